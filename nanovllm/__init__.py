@@ -1,0 +1,47 @@
+"""nanovllm: offline LLM inference that can be read in an afternoon.
+
+Owns the public surface. Importing it is light: torch, transformers, triton and flash-attn are
+loaded by the first ``LLM(...)``, not by ``import nanovllm``.
+"""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    NanoVLLMError,
+    OutOfMemoryError,
+    RequestError,
+    WorkerError,
+)
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineError",
+    "NanoVLLMError",
+    "OutOfMemoryError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "WorkerError",
+    "__version__",
+]
+
+
+def __getattr__(name: str):
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,0 +1,162 @@
+"""Owns which sequence holds which KV block, and which blocks' contents can be found again.
+
+Knows nothing of devices, and nothing of tokens but their equality. Every block is in one of
+three sets at all times:
+
+    free     never written, or its contents cannot be found          ``free_block_ids``
+    cached   unreferenced, but its contents can be found by hash     ``cached_block_ids``, LRU first
+    used     in ``ref_count >= 1`` block tables                      the rest
+"""
+
+from collections import OrderedDict, deque
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+NO_PARENT = -1  # stands for "hash of the parent" of a sequence's first block
+
+
+class Block:
+    """One KV block. ``hash`` and ``token_ids`` are set while the prefix cache can find it."""
+
+    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_count = 0
+        self.hash: int | None = None
+        self.token_ids: bytes | None = None
+
+    def forget(self) -> None:
+        self.hash = self.token_ids = None
+
+
+class BlockManager:
+    """Hands out ``num_blocks`` blocks of ``block_size`` tokens; finds equal prefixes by hash."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free_block_ids: deque[int] = deque(range(num_blocks))
+        self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
+        self.hash_to_block_id: dict[int, int] = {}
+
+    @staticmethod
+    def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
+        """xxh64 of the parent block's hash and this block's token ids (int32)."""
+        h = xxhash.xxh64(parent.to_bytes(9, "little", signed=True))
+        h.update(token_ids.tobytes())
+        return h.intdigest()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self.free_block_ids) + len(self.cached_block_ids)
+
+    def _hash_of(self, seq: Sequence, i: int) -> int:
+        """Hash of the sequence's full block ``i``; computed once, kept in ``seq.block_hashes``."""
+        hashes = seq.block_hashes
+        while len(hashes) <= i:
+            hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
+        return hashes[i]
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """Ids of the blocks that already hold the sequence's leading full blocks.
+
+        The block of the last token is never among them: at least one token must be computed to
+        have logits to sample from.
+        """
+        found: list[int] = []
+        if self.enable_prefix_caching:
+            for i in range((seq.num_tokens - 1) // self.block_size):
+                block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
+                # equal hashes are not yet equal tokens
+                if block_id is None or self.blocks[block_id].token_ids != seq.block(i).tobytes():
+                    break
+                found.append(block_id)
+        return found
+
+    def can_allocate(self, seq: Sequence) -> bool:
+        """Whether ``allocate(seq)`` would find enough blocks."""
+        num_available = self.num_available
+        if seq.num_blocks <= num_available:
+            return True
+        prefix = self._find_prefix(seq)
+        revived = sum(self.blocks[i].ref_count == 0 for i in prefix)
+        return seq.num_blocks - len(prefix) + revived <= num_available
+
+    def allocate(self, seq: Sequence) -> None:
+        """Give the sequence blocks for all its known tokens; sets ``num_computed_tokens`` to the prefix hit."""
+        assert not seq.block_table
+        prefix = self._find_prefix(seq)
+        for block_id in prefix:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self.cached_block_ids[block_id]
+            block.ref_count += 1
+        seq.block_table = prefix + [self._take() for _ in range(seq.num_blocks - len(prefix))]
+        seq.num_registered_blocks = len(prefix)
+        seq.num_computed_tokens = len(prefix) * self.block_size
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Drop the sequence's references. Blocks nobody holds become cached, or free if they cannot be found."""
+        # the tail goes first: a prefix is worth more than what follows it
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.hash is None:
+                    self.free_block_ids.append(block_id)
+                else:
+                    self.cached_block_ids[block_id] = None
+        seq.block_table = []
+        seq.num_registered_blocks = seq.num_computed_tokens = 0
+
+    def can_append(self, seq: Sequence, position: int) -> bool:
+        """Whether there is, or can be, a block for the slot at ``position``, at most one block further."""
+        return position < len(seq.block_table) * self.block_size or self.num_available > 0
+
+    def may_append(self, seq: Sequence, position: int) -> None:
+        """Make room for the slot at ``position``: a new block where the last one is full."""
+        if position >= len(seq.block_table) * self.block_size:
+            self.register(seq, position)
+            seq.block_table.append(self._take())
+
+    def register(self, seq: Sequence, num_computed: int) -> None:
+        """Let the prefix cache find the full blocks among the first ``num_computed`` tokens.
+
+        Their ids must be known and the launch that writes their keys and values issued (or be the
+        launch that is being put together: a layer stores before it attends).
+        """
+        if not self.enable_prefix_caching:
+            return
+        for i in range(seq.num_registered_blocks, num_computed // self.block_size):
+            block_hash = self._hash_of(seq, i)
+            # a twin that was computed at the same time keeps the name it has
+            if block_hash not in self.hash_to_block_id:
+                block = self.blocks[seq.block_table[i]]
+                block.hash, block.token_ids = block_hash, seq.block(i).tobytes()
+                self.hash_to_block_id[block_hash] = block.block_id
+            seq.num_registered_blocks = i + 1
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix (after a launch failed, contents are not to be trusted)."""
+        for block in self.blocks:
+            block.forget()
+        self.hash_to_block_id.clear()
+        self.free_block_ids.extend(self.cached_block_ids)
+        self.cached_block_ids.clear()
+
+    def _take(self) -> int:
+        if self.free_block_ids:
+            block_id = self.free_block_ids.popleft()
+        else:
+            block_id, _ = self.cached_block_ids.popitem(last=False)
+            block = self.blocks[block_id]
+            del self.hash_to_block_id[block.hash]  # type: ignore[arg-type]
+            block.forget()
+        self.blocks[block_id].ref_count = 1
+        return block_id

@@ -1,0 +1,45 @@
+"""Decode steps as CUDA graphs: one launch by the host instead of hundreds.
+
+Owns the captured batch sizes and their graphs. A batch is padded to the next captured size; the
+padding reads the null row, which stores nothing and attends nothing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+
+class DecodeGraphs:
+    """Graphs of ``decode(num_rows, max_context) -> tokens``, all sharing one memory pool.
+
+    Args:
+        decode: reads its inputs from, and writes its results to, tensors that stay where they are.
+        max_num_seqs: largest batch.
+        max_context: most tokens a sequence may attend.
+    """
+
+    def __init__(self, decode: Callable[[int, int], torch.Tensor], max_num_seqs: int, max_context: int):
+        self.captured_sizes = self.sizes(max_num_seqs)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
+            decode(size, max_context)  # compiles kernels and makes libraries choose theirs, outside the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                tokens = decode(size, max_context)
+            self.graphs[size] = graph, tokens
+        torch.cuda.synchronize()
+
+    @staticmethod
+    def sizes(max_num_seqs: int) -> list[int]:
+        """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
+        sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
+        return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+    def replay(self, num_rows: int) -> torch.Tensor:
+        """Launch the graph for ``num_rows`` rows; its tokens, int32 [>= num_rows], are overwritten by the next."""
+        size = self.captured_sizes[bisect_left(self.captured_sizes, num_rows)]
+        graph, tokens = self.graphs[size]
+        graph.replay()
+        return tokens

@@ -1,0 +1,342 @@
+"""Turns a batch into device tensors, a launch, and token ids: one ``ModelRunner`` per rank.
+
+Owns the device: the model, the KV pool, the row state, the sampler and the CUDA graphs. Knows
+nothing of queues. ``run`` launches and returns a handle at once; nothing here waits for the device
+but ``StepHandle.wait``.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.row_state import RowState, RowUpdates
+from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
+from nanovllm.engine.step import StepHeader, StepInput, read_header
+from nanovllm.errors import ConfigError, OutOfMemoryError
+from nanovllm.kernels import select
+from nanovllm.layers.attention import Attention, select_backend
+from nanovllm.layers.parallel import ALONE, ParallelGroup
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import get_model_class
+from nanovllm.utils.context import Context, set_context
+from nanovllm.utils.loader import init_dummy_weights, load_model
+
+CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
+GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
+NONE = np.empty(0, np.int32)
+
+
+class StepHandle:
+    """The token ids of a launch, on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor, event: torch.cuda.Event | None):
+        self._token_ids = token_ids
+        self._event = event
+
+    def wait(self) -> np.ndarray:
+        """Block until the launch is done; int32 [num_sampled]."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._token_ids.numpy()
+
+
+class ModelRunner:
+    """One rank's model and device.
+
+    Args:
+        config: the engine's options; ``num_kvcache_blocks`` is set here once memory was measured.
+        group: this rank among the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Config, group: ParallelGroup = ALONE):
+        self.config = config
+        self.group = group
+        self.block_size = config.kvcache_block_size
+        self.max_blocks = -(-config.max_model_len // self.block_size)
+        self.device = select_device(config.device, group.rank)
+        self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
+        self.ops = select(self.device.type)
+        self.backend = select_backend(
+            config.attention_backend, self.device.type, self.dtype, self.block_size, config.model_config.head_dim
+        )
+        self.use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.backend.capturable
+        self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.inference_mode(), self._defaults():
+            self.model = get_model_class(config.model_config.architecture)(config.model_config, self.backend, group)
+            self.sampler = Sampler(group)
+            if config.load_format == "dummy":
+                init_dummy_weights(self.model, config.seed + group.rank)
+            else:
+                load_model(self.model, config.model_path)
+            self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
+            self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+            reserved = self.warmup_model()
+            self.allocate_kv_cache(reserved)
+            self.graphs = self.capture_cudagraph() if self.use_graphs else None
+        pin = self.device.type == "cuda"
+        # a launch writes the buffer that the launch before the last one was read from
+        self._token_buffers = [
+            torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=pin) for _ in range(self.depth + 1)
+        ]
+        self._num_launches = 0
+
+    @contextmanager
+    def _defaults(self):
+        """Modules built within get the model's dtype and device."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.device(self.device):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    # ------------------------------------------------------------ memory
+
+    def warmup_model(self) -> int:
+        """Run the largest prefill without pages; return the bytes to keep for activations and graphs."""
+        if self.device.type == "cpu":
+            return 0
+        config = self.config
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        ids = torch.zeros(num_tokens, dtype=torch.int32)
+        slots = torch.full_like(ids, -1)
+        context = Context(True, ids[:1], ids[:1], self.row_state.block_tables, slots, num_tokens)
+        with set_context(context):
+            hidden = self.model(ids, ids)
+        self._sample(hidden[:num_seqs], self.row_state.batch_rows[: min(num_seqs, num_tokens)])
+        torch.cuda.synchronize()
+        prefill_peak = torch.cuda.max_memory_allocated() - before
+        del hidden
+        # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
+        num_graphs = len(DecodeGraphs.sizes(num_seqs)) if self.use_graphs else 0
+        graph_peak = num_graphs * GRAPH_BYTES + (prefill_peak if num_graphs else 0) * num_seqs // num_tokens
+        logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if num_graphs else 0
+        return prefill_peak + graph_peak + logits
+
+    def allocate_kv_cache(self, reserved: int) -> None:
+        """Size the KV pool from what memory is left and hand each layer its pages."""
+        config, model = self.config, self.config.model_config
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        shape = (self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
+        block_bytes = 2 * len(layers) * int(np.prod(shape)) * self.dtype.itemsize
+        needed_blocks = self.max_blocks  # the longest sequence, alone
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks == -1 and self.device.type == "cpu":
+            num_blocks = min(max(CPU_KV_BYTES // block_bytes, needed_blocks), config.max_num_seqs * needed_blocks)
+        elif num_blocks == -1:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            budget = int(total * config.gpu_memory_utilization) - (total - free) - reserved
+            num_blocks = min(self._least_over_ranks(budget // block_bytes), config.max_num_seqs * needed_blocks)
+            if num_blocks < 1:
+                gib = 1 << 30
+                raise OutOfMemoryError(
+                    f"no room for a KV cache on {self.device}: gpu_memory_utilization="
+                    f"{config.gpu_memory_utilization} of {total / gib:.1f} GiB allows "
+                    f"{total * config.gpu_memory_utilization / gib:.1f}; {(total - free) / gib:.1f} are in use "
+                    f"(weights {torch.cuda.memory_allocated() / gib:.1f}, the rest other processes), activations need "
+                    f"{reserved / gib:.1f}, one block {block_bytes / gib:.3f}. Free memory on the device, raise "
+                    "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs."
+                )
+        config.num_kvcache_blocks = num_blocks
+        self.kv_cache = _zeros((2, model.num_hidden_layers, num_blocks, *shape), self.dtype, self.device)
+        for i, layer in enumerate(layers):
+            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+
+    def _least_over_ranks(self, number: int) -> int:
+        if self.group.size == 1:
+            return number
+        return int(self.group.all_gather(torch.tensor(number, device=self.device)).min())
+
+    def capture_cudagraph(self) -> DecodeGraphs:
+        """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size)."""
+        return DecodeGraphs(self._decode, self.config.max_num_seqs, self.config.max_model_len)
+
+    # ------------------------------------------------------------ a step
+
+    def run(self, batch: Batch) -> StepHandle:
+        """Launch a batch; the handle gives its token ids, one for each of ``batch.rows``."""
+        if isinstance(batch, PrefillBatch):
+            packed = self.prepare_prefill(batch)
+        else:
+            packed = self.prepare_decode(batch)
+        return self.call("run_model", packed)
+
+    def call(self, method: str, *args):
+        """Run a method on every rank; this rank's result is returned."""
+        return getattr(self, method)(*args)
+
+    def prepare_prefill(self, batch: PrefillBatch) -> np.ndarray:
+        """The step of a prefill batch, packed."""
+        for seq in batch.admitted:
+            self.updates.enter(seq)
+        cells, values = self.updates.take()
+        spans = list(zip(batch.seqs, batch.starts, batch.stops, strict=True))
+        input_ids = np.concatenate([seq.tokens(start, stop) for seq, start, stop in spans])
+        positions = [np.arange(start, stop, dtype=np.int32) for _, start, stop in spans]
+        slots = [
+            np.array(seq.block_table, np.int32)[p // self.block_size] * self.block_size + p % self.block_size
+            for seq, p in zip(batch.seqs, positions, strict=True)
+        ]
+        new = [stop - start for _, start, stop in spans]
+        cu_seqlens_q = np.cumsum([0, *new], dtype=np.int32)
+        step = StepInput(
+            cells=cells,
+            values=values,
+            input_ids=input_ids,
+            positions=np.concatenate(positions),
+            slot_mapping=np.concatenate(slots),
+            rows=np.array([seq.row for seq in batch.seqs], np.int32),
+            context_lens=np.array(batch.stops, np.int32),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=np.cumsum([0, *batch.stops], dtype=np.int32),
+            sampled_tokens=cu_seqlens_q[1 : len(batch.rows) + 1] - 1,
+            sampled_rows=batch.rows,
+        )
+        header = StepHeader(
+            is_prefill=1,
+            num_sampled=len(batch.rows),
+            num_updates=len(cells),
+            num_tokens=len(input_ids),
+            num_seqs=len(batch.seqs),
+            max_seqlen_q=max(new),
+            max_context=max(batch.stops),
+            has_prefix=int(any(batch.starts)),
+            has_filters=0,
+        )
+        return step.pack(header)
+
+    def prepare_decode(self, batch: DecodeBatch) -> np.ndarray:
+        """The step of a decode batch, packed: only what changed since the last one."""
+        for seq in batch.grown:
+            self.updates.grow(seq)
+        self.updates.set_batch(batch.rows)
+        cells, values = self.updates.take()
+        header = StepHeader(
+            is_prefill=0,
+            num_sampled=len(batch.rows),
+            num_updates=len(cells),
+            num_tokens=0,
+            num_seqs=0,
+            max_seqlen_q=1,
+            max_context=batch.max_context,
+            has_prefix=1,
+            has_filters=0,
+        )
+        step = StepInput(cells, values, *[NONE] * 9)
+        return step.pack(header)
+
+    @torch.inference_mode()
+    def run_model(self, packed: np.ndarray) -> StepHandle:
+        """Launch a packed step on this rank."""
+        header = read_header(packed)
+        on_device = torch.from_numpy(packed)
+        if self.device.type == "cuda":
+            if header.num_updates or header.is_prefill:
+                on_device = on_device.pin_memory().to(self.device, non_blocking=True)
+        step = StepInput.unpack(header, on_device)
+        if header.num_updates:
+            self.row_state.apply(step.cells, step.values)
+        if header.is_prefill:
+            tokens = self._prefill(header, step)
+        elif self.graphs is not None:
+            tokens = self.graphs.replay(header.num_sampled)
+        else:
+            tokens = self._decode(header.num_sampled, header.max_context)
+        return self._send(tokens, header.num_sampled)
+
+    def _prefill(self, header: StepHeader, step: StepInput) -> torch.Tensor:
+        """Tokens int32 [num_sampled]."""
+        context = Context(
+            is_prefill=True,
+            rows=step.rows,
+            context_lens=step.context_lens,
+            block_tables=self.row_state.block_tables,
+            slot_mapping=step.slot_mapping,
+            max_context=header.max_context,
+            cu_seqlens_q=step.cu_seqlens_q,
+            cu_seqlens_k=step.cu_seqlens_k,
+            max_seqlen_q=header.max_seqlen_q,
+            has_prefix=bool(header.has_prefix),
+        )
+        with set_context(context):
+            hidden = self.model(step.input_ids, step.positions)
+        if not header.num_sampled:
+            return step.sampled_rows
+        return self._sample(hidden[step.sampled_tokens.long()], step.sampled_rows)
+
+    def _decode(self, num_rows: int, max_context: int) -> torch.Tensor:
+        """One token for each of the first ``num_rows`` batch rows; all inputs come from the row state."""
+        state = self.row_state
+        rows = state.batch_rows[:num_rows]
+        input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
+            rows, state.last_token, state.length, state.block_tables, self.block_size
+        )
+        context = Context(False, rows, context_lens, state.block_tables, slot_mapping, max_context)
+        with set_context(context):
+            hidden = self.model(input_ids, positions)
+        return self._sample(hidden, rows)
+
+    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        logits = self.model.compute_logits(hidden)
+        return self.sampler(logits, rows, self.row_state.columns, self.row_state.last_token)
+
+    def _send(self, tokens: torch.Tensor, num_sampled: int) -> StepHandle:
+        buffer = self._token_buffers[self._num_launches % len(self._token_buffers)][:num_sampled]
+        self._num_launches += 1
+        buffer.copy_(tokens[:num_sampled], non_blocking=True)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return StepHandle(buffer, event)
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def exit(self) -> None:
+        """Free the device's memory."""
+        self.synchronize()
+        self.graphs = None
+        for name in ("model", "kv_cache", "row_state", "sampler", "backend"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def select_device(name: str, rank: int) -> torch.device:
+    """The device of a rank; "auto" is CUDA if there is a device."""
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError("device='cuda': torch sees no CUDA device here. Use device='cpu' or 'auto'.")
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(f"tensor-parallel rank {rank} needs its own device; torch sees {torch.cuda.device_count()}.")
+    return torch.device("cuda", rank)
+
+
+def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's, and float32 on the CPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    return getattr(torch, name)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU memory is taken only when it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,115 @@
+"""The device's tables of the running sequences, and the host's way to change them.
+
+Owns one int32 buffer on the device. Its first part lists the rows of the current decode batch;
+the rest is a table with a row for each running sequence (last token, length, sampling values,
+block table). A decode step reads its inputs there and writes its tokens there, so the host sends
+nothing while nothing changes, and otherwise only which cells change to what.
+"""
+
+import numpy as np
+import torch
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.reference import SamplingColumns
+from nanovllm.sampling_params import MAX_FORBIDDEN
+
+# columns of the table; float values are kept as their bits
+LAST_TOKEN, LENGTH, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, MIN_LENGTH, FORBIDDEN = 0, 1, 2, 3, 4, 5, 6, 8, 9
+BLOCK_TABLE = FORBIDDEN + MAX_FORBIDDEN
+
+
+def _bits(*values: float) -> list[int]:
+    return np.array(values, np.float32).view(np.int32).tolist()
+
+
+class RowState:
+    """Device side: views of the buffer.
+
+    Attributes:
+        batch_rows: int32 [R], batch position -> row; positions past the batch hold the null row.
+        last_token, length: int32 [R + 1]; length counts the token whose keys and values are due next.
+        columns: the sampling columns, each [R + 1, ...].
+        block_tables: int32 [R + 1, max_blocks].
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
+        self.null_row = num_rows  # length 0: stores nothing, attends nothing
+        width = BLOCK_TABLE + max_blocks
+        self.buffer = torch.zeros(num_rows + (num_rows + 1) * width, dtype=torch.int32, device=device)
+        self.batch_rows = self.buffer[:num_rows]
+        self.batch_rows.fill_(self.null_row)
+        table = self.buffer[num_rows:].view(num_rows + 1, width)
+        floats = table.view(torch.float32)
+        self.last_token = table[:, LAST_TOKEN]
+        self.length = table[:, LENGTH]
+        self.block_tables = table[:, BLOCK_TABLE:]
+        self.columns = SamplingColumns(
+            temperature=floats[:, TEMPERATURE],
+            top_k=table[:, TOP_K],
+            top_p=floats[:, TOP_P],
+            min_p=floats[:, MIN_P],
+            seed=table[:, SEED : SEED + 2],
+            min_length=table[:, MIN_LENGTH],
+            forbidden=table[:, FORBIDDEN : FORBIDDEN + MAX_FORBIDDEN],
+            length=self.length,
+        )
+
+    def apply(self, cells: torch.Tensor, values: torch.Tensor) -> None:
+        """buffer[cells] = values; both int32 [n] on the device."""
+        if len(cells):
+            self.buffer.index_copy_(0, cells.long(), values)
+
+
+class RowUpdates:
+    """Host side: gathers the cells to change until the next launch takes them along."""
+
+    def __init__(self, num_rows: int, max_blocks: int):
+        self.num_rows = num_rows
+        self.width = BLOCK_TABLE + max_blocks
+        self._batch_rows = np.full(num_rows, num_rows, np.int32)  # what the device has
+        self._cells: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+
+    def _put(self, row: int, column: int, values: list[int]) -> None:
+        start = self.num_rows + row * self.width + column
+        self._cells.append(np.arange(start, start + len(values), dtype=np.int32))
+        self._values.append(np.array(values, np.int64).astype(np.int32))
+
+    def enter(self, seq: Sequence) -> None:
+        """A sequence got its row: everything about it."""
+        params = seq.sampling_params
+        forbidden = seq.forbidden_token_ids
+        halves = np.array([seq.seed], np.uint64).view(np.int32).tolist()
+        self._put(seq.row, LAST_TOKEN, [
+            0,
+            seq.num_tokens,
+            *_bits(params.temperature),
+            max(params.top_k, 0),
+            *_bits(params.top_p, params.min_p),
+            *halves,
+            seq.num_prompt_tokens + params.min_tokens,
+            *forbidden, *[-1] * (MAX_FORBIDDEN - len(forbidden)),
+            *seq.block_table,
+        ])  # fmt: skip
+
+    def grow(self, seq: Sequence) -> None:
+        """A sequence's block table got one more block."""
+        self._put(seq.row, BLOCK_TABLE + len(seq.block_table) - 1, seq.block_table[-1:])
+
+    def set_batch(self, rows: np.ndarray) -> None:
+        """The next decode batch is ``rows``, int32 [B]; only positions that differ are sent."""
+        target = np.full(self.num_rows, self.num_rows, np.int32)
+        target[: len(rows)] = rows
+        changed = np.flatnonzero(target != self._batch_rows)
+        if len(changed):
+            self._cells.append(changed.astype(np.int32))
+            self._values.append(target[changed])
+            self._batch_rows = target
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """Cells and values, int32 [n] each, gathered since the last call."""
+        if not self._cells:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        taken = np.concatenate(self._cells), np.concatenate(self._values)
+        self._cells, self._values = [], []
+        return taken

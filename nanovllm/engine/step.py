@@ -1,0 +1,87 @@
+"""One launch as a single array of int32: what crosses to the device, and to other ranks.
+
+Owns the layout: a header of ``NUM_HEADER`` numbers, then the segments one after the other. Host
+and device read it with the same ``StepInput.unpack``, on numpy arrays or on tensors.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+NUM_HEADER = 16
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """Numbers that decide what is launched, known to every host.
+
+    Attributes:
+        is_prefill: 1 or 0.
+        num_sampled: sequences that get a token: B of a decode step; of a prefill those computed to their end.
+        num_updates: cells of the row state that change.
+        num_tokens: packed tokens (prefill).
+        num_seqs: sequences in the launch (prefill).
+        max_seqlen_q: most new tokens of one sequence.
+        max_context: upper bound of the tokens a sequence attends.
+        has_prefix: 1 if some sequence attends tokens from before this launch.
+        has_filters: 1 if some sampled row uses top-k, top-p, min-p or min_tokens.
+    """
+
+    is_prefill: int
+    num_sampled: int
+    num_updates: int
+    num_tokens: int
+    num_seqs: int
+    max_seqlen_q: int
+    max_context: int
+    has_prefix: int
+    has_filters: int
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The segments, int32. The first two are in every step, the others in prefill steps.
+
+    Attributes:
+        cells, values: [num_updates], changes of the row state.
+        input_ids, positions, slot_mapping: [num_tokens].
+        rows, context_lens: [num_seqs].
+        cu_seqlens_q, cu_seqlens_k: [num_seqs + 1].
+        sampled_tokens, sampled_rows: [num_sampled], places among the packed tokens, and rows.
+    """
+
+    cells: Any
+    values: Any
+    input_ids: Any
+    positions: Any
+    slot_mapping: Any
+    rows: Any
+    context_lens: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    sampled_tokens: Any
+    sampled_rows: Any
+
+    def pack(self, header: StepHeader) -> np.ndarray:
+        """Header and segments as one int32 array."""
+        head = np.zeros(NUM_HEADER, np.int32)
+        numbers = [getattr(header, f.name) for f in fields(header)]
+        head[: len(numbers)] = numbers
+        return np.concatenate([head, *(getattr(self, f.name) for f in fields(self))])
+
+    @classmethod
+    def unpack(cls, header: StepHeader, packed: Any) -> "StepInput":
+        """The segments as views of ``packed``."""
+        n, t, s = header.num_updates, header.num_tokens, header.num_seqs
+        ends = (s + 1, s + 1) if header.is_prefill else (0, 0)
+        sampled = header.num_sampled if header.is_prefill else 0
+        start, segments = NUM_HEADER, []
+        for size in (n, n, t, t, t, s, s, *ends, sampled, sampled):
+            segments.append(packed[start : start + size])
+            start += size
+        return cls(*segments)
+
+
+def read_header(packed: np.ndarray) -> StepHeader:
+    return StepHeader(*packed[: len(fields(StepHeader))].tolist())

@@ -1,0 +1,80 @@
+"""Text to token ids and back. Owns the tokenizer; loads it beside the model and decodes beside the engine.
+
+Both happen on a thread of their own: importing transformers and turning thousands of results into
+text cost seconds that the device need not wait for.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError, RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenization:
+    """A tokenizer that is being loaded, or none.
+
+    Args:
+        model_path: directory of the checkpoint.
+        skip: load none; text is refused and results have no text.
+        trust_remote_code: let the tokenizer run code from the checkpoint.
+    """
+
+    def __init__(self, model_path: str, skip: bool, trust_remote_code: bool):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
+        self._loading: Future | None = None
+        if not skip:
+            if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
+                raise CheckpointError(
+                    f"{model_path} holds no tokenizer ({', '.join(TOKENIZER_FILES)}). "
+                    "Add it, or use skip_tokenizer_init=True and give prompts as token ids."
+                )
+            self._loading = self._thread.submit(_load, model_path, trust_remote_code)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer; None if it was skipped."""
+        return None if self._loading is None else self._loading.result()
+
+    def _required(self) -> Any:
+        if self._loading is None:
+            raise RequestError("text needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
+        return self._loading.result()
+
+    def eos_token_ids(self) -> set[int]:
+        tokenizer = self.tokenizer
+        eos = None if tokenizer is None else tokenizer.eos_token_id
+        return set() if eos is None else {eos}
+
+    def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._required()(texts, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
+        tokenizer = self._required()
+        if not tokenizer.chat_template:
+            raise RequestError("chat() needs a tokenizer with a chat template; this model has none. Use generate().")
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+
+    def decode_later(self, token_ids: list[int]) -> "Future[str]":
+        """The text of the ids, special tokens left out; "" without a tokenizer."""
+        return self._thread.submit(self._decode, token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _load(model_path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a damaged file makes the library raise
+        raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error

@@ -1,0 +1,50 @@
+"""Triton: SiLU of the gate times up.
+
+Owns `silu_and_mul`. Knows nothing of layers; reference.py has the plain twin.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .inputs import after_predecessor, launch_options
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    x_ptr,  # [T, 2I], rows strided, written by the gate-up projection
+    y_ptr,  # [T, I] contiguous, written here
+    x_stride,
+    intermediate_size,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    after_predecessor(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < intermediate_size
+    gate = tl.load(x_ptr + token * x_stride + offs, mask=mask, other=0.0)
+    up = tl.load(x_ptr + token * x_stride + intermediate_size + offs, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    y = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(y_ptr + token * intermediate_size + offs, y, mask=mask)
+
+
+def silu_and_mul(x):
+    """See reference.silu_and_mul."""
+    num_tokens, intermediate_size = x.shape[0], x.shape[1] // 2
+    assert x.dim() == 2 and x.stride(1) == 1
+    y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
+    if num_tokens > 0:
+        block = min(1024, triton.next_power_of_2(intermediate_size))
+        silu_and_mul_kernel[(num_tokens, triton.cdiv(intermediate_size, block))](
+            x,
+            y,
+            x.stride(0),
+            intermediate_size,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+            **launch_options(x.device),
+        )
+    return y

@@ -1,0 +1,588 @@
+"""Attention over the paged KV cache, in Triton: one query token per sequence (decode), or many (prefill).
+
+Owns how the work is cut into programs, and the scratch memory that this needs. Knows nothing of models, of
+how keys and values got into the pages (they are all there, those of the new tokens too), or of who holds which
+page: it follows the block tables, and reads no slot at or beyond a sequence's context.
+
+Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, H query heads, K KV
+heads, GROUP = H / K query heads that share a KV head, D head size, NB blocks of BS tokens each.
+Both kernels keep scores, sums and accumulators in fp32 and use the online softmax (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867), base 2 because the hardware has exp2.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+# Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+# ------------------------------------------------------------------------------------------------ shared pieces
+
+
+@triton.jit
+def _page_offsets(
+    table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Element offsets int64[BLOCK_N] of the tokens first .. first + BLOCK_N - 1 of a sequence."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # The tile lies in one page: a single table entry, and addresses that the compiler sees to be regular.
+        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
+        return block * stride_block + (first % BLOCK_SIZE + offs_n).to(tl.int64) * stride_slot
+    position = first + offs_n
+    # Entries beyond the context may be anything: they are not followed.
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < context, other=0).to(tl.int64)
+    return block * stride_block + (position % BLOCK_SIZE).to(tl.int64) * stride_slot
+
+
+# ------------------------------------------------------------------------------------------------------- decode
+#
+# The contexts of all sequences, cut into tiles of BLOCK_N tokens and laid end to end, are one list of tiles. It
+# is divided into equal shares; program (k, i) attends share i for KV head k. So the load is balanced whatever
+# the contexts are, one long among many short included, without the host knowing any of them:
+#
+#     sequences   |--- 0 ---|- 1 -|---------------- 2 ----------------|- 3 -|     tiles, end to end
+#     shares      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
+#
+# A sequence inside one share is written to `out` at once. One that several shares touch leaves a partial result
+# (accumulator, maximum, sum) per share in scratch; whichever of them finishes last adds them up. Shares that
+# touch sequence s are consecutive, hence share i keeps its part of s in scratch slot i + s: no two meet there,
+# and the parts of one sequence lie side by side.
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [B, H, D]
+    k_ptr,  # [NB, BS, K, D]
+    v_ptr,  # [NB, BS, K, D]
+    rows_ptr,  # i32[B]
+    context_lens_ptr,  # i32[B]
+    tables_ptr,  # i32[R, max_blocks]
+    out_ptr,  # [B, H, D]
+    part_acc_ptr,  # f32[shares + B, K, GROUP, D]
+    part_stat_ptr,  # f32[shares + B, K, GROUP, 2]: maximum, sum
+    counters_ptr,  # i32[>= B * K], zero between launches
+    num_seqs,
+    scale_log2e,
+    stride_q_seq,
+    stride_q_head,
+    stride_block,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    stride_out_seq,
+    stride_out_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    num_kv_heads = tl.num_programs(0)
+    share = tl.program_id(1)
+
+    # i32[BLOCK_B]: tiles per sequence. An empty context has one too, or nobody would write its zeros.
+    offs_b = tl.arange(0, BLOCK_B)
+    lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
+    tiles = tl.where(offs_b < num_seqs, tl.maximum(tl.cdiv(lens, BLOCK_N), 1), 0)
+    tile_ends = tl.cumsum(tiles, 0)
+    num_tiles = tl.sum(tiles, 0)
+    share_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
+    begin = share * share_tiles
+    end = tl.minimum(begin + share_tiles, num_tiles)
+    if begin >= end:
+        return
+    first_seq = tl.sum((tile_ends <= begin).to(tl.int32), 0)
+    last_seq = tl.sum((tile_ends < end).to(tl.int32), 0)
+    seq_begin = tl.max(tl.where(tile_ends <= begin, tile_ends, 0), 0)
+
+    # What is above depends on the batch alone; q and the newest keys come from the launch before this one.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    group_mask = (offs_m < GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    k_head_ptr = k_ptr + kv_head * stride_kv_head
+    v_head_ptr = v_ptr + kv_head * stride_kv_head
+
+    for seq in range(first_seq, last_seq + 1):
+        context = tl.load(context_lens_ptr + seq)
+        seq_tiles = tl.maximum(tl.cdiv(context, BLOCK_N), 1)
+        table_ptr = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
+        # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
+        q = tl.load(
+            q_ptr
+            + seq.to(tl.int64) * stride_q_seq
+            + (kv_head * GROUP + offs_m)[:, None] * stride_q_head
+            + offs_d[None, :],
+            mask=group_mask,
+            other=0.0,
+        )
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        for tile in range(tl.maximum(begin - seq_begin, 0), tl.minimum(end - seq_begin, seq_tiles)):
+            first = tile * BLOCK_N
+            offs = _page_offsets(table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE, BLOCK_N)
+            in_context = first + offs_n < context
+            tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
+            # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
+            k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+            scores = tl.where(in_context[None, :], scores, -float("inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_max[:, None])
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+            row_max = new_max
+
+        out_seq_ptr = out_ptr + seq.to(tl.int64) * stride_out_seq + kv_head * GROUP * stride_out_head
+        first_share = seq_begin // share_tiles
+        last_share = (seq_begin + seq_tiles - 1) // share_tiles
+        if first_share == last_share:
+            result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+            tl.store(
+                out_seq_ptr + offs_m[:, None] * stride_out_head + offs_d[None, :],
+                result.to(out_ptr.dtype.element_ty),
+                mask=group_mask,
+            )
+        else:
+            part = ((share + seq) * num_kv_heads + kv_head).to(tl.int64) * GROUP
+            tl.store(
+                part_acc_ptr + (part + offs_m[:, None]) * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask
+            )
+            tl.store(part_stat_ptr + (part + offs_m) * 2, row_max, mask=offs_m < GROUP)
+            tl.store(part_stat_ptr + (part + offs_m) * 2 + 1, row_sum, mask=offs_m < GROUP)
+            # All threads' stores come before the one thread's release, or the last share might miss some.
+            tl.debug_barrier()
+            counter_ptr = counters_ptr + seq * num_kv_heads + kv_head
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if arrived == last_share - first_share:
+                _add_parts(
+                    part_acc_ptr,
+                    part_stat_ptr,
+                    out_seq_ptr,
+                    first_share + seq,
+                    last_share + seq + 1,
+                    kv_head,
+                    num_kv_heads,
+                    stride_out_head,
+                    GROUP,
+                    HEAD_SIZE,
+                    BLOCK_D,
+                    BLOCK_G,
+                    BLOCK_P,
+                )
+                tl.store(counter_ptr, 0)  # as the next launch, or the next replay of a graph, expects it
+        seq_begin += seq_tiles
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _add_parts(
+    part_acc_ptr,
+    part_stat_ptr,
+    out_seq_ptr,
+    first_slot,
+    end_slot,
+    kv_head,
+    num_kv_heads,
+    stride_out_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Merge the partial results in slots first_slot .. end_slot - 1 and write one sequence's GROUP heads."""
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    total_max = tl.full([BLOCK_G], LOWEST, tl.float32)
+    total_sum = tl.zeros([BLOCK_G], tl.float32)
+    for slot in range(first_slot, end_slot, BLOCK_P):
+        slots = slot + offs_p
+        # [BLOCK_P, BLOCK_G] index of a (slot, KV head, head of the group); written by other programs of this
+        # launch, so the loads go to the L2 cache, past this multiprocessor's own.
+        index = (slots.to(tl.int64) * num_kv_heads + kv_head)[:, None] * GROUP + offs_g[None, :]
+        mask = (slots < end_slot)[:, None] & (offs_g < GROUP)[None, :]
+        part_max = tl.load(part_stat_ptr + index * 2, mask=mask, other=LOWEST, cache_modifier=".cg")
+        part_sum = tl.load(part_stat_ptr + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            part_acc_ptr + index[:, :, None] * HEAD_SIZE + offs_d[None, None, :],
+            mask=mask[:, :, None] & (offs_d < HEAD_SIZE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max = tl.maximum(total_max, tl.max(part_max, 0))
+        weight = tl.exp2(part_max - new_max[None, :])
+        correction = tl.exp2(total_max - new_max)
+        total_sum = total_sum * correction + tl.sum(part_sum * weight, 0)
+        acc = acc * correction[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
+        total_max = new_max
+    result = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
+    tl.store(
+        out_seq_ptr + offs_g[:, None] * stride_out_head + offs_d[None, :],
+        result.to(out_seq_ptr.dtype.element_ty),
+        mask=(offs_g < GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :],
+    )
+
+
+class DecodeConfig(NamedTuple):
+    """How a decode batch is cut. Measured by benchmarks/attention.py --sweep."""
+
+    block_n: int  # tokens per tile
+    num_warps: int
+    num_stages: int  # tiles in flight while one is computed, plus one
+    programs_per_sm: int  # shares * KV heads, per multiprocessor
+    pdl: bool = False  # start before the launch before has ended (programmatic dependent launch)
+
+
+def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
+    """The configuration for a batch of `num_seqs`. Contexts are not known here: they change between replays."""
+    block_n = max(16, min(64, 64 * 256 // (head_size * itemsize)))
+    if num_seqs * num_kv_heads <= 256:
+        # Too little work to hide latency behind: every program starts at once and has one piece to do.
+        return DecodeConfig(block_n, num_warps=2, num_stages=3, programs_per_sm=3)
+    # More programs than fit at once: multiprocessors that run ahead take more of them.
+    return DecodeConfig(block_n, num_warps=2, num_stages=3, programs_per_sm=24)
+
+
+# Counters of a device, kept for good: captured graphs hold their address.
+_NUM_COUNTERS = 1 << 16
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def _zero_counters(num: int, device: torch.device) -> torch.Tensor:
+    """At least `num` zeros, i32. Every launch leaves them zero, so one set serves all launches of a stream."""
+    if num <= _NUM_COUNTERS:
+        if device in _counters:
+            return _counters[device]
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
+    # Not worth keeping, or allocated inside a capture, where zeros only come true on replay: this call's own.
+    return torch.zeros(num, dtype=torch.int32, device=device)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_context: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend one new token per sequence to its context. Can be captured in a CUDA graph: no host reads.
+
+    q: [B, H, D], the last dimension contiguous. k_cache, v_cache: [NB, BS, K, D] of one layout, BS a multiple of
+    16, H / K at most 16. rows: i32[B], the row of `block_tables` i32[R, max_blocks] of each batch position.
+    context_lens: i32[B], tokens to attend, the new one included; 0 gives zeros. scale: factor on q·k.
+    max_context: no context is longer (default: what a table row holds); a hint that avoids idle programs.
+    Returns [B, H, D] like q, or `out`.
+
+    A share's length depends on the whole batch, so batch mates may change the order of fp32 sums, nothing more.
+    One stream at a time per device: launches share the counters.
+    """
+    num_seqs, num_heads, head_size = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty((num_seqs, num_heads, head_size), dtype=q.dtype, device=q.device)
+    if num_seqs == 0:
+        return out
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
+    assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
+
+    config = decode_config(num_seqs, num_kv_heads, head_size, k_cache.element_size())
+    if max_context is None:
+        max_context = block_tables.shape[1] * block_size
+    max_tiles = num_seqs * max(1, -(-max_context // config.block_n))
+    num_shares = config.programs_per_sm * _num_multiprocessors(q.device) // num_kv_heads
+    num_shares = max(1, min(num_shares, max_tiles))
+
+    part_shape = (num_shares + num_seqs, num_kv_heads, group)
+    part_acc = torch.empty((*part_shape, head_size), dtype=torch.float32, device=q.device)
+    part_stat = torch.empty((*part_shape, 2), dtype=torch.float32, device=q.device)
+    block_d = triton.next_power_of_2(head_size)
+    block_g = triton.next_power_of_2(group)
+    _decode_kernel[(num_kv_heads, num_shares)](
+        q,
+        k_cache,
+        v_cache,
+        rows,
+        context_lens,
+        block_tables,
+        out,
+        part_acc,
+        part_stat,
+        _zero_counters(num_seqs * num_kv_heads, q.device),
+        num_seqs,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        # Three sizes, not every power of two: each is a compilation at start-up.
+        BLOCK_B=16 if num_seqs <= 16 else max(256, triton.next_power_of_2(num_seqs)),
+        BLOCK_M=16,
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        BLOCK_G=block_g,
+        BLOCK_P=max(1, 4096 // (block_g * block_d)),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PDL=config.pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------ prefill
+#
+# Program (sequence and KV head, i) attends the i-th run of query tokens, the whole group of query heads that
+# share the KV head at once: row m of the tile is head m % GROUP of token m // GROUP. So a tile is full even where
+# a prefix hit leaves few new tokens, and keys and values are read once per group.
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    k_head_ptr,
+    v_head_ptr,
+    table_ptr,
+    first,
+    context,
+    position,
+    scale_log2e,
+    stride_block,
+    stride_slot,
+    MASKED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the online softmax: tokens first .. first + BLOCK_N - 1. MASKED: some rows may not see all."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs = _page_offsets(table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE, BLOCK_N)
+    key_position = first + tl.arange(0, BLOCK_N)
+    k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
+    v_ptrs = v_head_ptr + offs[:, None] + offs_d[None, :]
+    # [BLOCK_N, BLOCK_D] each, written by the KV store of this or an earlier step.
+    if MASKED:
+        load_mask = (key_position < context)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        k = tl.load(k_ptrs, mask=load_mask, other=0.0)
+        v = tl.load(v_ptrs, mask=load_mask, other=0.0)
+    elif HEAD_SIZE != BLOCK_D:
+        k = tl.load(k_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
+        v = tl.load(v_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
+    else:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(key_position[None, :] <= position[:, None], scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2e)
+    p = tl.exp2(scores * scale_log2e - new_max[:, None])
+    correction = tl.exp2(row_max - new_max)
+    row_sum = row_sum * correction + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,  # [T, H, D]
+    k_ptr,  # [NB, BS, K, D]
+    v_ptr,  # [NB, BS, K, D]
+    cu_seqlens_ptr,  # i32[S + 1]
+    rows_ptr,  # i32[S]
+    context_lens_ptr,  # i32[S]
+    tables_ptr,  # i32[R, max_blocks]
+    out_ptr,  # [T, H, D]
+    num_kv_heads,
+    scale_log2e,
+    stride_q_token,
+    stride_q_head,
+    stride_block,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    stride_out_token,
+    stride_out_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0) % num_kv_heads
+    seq = tl.program_id(0) // num_kv_heads
+    # The last tokens see the most keys: they start first, so that no long program is left over at the end.
+    run = tl.num_programs(1) - 1 - tl.program_id(1)
+
+    q_begin = tl.load(cu_seqlens_ptr + seq)
+    num_new = tl.load(cu_seqlens_ptr + seq + 1) - q_begin
+    if run * TOKENS >= num_new:
+        return
+    context = tl.load(context_lens_ptr + seq)
+    table_ptr = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = run * TOKENS + offs_m // GROUP
+    head = kv_head * GROUP + offs_m % GROUP
+    row_mask = (offs_m < TOKENS * GROUP) & (token < num_new)
+    io_mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    q_token = (q_begin + token).to(tl.int64)
+    # [BLOCK_M, BLOCK_D]
+    q_ptrs = q_ptr + (q_token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=io_mask, other=0.0)
+
+    position = context - num_new + token  # i32[BLOCK_M]: a row sees the keys 0 .. position
+    first_position = context - num_new + run * TOKENS
+    seen = tl.minimum(first_position + TOKENS, context)  # keys that any row sees
+    seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+
+    k_head_ptr = k_ptr + kv_head * stride_kv_head
+    v_head_ptr = v_ptr + kv_head * stride_kv_head
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for first in range(0, seen_by_all, BLOCK_N):
+        acc, row_max, row_sum = _attend_tile(
+            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, table_ptr, first, context, position, scale_log2e,
+            stride_block, stride_slot, False, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    for first in range(seen_by_all, seen, BLOCK_N):
+        acc, row_max, row_sum = _attend_tile(
+            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, table_ptr, first, context, position, scale_log2e,
+            stride_block, stride_slot, True, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+
+    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    out_ptrs = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=io_mask)
+
+
+class PrefillConfig(NamedTuple):
+    """How a prefill is cut. Measured by benchmarks/attention.py --sweep."""
+
+    block_m: int  # (token, head of the group) rows per program
+    block_n: int  # tokens per tile
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(max_rows: int, head_size: int, itemsize: int) -> PrefillConfig:
+    """The configuration for sequences of at most `max_rows` = new tokens * GROUP rows: two, three with fp32."""
+    if itemsize > 2:
+        return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
+    if max_rows <= 64:
+        return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    max_seqlen_q: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend the new tokens of S sequences causally to everything before them and themselves, over the pages.
+
+    q: [T, H, D] packed, the last dimension contiguous. cu_seqlens_q: i32[S + 1]; tokens cu_seqlens_q[s] ..
+    cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s, whose pages are listed in row
+    rows[s] of block_tables. max_seqlen_q: the most new tokens of any sequence. The rest as in
+    `paged_decode_attention`. Returns [T, H, D] like q, or `out`.
+    """
+    num_tokens, num_heads, head_size = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_size), dtype=q.dtype, device=q.device)
+    num_seqs = rows.shape[0]
+    if num_tokens == 0 or num_seqs == 0:
+        return out
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
+    assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
+
+    config = prefill_config(max_seqlen_q * group, head_size, k_cache.element_size())
+    tokens_per_program = config.block_m // group
+    _prefill_kernel[(num_seqs * num_kv_heads, -(-max_seqlen_q // tokens_per_program))](
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        rows,
+        context_lens,
+        block_tables,
+        out,
+        num_kv_heads,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out

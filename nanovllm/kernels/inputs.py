@@ -1,0 +1,93 @@
+"""Triton: what the model reads in a decode step, gathered from the row table; and how launches chain.
+
+Owns `decode_inputs`, and the switch for programmatic dependent launch that all kernels of a step share. Knows
+nothing of what the rows mean beyond the columns it is handed.
+
+Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that
+its start-up overlaps; it must call `after_predecessor` before it touches anything another kernel wrote or reads.
+Waiting means that the predecessor has finished, and by the same rule everything before it: the chain holds as long
+as every kernel launched with `launch_options` waits, in every program.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@functools.cache
+def launch_options(device):
+    """Keyword arguments of a launch on `device`: chained where the hardware can, plain elsewhere."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
+
+
+@triton.jit
+def after_predecessor(CHAINED: tl.constexpr):
+    """Let the next kernel take its place on the device, then wait until the previous one is done."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def decode_inputs_kernel(
+    rows_ptr,  # i32[B]
+    last_token_ptr,  # i32[R], strided
+    length_ptr,  # i32[R], strided
+    block_tables_ptr,  # i32[R, max_blocks]
+    input_ids_ptr,  # i32[B], written here like the three below
+    positions_ptr,
+    slot_mapping_ptr,
+    context_lens_ptr,
+    batch_size,
+    last_token_stride,
+    length_stride,
+    block_tables_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    after_predecessor(CHAINED)
+    offs_b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask = offs_b < batch_size
+    rows = tl.load(rows_ptr + offs_b, mask=mask, other=0).to(tl.int64)
+    length = tl.load(length_ptr + rows * length_stride, mask=mask, other=0)
+    live = length > 0
+    position = tl.maximum(length - 1, 0)
+    token = tl.load(last_token_ptr + rows * last_token_stride, mask=live, other=0)
+    block = tl.load(
+        block_tables_ptr + rows * block_tables_stride + position // BLOCK_SIZE, mask=live, other=0
+    )
+    slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(input_ids_ptr + offs_b, token, mask=mask)
+    tl.store(positions_ptr + offs_b, position, mask=mask)
+    tl.store(slot_mapping_ptr + offs_b, slot, mask=mask)
+    tl.store(context_lens_ptr + offs_b, length, mask=mask)
+
+
+def decode_inputs(rows, last_token, length, block_tables, block_size):
+    """See reference.decode_inputs. One launch; the four results are the rows of one i32[4, B]."""
+    (batch_size,) = rows.shape
+    results = torch.empty((4, batch_size), dtype=torch.int32, device=rows.device)
+    if batch_size > 0:
+        block = 128
+        decode_inputs_kernel[(triton.cdiv(batch_size, block),)](
+            rows,
+            last_token,
+            length,
+            block_tables,
+            *results,
+            batch_size,
+            last_token.stride(0),
+            length.stride(0),
+            block_tables.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCK_B=block,
+            num_warps=block // 32,
+            **launch_options(rows.device),
+        )
+    return tuple(results)

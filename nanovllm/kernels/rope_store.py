@@ -1,0 +1,171 @@
+"""Triton: the way from packed projections to attention's inputs, and the store into the KV cache.
+
+Owns `norm_rope_store` (per-head RMSNorm, rotary embedding and store in one launch) and `store_kvcache`. Knows
+slots, not blocks or sequences; reference.py has the plain twins.
+"""
+
+import triton
+import triton.language as tl
+
+from .inputs import after_predecessor, launch_options
+
+
+@triton.jit
+def norm_rope_store_kernel(
+    qkv_ptr,  # [T, (H + 2K) * D], written by the projection; q and k are overwritten here
+    q_weight_ptr,  # [D], only with HAS_NORM
+    k_weight_ptr,  # [D], only with HAS_NORM
+    cos_sin_ptr,  # fp32 [max_position, D]
+    positions_ptr,  # [T]
+    slot_mapping_ptr,  # i32[T], only with HAS_CACHE
+    k_cache_ptr,  # [slots, K, D] contiguous, only with HAS_CACHE
+    v_cache_ptr,
+    qkv_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: BLOCK_H heads (of q, k and v, as they lie in the row) of one token."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]  # [BLOCK_H, 1]
+    offs_d = tl.arange(0, HALF)[None, :]  # [1, D/2]
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    mask = head < NUM_HEADS + 2 * NUM_KV_HEADS
+
+    if HAS_NORM:
+        q_weight_1 = tl.load(q_weight_ptr + offs_d).to(tl.float32)
+        q_weight_2 = tl.load(q_weight_ptr + HALF + offs_d).to(tl.float32)
+        k_weight_1 = tl.load(k_weight_ptr + offs_d).to(tl.float32)
+        k_weight_2 = tl.load(k_weight_ptr + HALF + offs_d).to(tl.float32)
+
+    after_predecessor(CHAINED)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d)  # [1, D/2]
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs_d)
+    # The two halves of each head, [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
+    head_ptrs = qkv_ptr + token * qkv_stride + head * HEAD_DIM + offs_d
+    raw_1 = tl.load(head_ptrs, mask=mask, other=0.0)
+    raw_2 = tl.load(head_ptrs + HALF, mask=mask, other=0.0)
+    dtype: tl.constexpr = raw_1.dtype
+    x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
+    if HAS_NORM:
+        rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        # Rounded to the storage type after each step, as the twin is.
+        x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
+        x_2 = ((x_2 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_2, k_weight_2)).to(dtype)
+        x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
+    y_1 = (x_1 * cos - x_2 * sin).to(dtype)
+    y_2 = (x_2 * cos + x_1 * sin).to(dtype)
+    tl.store(head_ptrs, y_1, mask=mask & ~is_v)
+    tl.store(head_ptrs + HALF, y_2, mask=mask & ~is_v)
+
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if slot >= 0:
+            is_k = ~is_q & ~is_v
+            k_offs = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + offs_d
+            v_offs = k_offs - NUM_KV_HEADS * HEAD_DIM
+            tl.store(k_cache_ptr + k_offs, y_1.to(k_cache_ptr.dtype.element_ty), mask=is_k)
+            tl.store(k_cache_ptr + k_offs + HALF, y_2.to(k_cache_ptr.dtype.element_ty), mask=is_k)
+            tl.store(v_cache_ptr + v_offs, raw_1.to(v_cache_ptr.dtype.element_ty), mask=mask & is_v)
+            tl.store(v_cache_ptr + v_offs + HALF, raw_2.to(v_cache_ptr.dtype.element_ty), mask=mask & is_v)
+
+
+def norm_rope_store(
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
+):
+    """See reference.norm_rope_store. Overwrites q and k in `qkv`; what it returns are views of it."""
+    num_tokens = qkv.shape[0]
+    num_all_heads = num_heads + 2 * num_kv_heads
+    head_dim = qkv.shape[1] // num_all_heads
+    has_cache = k_cache is not None and k_cache.numel() > 0
+    assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
+    assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
+    assert (q_weight is None) == (k_weight is None)
+    assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
+    if num_tokens > 0:
+        # Few tokens: spread a token's heads over programs for latency. Many: fewer, larger programs.
+        block_h = 4 if num_tokens <= 64 else 16
+        norm_rope_store_kernel[(num_tokens, triton.cdiv(num_all_heads, block_h))](
+            qkv,
+            q_weight,
+            k_weight,
+            cos_sin,
+            positions,
+            slot_mapping,
+            k_cache if has_cache else None,
+            v_cache if has_cache else None,
+            qkv.stride(0),
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HAS_NORM=q_weight is not None,
+            HAS_CACHE=has_cache,
+            BLOCK_H=block_h,
+            num_warps=1 if block_h == 4 else 4,
+            **launch_options(qkv.device),
+        )
+    heads = qkv.unflatten(1, (num_all_heads, head_dim))
+    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+@triton.jit
+def store_kvcache_kernel(
+    k_ptr,  # [T, K, D], heads and tokens strided
+    v_ptr,
+    k_cache_ptr,  # [slots, K, D] contiguous, written here
+    v_cache_ptr,
+    slot_mapping_ptr,  # i32[T]
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    after_predecessor(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot >= 0:
+        head = tl.arange(0, BLOCK_H)[:, None]
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        mask = (head < NUM_KV_HEADS) & (offs_d < HEAD_DIM)
+        k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + offs_d, mask=mask)
+        v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + offs_d, mask=mask)
+        cache_offs = (slot * NUM_KV_HEADS + head) * HEAD_DIM + offs_d
+        tl.store(k_cache_ptr + cache_offs, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_cache_ptr + cache_offs, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
+    """See reference.store_kvcache."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    assert k.stride(2) == 1 and v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    if num_tokens > 0:
+        store_kvcache_kernel[(num_tokens,)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_H=triton.next_power_of_2(num_kv_heads),
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            **launch_options(k.device),
+        )

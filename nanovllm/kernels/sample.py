@@ -1,0 +1,441 @@
+"""Triton: filters and draws tokens, without a softmax and without a sort.
+
+Owns `logit_thresholds` (top-k, top-p, min-p and forbidden ids, as one smallest logit per row), `sample`
+(Gumbel-max over the logits at or above it) and `advance_rows`. Knows nothing of requests; reference.py has the
+plain twins and says what the filters and the noise mean.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .inputs import after_predecessor, launch_options
+from .reference import SamplingColumns
+
+__all__ = ["SamplingColumns", "advance_rows", "logit_thresholds", "sample"]
+
+
+# A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
+# 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.
+
+
+@triton.jit
+def to_key(x, SHIFT: tl.constexpr):
+    """fp32 -> int32 in the same order, without its SHIFT lowest bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def from_key(key, SHIFT: tl.constexpr):
+    """The fp32 whose key this is; the dropped bits are those of a number that fits 16 bits."""
+    ordered = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper_middle(low, high):
+    """(low + high + 1) // 2 without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def load_logits(ptr, offs, size):
+    """fp32 logits; -inf past the end and for NaN."""
+    x = tl.load(ptr + offs, mask=offs < size, other=-float("inf")).to(tl.float32)
+    return tl.where(x == x, x, -float("inf"))
+
+
+@triton.jit
+def weight_at_or_above(
+    ptr, size, key, largest, inv_temperature, MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """How many of the logits ptr[:size] have a key >= `key`; with MASS, the sum of their unnormalised odds."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        x = load_logits(ptr, start + tl.arange(0, BLOCK), size)
+        weight = 1.0
+        if MASS:
+            weight = tl.exp((x - largest) * inv_temperature)
+        total += tl.where((x > -float("inf")) & (to_key(x, SHIFT) >= key), weight, 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def largest_key_reaching(
+    ptr, size, low, high, goal, largest, inv_temperature,
+    MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest key in low..high with weight_at_or_above(key) >= goal; `low` if there is none."""
+    while low < high:
+        middle = upper_middle(low, high)
+        weight = weight_at_or_above(ptr, size, middle, largest, inv_temperature, MASS, SHIFT, BLOCK)
+        if weight >= goal:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def logit_thresholds_kernel(
+    logits_ptr,  # [B, V], written by the LM head; forbidden ids are overwritten with -inf here
+    rows_ptr,  # i32[B]
+    temperature_ptr,  # the row table's columns, each with its row stride
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    min_length_ptr,
+    forbidden_ptr,
+    length_ptr,
+    scratch_ptr,  # [B, BLOCK] of logits, uninitialised
+    thresholds_ptr,  # f32[B], written here
+    vocab_start,
+    vocab_size,
+    logits_stride,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    min_length_stride,
+    forbidden_stride,
+    length_stride,
+    NUM_FORBIDDEN: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program per sequence. Reads the row once for its maximum, once for the few candidates that can matter.
+
+    Bisection then runs over the candidates: all logits above a bound that provably lies below the threshold.
+    Where more than BLOCK logits pass the bound (flat distributions), it runs over the whole row instead.
+    """
+    after_predecessor(CHAINED)
+    sequence = tl.program_id(0)
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    length = tl.load(length_ptr + row * length_stride)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    top_k = tl.load(top_k_ptr + row * top_k_stride)
+    top_p = tl.load(top_p_ptr + row * top_p_stride)
+    min_p = tl.load(min_p_ptr + row * min_p_stride)
+    min_length = tl.load(min_length_ptr + row * min_length_stride)
+    logits_ptr += sequence.to(tl.int64) * logits_stride
+    scratch_ptr += sequence * BLOCK
+    minus_inf = -float("inf")
+
+    if length < min_length:
+        offs_f = tl.arange(0, BLOCK_F)
+        listed = offs_f < NUM_FORBIDDEN
+        ids = tl.load(forbidden_ptr + row * forbidden_stride + offs_f, mask=listed, other=-1)
+        columns = ids - vocab_start
+        inside = (ids >= 0) & (columns >= 0) & (columns < vocab_size)
+        tl.store(logits_ptr + columns, minus_inf, mask=inside)
+        tl.debug_barrier()  # the loads below come from other threads
+
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    has_top_p = top_p < 1.0
+    has_min_p = min_p > 0.0
+    threshold = minus_inf
+    if (temperature > 0.0) & (length > 0) & (has_top_k | has_top_p | has_min_p):
+        inv_temperature = 1.0 / temperature
+        offs = tl.arange(0, BLOCK)
+        lane_largest = tl.full((BLOCK,), minus_inf, tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            lane_largest = tl.maximum(lane_largest, load_logits(logits_ptr, start + offs, vocab_size))
+        largest = tl.max(lane_largest)
+        high = to_key(largest, SHIFT)
+
+        if (has_top_k | has_top_p) & (largest > minus_inf):
+            low = to_key(minus_inf + tl.zeros_like(largest), SHIFT)
+            if has_top_k:
+                # At least k lanes hold a logit no smaller than the k-th largest of the lanes' own maxima.
+                lane_keys = to_key(lane_largest, SHIFT)
+                upper = high
+                while low < upper:
+                    middle = upper_middle(low, upper)
+                    if tl.sum((lane_keys >= middle).to(tl.int32)) >= top_k:
+                        low = middle
+                    else:
+                        upper = middle - 1
+            else:
+                # Everything this far below the largest sums to less than the (1 - p) that may be cut.
+                spare = tl.log((1.0 - top_p) / vocab_size) - 0.01
+                low = to_key(largest + spare * temperature, SHIFT)
+
+            # Gather the candidates, in order of id so that sums are the same in every run.
+            num_candidates = 0
+            total_mass = 0.0
+            for start in range(0, vocab_size, BLOCK):
+                x = load_logits(logits_ptr, start + offs, vocab_size)
+                passes = (to_key(x, SHIFT) >= low).to(tl.int32)
+                num_passing = tl.sum(passes)
+                if num_passing > 0:
+                    place = num_candidates + tl.cumsum(passes) - 1
+                    tl.store(scratch_ptr + place, x, mask=(passes > 0) & (place < BLOCK))
+                    num_candidates += num_passing
+                if not has_top_k:
+                    total_mass += tl.sum(tl.exp((x - largest) * inv_temperature))
+            tl.debug_barrier()
+            source_ptr, size = scratch_ptr, num_candidates
+            if num_candidates > BLOCK:
+                source_ptr, size = logits_ptr, vocab_size
+
+            if has_top_k:
+                low = largest_key_reaching(
+                    source_ptr, size, low, high, top_k, largest, inv_temperature, False, SHIFT, BLOCK
+                )
+                if has_top_p:
+                    total_mass = weight_at_or_above(
+                        source_ptr, size, low, largest, inv_temperature, True, SHIFT, BLOCK
+                    )
+            if has_top_p:
+                # A logit stays while the mass strictly above it is below p, so the last to stay is the largest
+                # that reaches p with its own mass counted in.
+                low = largest_key_reaching(
+                    source_ptr, size, low, high, top_p * total_mass, largest, inv_temperature, True, SHIFT, BLOCK
+                )
+            threshold = from_key(low, SHIFT)
+        if has_min_p:
+            threshold = tl.maximum(threshold, largest + temperature * tl.log(min_p))
+    tl.store(thresholds_ptr + sequence, threshold)
+
+
+def logit_thresholds(logits, rows, columns, vocab_start=0):
+    """See reference.logit_thresholds. A row without filters and forbidden ids costs its program a few loads."""
+    batch_size, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and columns.forbidden.stride(1) == 1
+    thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
+    if batch_size == 0:
+        return thresholds
+    block = 4096
+    scratch = torch.empty((batch_size, block), dtype=logits.dtype, device=logits.device)
+    num_forbidden = columns.forbidden.shape[1]
+    logit_thresholds_kernel[(batch_size,)](
+        logits,
+        rows,
+        columns.temperature,
+        columns.top_k,
+        columns.top_p,
+        columns.min_p,
+        columns.min_length,
+        columns.forbidden,
+        columns.length,
+        scratch,
+        thresholds,
+        vocab_start,
+        vocab_size,
+        logits.stride(0),
+        columns.temperature.stride(0),
+        columns.top_k.stride(0),
+        columns.top_p.stride(0),
+        columns.min_p.stride(0),
+        columns.min_length.stride(0),
+        columns.forbidden.stride(0),
+        columns.length.stride(0),
+        NUM_FORBIDDEN=num_forbidden,
+        BLOCK_F=triton.next_power_of_2(max(1, num_forbidden)),
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
+        BLOCK=block,
+        num_warps=16,
+        **launch_options(logits.device),
+    )
+    return thresholds
+
+
+@triton.jit
+def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr):
+    """Noise of the ids 4 * first_block + 0 .. BLOCK - 1; see reference.gumbel_noise."""
+    counter = (first_block + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = tl.zeros_like(counter)
+    w0, w1, w2, w3 = tl.philox(key, counter, zero + length.to(tl.uint32), zero, zero)
+    # Word id % 4 of block id // 4: joined pairwise so that the last two axes count the words 0, 1, 2, 3.
+    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+    is_lower = bits < 0x80000000
+    nearer = tl.where(is_lower, bits, ~bits).to(tl.int32, bitcast=True)
+    tail = (nearer.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    # -log(1 - tail) loses its digits to the subtraction where tail is small; there the series is exact to fp32.
+    series = tail * (1.0 + tail * (0.5 + tail * (1.0 / 3.0 + tail * (0.25 + tail * 0.2))))
+    exponential = -tl.log(tl.where(is_lower, 1.0 - tail, tail))
+    return -tl.log(tl.where(is_lower & (tail < 0.03125), series, exponential))
+
+
+@triton.jit
+def sample_chunks_kernel(
+    logits_ptr,  # [B, V], written by the LM head
+    rows_ptr,  # i32[B]
+    temperature_ptr,  # the row table's columns, each with its row stride
+    seed_ptr,
+    length_ptr,
+    thresholds_ptr,  # f32[B], written by logit_thresholds
+    values_ptr,  # f32[B, chunks], written here: the best score of a chunk
+    tokens_ptr,  # i32[B, chunks], written here: its id
+    vocab_start,
+    vocab_size,
+    logits_stride,
+    temperature_stride,
+    seed_stride,
+    length_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: one chunk of BLOCK ids of one sequence."""
+    after_predecessor(CHAINED)
+    chunk = tl.program_id(0)
+    sequence = tl.program_id(1)
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    length = tl.load(length_ptr + row * length_stride)
+    if length > 0:
+        temperature = tl.load(temperature_ptr + row * temperature_stride)
+        threshold = tl.load(thresholds_ptr + sequence)
+        # Chunks begin at multiples of four ids, as blocks of noise do; vocab_start need not.
+        first_id = (vocab_start // 4) * 4 + chunk * BLOCK
+        offs = first_id - vocab_start + tl.arange(0, BLOCK)
+        inside = (offs >= 0) & (offs < vocab_size)
+        logits_ptr += sequence.to(tl.int64) * logits_stride
+        x = tl.load(logits_ptr + offs, mask=inside, other=-float("inf")).to(tl.float32)
+        score = x
+        if temperature > 0.0:
+            low = tl.load(seed_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
+            high = tl.load(seed_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+            score = x * (1.0 / temperature) + gumbel_noise((high << 32) | low, length, first_id // 4, BLOCK)
+        score = tl.where(inside & (x >= threshold), score, -float("inf"))  # NaN fails the comparison
+        value, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.maximum(first_id + index, vocab_start)
+        num_chunks = tl.num_programs(0)
+        tl.store(values_ptr + sequence * num_chunks + chunk, value)
+        tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
+
+
+@triton.jit
+def sample_combine_kernel(
+    values_ptr,  # f32[B, chunks], written by sample_chunks_kernel
+    tokens_ptr,  # i32[B, chunks]
+    rows_ptr,  # i32[B]
+    length_ptr,  # i32[R] strided
+    value_ptr,  # f32[B], written here
+    token_ptr,  # i32[B], written here
+    last_token_ptr,  # i32[R] strided, written here with ADVANCE
+    new_length_ptr,  # i32[R] strided, counted up here with ADVANCE
+    num_chunks,
+    length_stride,
+    last_token_stride,
+    new_length_stride,
+    ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program per sequence."""
+    after_predecessor(CHAINED)
+    sequence = tl.program_id(0)
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    value = 0.0
+    token = 0
+    if tl.load(length_ptr + row * length_stride) > 0:
+        offs = tl.arange(0, BLOCK)
+        mask = offs < num_chunks
+        values = tl.load(values_ptr + sequence * num_chunks + offs, mask=mask, other=-float("inf"))
+        value, chunk = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.load(tokens_ptr + sequence * num_chunks + chunk)
+        if ADVANCE:
+            tl.store(last_token_ptr + row * last_token_stride, token)
+            length = tl.load(new_length_ptr + row * new_length_stride)
+            tl.store(new_length_ptr + row * new_length_stride, length + 1)
+    tl.store(value_ptr + sequence, value)
+    tl.store(token_ptr + sequence, token)
+
+
+def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
+    """See reference.sample. Two launches, the row update included."""
+    batch_size, vocab_size = logits.shape
+    device = logits.device
+    assert logits.stride(1) == 1 and columns.seed.stride(1) == 1
+    value = torch.empty(batch_size, dtype=torch.float32, device=device)
+    token = torch.empty(batch_size, dtype=torch.int32, device=device)
+    if batch_size == 0:
+        return value, token
+    # A short batch needs small chunks to occupy the device.
+    block = 1024 if batch_size <= 8 else 4096
+    num_chunks = triton.cdiv(vocab_size + vocab_start % 4, block)
+    values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
+    tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
+    options = launch_options(device)
+    sample_chunks_kernel[(num_chunks, batch_size)](
+        logits,
+        rows,
+        columns.temperature,
+        columns.seed,
+        columns.length,
+        thresholds,
+        values,
+        tokens,
+        vocab_start,
+        vocab_size,
+        logits.stride(0),
+        columns.temperature.stride(0),
+        columns.seed.stride(0),
+        columns.length.stride(0),
+        BLOCK=block,
+        num_warps=block // 512 if block > 1024 else 4,
+        **options,
+    )
+    last_token, new_length = advance if advance is not None else (columns.length, columns.length)
+    sample_combine_kernel[(batch_size,)](
+        values,
+        tokens,
+        rows,
+        columns.length,
+        value,
+        token,
+        last_token,
+        new_length,
+        num_chunks,
+        columns.length.stride(0),
+        last_token.stride(0),
+        new_length.stride(0),
+        ADVANCE=advance is not None,
+        BLOCK=triton.next_power_of_2(num_chunks),
+        num_warps=1,
+        **options,
+    )
+    return value, token
+
+
+@triton.jit
+def advance_rows_kernel(
+    tokens_ptr,  # i32[B]
+    rows_ptr,  # i32[B]
+    last_token_ptr,  # i32[R] strided, written here
+    length_ptr,  # i32[R] strided, counted up here
+    batch_size,
+    last_token_stride,
+    length_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    after_predecessor(CHAINED)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < batch_size
+    rows = tl.load(rows_ptr + offs, mask=mask, other=0).to(tl.int64)
+    length = tl.load(length_ptr + rows * length_stride, mask=mask, other=0)
+    token = tl.load(tokens_ptr + offs, mask=mask, other=0)
+    tl.store(last_token_ptr + rows * last_token_stride, token, mask=length > 0)
+    tl.store(length_ptr + rows * length_stride, length + 1, mask=length > 0)
+
+
+def advance_rows(tokens, rows, last_token, length):
+    """See reference.advance_rows."""
+    (batch_size,) = rows.shape
+    if batch_size > 0:
+        block = 128
+        advance_rows_kernel[(triton.cdiv(batch_size, block),)](
+            tokens,
+            rows,
+            last_token,
+            length,
+            batch_size,
+            last_token.stride(0),
+            length.stride(0),
+            BLOCK=block,
+            **launch_options(rows.device),
+        )

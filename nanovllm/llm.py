@@ -1,0 +1,7 @@
+"""``LLM``, the class that users construct. It is the engine under its public name."""
+
+from nanovllm.engine.llm_engine import LLMEngine
+
+
+class LLM(LLMEngine):
+    __doc__ = LLMEngine.__doc__

@@ -1,0 +1,122 @@
+"""Qwen3, dense: the shared layers put together.
+
+T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm import kernels
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.utils.context import get_context
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: Qwen3Config, rope: RotaryEmbedding, backend: AttentionBackend, group: ParallelGroup):
+        super().__init__()
+        D = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, D, config.num_attention_heads, config.num_key_value_heads, config.attention_bias, group
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+        self.rope = [rope]  # in a list: the table belongs to the model, not to each layer
+        self.attn = Attention(self.num_heads, D, self.num_kv_heads, backend)
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * D, config.hidden_size, config.attention_bias, group
+        )
+        self.ops = kernels.select()
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """positions [T], hidden [T, C] -> [T, C]."""
+        qkv = self.qkv_proj(hidden)  # [T, (H + 2K) * D]
+        q, k, v = self.ops.norm_rope_store(
+            qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
+            get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
+        )
+        return self.o_proj(self.attn(q, k, v))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: Qwen3Config, group: ParallelGroup):
+        super().__init__()
+        C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], group=group)
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(I, C, group=group)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: Qwen3Config, rope: RotaryEmbedding, backend: AttentionBackend, group: ParallelGroup):
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, rope, backend, group)
+        self.mlp = Qwen3MLP(config, group)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None):
+        """hidden [T, C]: what the layer before added; residual [T, C]: the stream without it (None: first layer)."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: Qwen3Config, backend: AttentionBackend, group: ParallelGroup):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
+        self.rope = get_rope(config.head_dim, config.max_position_embeddings, config.rope)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, self.rope, backend, group) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions [T] -> hidden states [T, C]."""
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Built on torch's default device and dtype, with weights not yet filled."""
+
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: Qwen3Config, backend: AttentionBackend, group: ParallelGroup):
+        super().__init__()
+        self.model = Qwen3Model(config, backend, group)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group)
+        # published checkpoints of tied models may carry a copy of the embedding under the head's name
+        self.unused_weights = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
+        return self.lm_head(hidden)

@@ -1,0 +1,87 @@
+"""Finds a checkpoint and reads its small JSON files.
+
+Owns the way from a model's name to a local directory, and what ``config.json`` and
+``generation_config.json`` say. Knows nothing of tensors (``utils/loader.py`` does).
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models import MODELS
+from nanovllm.models.qwen3_config import Qwen3Config
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+def resolve_model(model: str | os.PathLike | None, revision: str | None = None, weights: bool = True) -> str:
+    """Return the local directory of ``model``.
+
+    Args:
+        model: a directory, a hub id, or None for the bundled demo model.
+        revision: branch, tag or commit of a hub id.
+        weights: False fetches the small files only.
+
+    Raises:
+        CheckpointError: no such directory, or the hub cannot provide it (the cache and
+            ``HF_HUB_OFFLINE`` are honoured).
+    """
+    if model is None:
+        return str(DEMO_MODEL)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.exists():
+        raise CheckpointError(f"model={str(model)!r} is a file; give the directory that holds config.json.")
+    if not HUB_ID.fullmatch(str(model)) or str(model).startswith("."):
+        raise CheckpointError(f"model={str(model)!r}: there is no such directory, and it is not a hub id.")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*SMALL_FILES, "*.safetensors"] if weights else [*SMALL_FILES]
+    try:
+        return snapshot_download(str(model), revision=revision, allow_patterns=patterns)
+    except LocalEntryNotFoundError as error:
+        why = "it is not in the local cache and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
+        raise CheckpointError(f"model={str(model)!r}: no such directory, and {why}.") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"model={str(model)!r}: no such directory, and the hub says: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object.")
+    return content
+
+
+def read_model_config(model_path: str) -> Qwen3Config:
+    """Read ``config.json``; raises CheckpointError if it is missing or names another architecture."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{model_path} holds no config.json; is it a model's directory?")
+    raw = _read_json(path)
+    architectures = raw.get("architectures") or []
+    if len(architectures) != 1 or architectures[0] not in MODELS:
+        raise CheckpointError(
+            f"{path}: architectures={architectures}; supported: {', '.join(MODELS)}."
+        )
+    return Qwen3Config.from_json(raw)
+
+
+def read_eos_token_ids(model_path: str, config: Qwen3Config) -> set[int]:
+    """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
+    path = Path(model_path) / "generation_config.json"
+    eos = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if eos is None:
+        return set(config.eos_token_ids)
+    return set(eos) if isinstance(eos, list) else {eos}
