@@ -5,6 +5,7 @@ what is computed, the model runner computes it.
 """
 
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Sequence as ListLike
 from time import perf_counter
@@ -234,12 +235,11 @@ class LLMEngine:
         return futures
 
     def _output(self, seq: Sequence, text: str | None, completion: str) -> RequestOutput:
-        ids = seq.token_ids
         return RequestOutput(
             request_id=str(seq.seq_id),
             prompt=text,
-            prompt_token_ids=ids[: seq.num_prompt_tokens],
-            outputs=[CompletionOutput(completion, ids[seq.num_prompt_tokens :], seq.finish_reason, seq.stop_reason)],  # type: ignore[arg-type]
+            prompt_token_ids=seq.prompt_token_ids,
+            outputs=[CompletionOutput(completion, seq.completion_token_ids, seq.finish_reason, seq.stop_reason)],
             num_cached_tokens=seq.num_cached_tokens,
         )
 
@@ -254,7 +254,10 @@ class LLMEngine:
             raise RequestError(f"a prompt must be a string or a list of token ids, not {token_ids!r}.")
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty; it must hold at least one token.")
-        ids = np.asarray(token_ids)
+        try:
+            ids = token_ids if isinstance(token_ids, np.ndarray) else np.array(array("q", token_ids))
+        except (TypeError, OverflowError):
+            ids = np.empty(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("a prompt must be a string or a flat list of integer token ids.")
         if ids.min() < 0 or ids.max() >= vocab_size:
@@ -291,7 +294,7 @@ class LLMEngine:
             seed = xxhash.xxh64_intdigest(f"request {number}".encode(), seed=config.seed)
         else:
             seed = xxhash.xxh64_intdigest(f"seed {params.seed}".encode())
-        return Sequence(ids.tolist(), params, number, config.kvcache_block_size, seed, forbidden)
+        return Sequence(ids, params, number, config.kvcache_block_size, seed, forbidden)
 
     def _add(self, seq: Sequence) -> None:
         if seq.sampling_params.max_tokens == 0:

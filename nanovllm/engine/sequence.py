@@ -1,7 +1,7 @@
 """One request, and the numbers of the running ones as columns.
 
 Owns a request's tokens, counters and status. A waiting or finished ``Sequence`` keeps its tokens
-in a list. A running one lives in a row of the ``SequenceTable``, so that a decode step over a
+itself. A running one lives in a row of the ``SequenceTable``, so that a decode step over a
 thousand sequences is a few array operations instead of a thousand Python statements.
 
 What is known of a running sequence's tokens, left to right::
@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -52,7 +53,7 @@ class SequenceTable:
         self.seq_id[row] = seq.seq_id
         self.num_tokens[row] = self.num_scheduled[row] = n
         self.max_tokens[row] = min(seq.max_num_tokens, self.tokens.shape[1])
-        self.tokens[row, :n] = seq.token_ids
+        self.tokens[row, :n] = seq.tokens(0, n)
         seq.attach(self, row)
 
     def leave(self, seq: "Sequence") -> None:
@@ -90,17 +91,17 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of its leading full blocks, as far as they were needed
         self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.row = -1
         self._table: SequenceTable | None = None
-        self._token_ids = list(prompt_token_ids)
+        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no row
 
     def attach(self, table: SequenceTable, row: int) -> None:
-        self._table, self.row, self._token_ids = table, row, []
+        self._table, self.row, self._token_ids = table, row, np.empty(0, np.int32)
 
     def detach(self) -> None:
-        self._token_ids = self.token_ids
+        self._token_ids = self.tokens(0, self.num_tokens).copy()
         self._table, self.row = None, -1
 
     def __len__(self) -> int:
@@ -112,13 +113,11 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        return self._token_ids if self._table is None else self.tokens(0, self.num_tokens).tolist()
+        return self.tokens(0, self.num_tokens).tolist()
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop) as int32."""
-        if self._table is None:
-            return np.array(self._token_ids[start:stop], np.int32)
-        return self._table.tokens[self.row, start:stop]
+        return (self._token_ids if self._table is None else self._table.tokens[self.row])[start:stop]
 
     @property
     def last_token(self) -> int:
@@ -138,11 +137,11 @@ class Sequence:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt_tokens]
+        return self.tokens(0, self.num_prompt_tokens).tolist()
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.tokens(self.num_prompt_tokens, self.num_tokens).tolist()
 
     @property
     def num_blocks(self) -> int:
@@ -159,7 +158,7 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Append one known token (``Scheduler.postprocess`` does it for whole batches)."""
         if self._table is None:
-            self._token_ids.append(token_id)
+            self._token_ids = np.append(self._token_ids, np.int32(token_id))
         else:
             self._table.tokens[self.row, self.num_tokens] = token_id
             self._table.num_tokens[self.row] += 1

@@ -65,22 +65,32 @@ class StepInput:
 
     def pack(self, header: StepHeader) -> np.ndarray:
         """Header and segments as one int32 array."""
-        head = np.zeros(NUM_HEADER, np.int32)
-        numbers = [getattr(header, f.name) for f in fields(header)]
-        head[: len(numbers)] = numbers
-        return np.concatenate([head, *(getattr(self, f.name) for f in fields(self))])
+        packed = np.zeros(NUM_HEADER + sum(_aligned(n) for n in self._sizes(header)), np.int32)
+        packed[: len(fields(header))] = [getattr(header, f.name) for f in fields(header)]
+        views = StepInput.unpack(header, packed)
+        for f in fields(self):
+            getattr(views, f.name)[:] = getattr(self, f.name)
+        return packed
 
     @classmethod
     def unpack(cls, header: StepHeader, packed: Any) -> "StepInput":
         """The segments as views of ``packed``."""
-        n, t, s = header.num_updates, header.num_tokens, header.num_seqs
-        ends = (s + 1, s + 1) if header.is_prefill else (0, 0)
-        sampled = header.num_sampled if header.is_prefill else 0
         start, segments = NUM_HEADER, []
-        for size in (n, n, t, t, t, s, s, *ends, sampled, sampled):
+        for size in cls._sizes(header):
             segments.append(packed[start : start + size])
-            start += size
+            start += _aligned(size)
         return cls(*segments)
+
+    @staticmethod
+    def _sizes(header: StepHeader) -> tuple[int, ...]:
+        n, t, s = header.num_updates, header.num_tokens, header.num_seqs
+        ends, sampled = (s + 1, header.num_sampled) if header.is_prefill else (0, 0)
+        return n, n, t, t, t, s, s, ends, ends, sampled, sampled
+
+
+def _aligned(size: int) -> int:
+    """Segments start at multiples of 16 bytes: Triton compiles a kernel anew for a pointer that does not."""
+    return -(-size // 4) * 4
 
 
 def read_header(packed: np.ndarray) -> StepHeader:

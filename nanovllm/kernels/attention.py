@@ -25,19 +25,34 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _page_offsets(
-    table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+def _pages(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks that hold the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
+
+    The loops below look up the pages of the next tile while they load this one. The lookup in the same
+    iteration would be a load that a load waits for, for which Triton gives up most of its pipelining.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        pages = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0)
+    else:
+        position = first + tl.arange(0, BLOCK_N)
+        # Table entries beyond the context may be anything: they are not followed.
+        pages = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < context, other=0)
+    return pages
+
+
+@triton.jit
+def _slot_offsets(
+    pages, first, stride_block, STRIDE_SLOT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Element offsets int64[BLOCK_N] of the tokens first .. first + BLOCK_N - 1 of a sequence."""
+    """Element offsets int64[BLOCK_N] of the tokens first .. first + BLOCK_N - 1, whose blocks are `pages`."""
     offs_n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        # The tile lies in one page: a single table entry, and addresses that the compiler sees to be regular.
-        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
-        return block * stride_block + (first % BLOCK_SIZE + offs_n).to(tl.int64) * stride_slot
-    position = first + offs_n
-    # Entries beyond the context may be anything: they are not followed.
-    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < context, other=0).to(tl.int64)
-    return block * stride_block + (position % BLOCK_SIZE).to(tl.int64) * stride_slot
+        # One address and constant distances from it: a register instead of one per row.
+        base = pages.to(tl.int64) * stride_block + (first % BLOCK_SIZE) * STRIDE_SLOT
+        offs = base + offs_n * STRIDE_SLOT
+    else:
+        offs = pages.to(tl.int64) * stride_block + (first + offs_n) % BLOCK_SIZE * STRIDE_SLOT
+    return offs
 
 
 # ------------------------------------------------------------------------------------------------------- decode
@@ -72,11 +87,11 @@ def _decode_kernel(
     stride_q_seq,
     stride_q_head,
     stride_block,
-    stride_slot,
-    stride_kv_head,
     stride_table,
     stride_out_seq,
     stride_out_head,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_KV_HEAD: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -116,8 +131,8 @@ def _decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     group_mask = (offs_m < GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :]
-    k_head_ptr = k_ptr + kv_head * stride_kv_head
-    v_head_ptr = v_ptr + kv_head * stride_kv_head
+    k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
+    v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
     for seq in range(first_seq, last_seq + 1):
         context = tl.load(context_lens_ptr + seq)
@@ -126,7 +141,7 @@ def _decode_kernel(
         # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
         q = tl.load(
             q_ptr
-            + seq.to(tl.int64) * stride_q_seq
+            + seq * stride_q_seq
             + (kv_head * GROUP + offs_m)[:, None] * stride_q_head
             + offs_d[None, :],
             mask=group_mask,
@@ -135,9 +150,12 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        for tile in range(tl.maximum(begin - seq_begin, 0), tl.minimum(end - seq_begin, seq_tiles)):
-            first = tile * BLOCK_N
-            offs = _page_offsets(table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE, BLOCK_N)
+        first_token = tl.maximum(begin - seq_begin, 0) * BLOCK_N
+        end_token = tl.minimum(end - seq_begin, seq_tiles) * BLOCK_N
+        pages = _pages(table_ptr, first_token, context, BLOCK_SIZE, BLOCK_N)
+        for first in range(first_token, end_token, BLOCK_N):
+            offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+            pages = _pages(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
             in_context = first + offs_n < context
             tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
             # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
@@ -152,7 +170,7 @@ def _decode_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
             row_max = new_max
 
-        out_seq_ptr = out_ptr + seq.to(tl.int64) * stride_out_seq + kv_head * GROUP * stride_out_head
+        out_seq_ptr = out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head
         first_share = seq_begin // share_tiles
         last_share = (seq_begin + seq_tiles - 1) // share_tiles
         if first_share == last_share:
@@ -259,7 +277,7 @@ class DecodeConfig(NamedTuple):
 
 def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
     """The configuration for a batch of `num_seqs`. Contexts are not known here: they change between replays."""
-    block_n = max(16, min(64, 64 * 256 // (head_size * itemsize)))
+    block_n = max(16, min(64, 64 * 256 // (triton.next_power_of_2(head_size) * itemsize)))
     if num_seqs * num_kv_heads <= 256:
         # Too little work to hide latency behind: every program starts at once and has one piece to do.
         return DecodeConfig(block_n, num_warps=2, num_stages=3, programs_per_sm=3)
@@ -347,11 +365,11 @@ def paged_decode_attention(
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
+        STRIDE_SLOT=k_cache.stride(1),
+        STRIDE_KV_HEAD=k_cache.stride(2),
         GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
@@ -386,23 +404,19 @@ def _attend_tile(
     row_sum,
     k_head_ptr,
     v_head_ptr,
-    table_ptr,
+    offs,
     first,
     context,
     position,
     scale_log2e,
-    stride_block,
-    stride_slot,
     MASKED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of the online softmax: tokens first .. first + BLOCK_N - 1. MASKED: some rows may not see all."""
+    """Online softmax over the tokens first .. first + BLOCK_N - 1 at `offs`. MASKED: not every row sees all."""
     offs_d = tl.arange(0, BLOCK_D)
-    offs = _page_offsets(table_ptr, first, context, stride_block, stride_slot, BLOCK_SIZE, BLOCK_N)
     key_position = first + tl.arange(0, BLOCK_N)
     k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
     v_ptrs = v_head_ptr + offs[:, None] + offs_d[None, :]
@@ -443,11 +457,11 @@ def _prefill_kernel(
     stride_q_token,
     stride_q_head,
     stride_block,
-    stride_slot,
-    stride_kv_head,
     stride_table,
     stride_out_token,
     stride_out_head,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_KV_HEAD: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -485,20 +499,25 @@ def _prefill_kernel(
     seen = tl.minimum(first_position + TOKENS, context)  # keys that any row sees
     seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
 
-    k_head_ptr = k_ptr + kv_head * stride_kv_head
-    v_head_ptr = v_ptr + kv_head * stride_kv_head
+    k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
+    v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    pages = _pages(table_ptr, 0, context, BLOCK_SIZE, BLOCK_N)
     for first in range(0, seen_by_all, BLOCK_N):
+        offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+        pages = _pages(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, table_ptr, first, context, position, scale_log2e,
-            stride_block, stride_slot, False, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
+            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
+            False, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     for first in range(seen_by_all, seen, BLOCK_N):
+        offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+        pages = _pages(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, table_ptr, first, context, position, scale_log2e,
-            stride_block, stride_slot, True, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
+            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
+            True, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
 
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -570,11 +589,11 @@ def paged_prefill_attention(
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
         block_tables.stride(0),
         out.stride(0),
         out.stride(1),
+        STRIDE_SLOT=k_cache.stride(1),
+        STRIDE_KV_HEAD=k_cache.stride(2),
         GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,

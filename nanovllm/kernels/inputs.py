@@ -59,9 +59,7 @@ def decode_inputs_kernel(
     live = length > 0
     position = tl.maximum(length - 1, 0)
     token = tl.load(last_token_ptr + rows * last_token_stride, mask=live, other=0)
-    block = tl.load(
-        block_tables_ptr + rows * block_tables_stride + position // BLOCK_SIZE, mask=live, other=0
-    )
+    block = tl.load(block_tables_ptr + rows * block_tables_stride + position // BLOCK_SIZE, mask=live, other=0)
     slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(input_ids_ptr + offs_b, token, mask=mask)
     tl.store(positions_ptr + offs_b, position, mask=mask)

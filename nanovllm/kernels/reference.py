@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .reference_attention import paged_decode_attention, paged_prefill_attention  # noqa: F401
+
 
 def rms_norm(x, weight, eps):
     """Root-mean-square norm over the last dimension of `x` [T, C] or [T, H, D]; rows may be strided.
@@ -266,9 +268,3 @@ def uniform_tails(bits):
     is_lower = bits < 2**31
     nearer = torch.where(is_lower, bits, 0xFFFFFFFF - bits)
     return (nearer.float() + 0.5) * 2.0**-32, is_lower
-
-
-try:  # the twins of attention live in their own file
-    from .reference_attention import paged_decode_attention, paged_prefill_attention  # noqa: F401
-except ModuleNotFoundError:
-    pass

@@ -186,9 +186,7 @@ def logit_thresholds_kernel(
                     source_ptr, size, low, high, top_k, largest, inv_temperature, False, SHIFT, BLOCK
                 )
                 if has_top_p:
-                    total_mass = weight_at_or_above(
-                        source_ptr, size, low, largest, inv_temperature, True, SHIFT, BLOCK
-                    )
+                    total_mass = weight_at_or_above(source_ptr, size, low, largest, inv_temperature, True, SHIFT, BLOCK)
             if has_top_p:
                 # A logit stays while the mass strictly above it is below p, so the last to stay is the largest
                 # that reaches p with its own mass counted in.

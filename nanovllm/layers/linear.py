@@ -5,12 +5,18 @@ A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's part of 
 
     ColumnParallel  splits output features: weight rows [rank * N/size, (rank+1) * N/size); no exchange
     RowParallel     splits input features: weight columns; the ranks' outputs are added up
+
+A product takes its neighbours along: the norm before it, the gated activation or the residual
+addition after it. With few tokens one kernel does all of them (``kernels/linear.py``); with many,
+cuBLAS and the separate kernels do.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from nanovllm import kernels
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.parallel import ALONE, ParallelGroup
 from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
@@ -21,6 +27,7 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, input_size: int, output_size: int, bias: bool = False, group: ParallelGroup = ALONE):
         super().__init__()
         self.group = group
+        self.ops = kernels.select()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
         self.bias = None
@@ -31,9 +38,18 @@ class ReplicatedLinear(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, input_size] -> [T, output_size]."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
+                residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, input_size] -> residual + act_fn(norm(x) W^T + b), [T, output_size], half as wide with ``act_fn``."""
+        return self.ops.fused_linear(
+            x,
+            self.weight,
+            self.bias,
+            norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            residual=residual,
+            silu_mul=act_fn is not None,
+        )
 
 
 class ColumnParallelLinear(ReplicatedLinear):
@@ -97,6 +113,8 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             copy_checked(param, loaded, dim=1, start=self.group.rank * param.shape[1], total=self.group.size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, input_size / size] -> [T, output_size]."""
-        return self.group.all_reduce(F.linear(x, self.weight, self.bias))
+    def forward(self, x: torch.Tensor, norm: None = None, act_fn: None = None,
+                residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, input_size / size] -> residual + x W^T + b, [T, output_size]; the residual is added by rank 0."""
+        y = super().forward(x, residual=residual if self.group.rank == 0 else None)
+        return self.group.all_reduce(y)

@@ -35,26 +35,27 @@ class Qwen3Attention(nn.Module):
         )
         self.ops = kernels.select()
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """positions [T], hidden [T, C] -> [T, C]."""
-        qkv = self.qkv_proj(hidden)  # [T, (H + 2K) * D]
+    def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]."""
+        qkv = self.qkv_proj(stream, norm=norm)  # [T, (H + 2K) * D]
         q, k, v = self.ops.norm_rope_store(
             qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
         )
-        return self.o_proj(self.attn(q, k, v))
+        return self.o_proj(self.attn(q, k, v), residual=stream)
 
 
 class Qwen3MLP(nn.Module):
     def __init__(self, config: Qwen3Config, group: ParallelGroup):
         super().__init__()
-        C, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        C, I = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], group=group)
         self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(I, C, group=group)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+    def forward(self, stream: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """stream [T, C] -> stream + mlp(norm(stream)), [T, C]."""
+        return self.down_proj(self.gate_up_proj(stream, norm=norm, act_fn=self.act_fn), residual=stream)
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -65,15 +66,10 @@ class Qwen3DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None):
-        """hidden [T, C]: what the layer before added; residual [T, C]: the stream without it (None: first layer)."""
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+    def forward(self, positions: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """stream [T, C]: the residual stream, to which each half adds."""
+        stream = self.self_attn(positions, stream, self.input_layernorm)
+        return self.mlp(stream, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):
@@ -87,11 +83,11 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions [T] -> hidden states [T, C]."""
-        hidden, residual = self.embed_tokens(input_ids), None
+        """input_ids, positions [T] -> hidden states before the last norm [T, C]."""
+        stream = self.embed_tokens(input_ids)
         for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
-        return self.norm(hidden, residual)[0]
+            stream = layer(positions, stream)
+        return stream
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -118,5 +114,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
-        return self.lm_head(hidden)
+        """What forward gave for S of its tokens [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
+        return self.lm_head(self.model.norm(hidden))
