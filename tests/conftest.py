@@ -1,5 +1,6 @@
 """Shared by all tests: the choice of device, and tiny random Qwen3 checkpoints made by transformers."""
 
+import json
 import os
 
 import pytest
@@ -10,6 +11,20 @@ if not HAS_GPU:  # before anything imports triton: its kernels then run on the C
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -17,3 +32,58 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory):
+    """make_checkpoint(**overrides) -> path of a random fp32 Qwen3 checkpoint without a tokenizer.
+
+    ``overrides`` change ``TINY``; one checkpoint is written for each set of them. Treat it as
+    read-only: a test that damages files copies them first.
+    """
+    made: dict[str, str] = {}
+
+    def make(**overrides) -> str:
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in made:
+            from transformers import Qwen3Config, Qwen3ForCausalLM
+
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **overrides})).float()
+                for name, p in model.named_parameters():
+                    torch.nn.init.normal_(p, mean=float("norm" in name), std=0.1)
+            path = tmp_path_factory.mktemp("checkpoint")
+            model.save_pretrained(path)
+            made[key] = str(path)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def make_llm(make_checkpoint):
+    """make_llm(**options) -> LLM that is shut down at the end of the test.
+
+    Without ``model`` it is the tiny random checkpoint; without ``device`` the CPU; blocks of 16.
+    """
+    from nanovllm import LLM
+
+    made = []
+
+    def make(**options):
+        defaults = {
+            "model": make_checkpoint() if "model" not in options else None,
+            "device": "cpu",
+            "skip_tokenizer_init": True,
+            "kvcache_block_size": 16,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+        }
+        llm = LLM(**{**defaults, **options})
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.exit()

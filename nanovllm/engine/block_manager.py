@@ -142,14 +142,6 @@ class BlockManager:
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix (after a launch failed, contents are not to be trusted)."""
-        for block in self.blocks:
-            block.forget()
-        self.hash_to_block_id.clear()
-        self.free_block_ids.extend(self.cached_block_ids)
-        self.cached_block_ids.clear()
-
     def _take(self) -> int:
         if self.free_block_ids:
             block_id = self.free_block_ids.popleft()

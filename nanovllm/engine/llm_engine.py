@@ -7,6 +7,7 @@ what is computed, the model runner computes it.
 import weakref
 from array import array
 from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from time import perf_counter
 from typing import Any
@@ -18,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.tensor_parallel import start_runner
 from nanovllm.engine.tokenization import Tokenization
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -36,6 +38,7 @@ class LLMEngine:
 
     Raises:
         ConfigError, CheckpointError, OutOfMemoryError: what was given, what is allowed, what to change.
+        WorkerError: a tensor-parallel rank failed; from any method, after which only ``exit()`` is left.
 
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
@@ -43,7 +46,7 @@ class LLMEngine:
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
         self._tokenization = Tokenization(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
-        self.model_runner = ModelRunner(config)
+        self.model_runner = start_runner(config)
         # the runner does not know the engine, so the engine can be collected, and takes the runner along
         self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenization)
         try:
@@ -128,11 +131,17 @@ class LLMEngine:
             raise
 
     def _abort(self) -> None:
-        """Drop everything that is queued, running or in flight; the engine stays usable."""
+        """Drop everything that is queued, running or in flight; the engine stays usable.
+
+        Except that with several ranks it is shut down: what was interrupted may have reached only some of them.
+        """
         self._in_flight.clear()
         self._finished_unscheduled.clear()
+        if self.config.tensor_parallel_size > 1:
+            self.exit()
         if self._finalizer.alive:
             self.model_runner.synchronize()
+            self.model_runner.updates.reset()
             self.scheduler.clear()
 
     # ---------------------------------------------------------------- generate and chat
@@ -156,7 +165,8 @@ class LLMEngine:
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))):
+        prompts = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
+        if prompts and isinstance(prompts[0], (int, np.integer)):
             prompts = [prompts]  # type: ignore[list-item]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         encoded = iter(self._tokenization.encode([text for text in texts if text is not None]))
@@ -177,7 +187,15 @@ class LLMEngine:
             sampling_params, use_tqdm: as in ``generate``.
             **template_options: for the tokenizer's chat template, e.g. ``enable_thinking=False``.
         """
-        conversations = [messages] if len(messages) > 0 and isinstance(messages[0], dict) else messages
+        conversations = _as_list("messages", messages)
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
+                raise RequestError(
+                    'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists, '
+                    f"not {messages!s:.100}."
+                )
         texts = [self._tokenization.apply_chat_template(m, **template_options) for m in conversations]  # type: ignore
         token_ids = self._tokenization.encode(texts, add_special_tokens=False)
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
@@ -188,9 +206,11 @@ class LLMEngine:
             raise EngineError("generate() needs an idle engine; finish the requests you added with step() first.")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(token_ids)
+        sampling_params = _as_list("sampling_params", sampling_params)
         if len(sampling_params) != len(token_ids):
             raise RequestError(
-                f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; give one, or one for each prompt."
+                f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
+                "give one, or one for each prompt."
             )
         seqs = []
         for i, (ids, params) in enumerate(zip(token_ids, sampling_params, strict=True)):
@@ -202,7 +222,9 @@ class LLMEngine:
             for seq in seqs:
                 self._add(seq)
             futures = self._run_to_end(len(seqs), use_tqdm)
-            outputs = [self._output(seq, text, futures[seq.seq_id].result()) for seq, text in zip(seqs, texts, strict=True)]
+            outputs = [
+                self._output(seq, text, futures[seq.seq_id].result()) for seq, text in zip(seqs, texts, strict=True)
+            ]
         except BaseException:
             self._abort()
             raise
@@ -235,6 +257,7 @@ class LLMEngine:
         return futures
 
     def _output(self, seq: Sequence, text: str | None, completion: str) -> RequestOutput:
+        assert seq.finish_reason is not None
         return RequestOutput(
             request_id=str(seq.seq_id),
             prompt=text,
@@ -250,16 +273,16 @@ class LLMEngine:
         config, vocab_size = self.config, self.config.model_config.vocab_size
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        if isinstance(token_ids, str) or not hasattr(token_ids, "__len__"):
-            raise RequestError(f"a prompt must be a string or a list of token ids, not {token_ids!r}.")
-        if len(token_ids) == 0:
-            raise RequestError("the prompt is empty; it must hold at least one token.")
         try:
             ids = token_ids if isinstance(token_ids, np.ndarray) else np.array(array("q", token_ids))
         except (TypeError, OverflowError):
-            ids = np.empty(0)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("a prompt must be a string or a flat list of integer token ids.")
+            ids = np.empty(())
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or isinstance(token_ids, (bytes, Mapping)):
+            raise RequestError(
+                f"a prompt must be a string or a flat list of integer token ids, not {token_ids!s:.100}."
+            )
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty; it must hold at least one token.")
         if ids.min() < 0 or ids.max() >= vocab_size:
             bad = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise RequestError(f"token id {bad} is outside the vocabulary [0, {vocab_size}).")
@@ -286,7 +309,8 @@ class LLMEngine:
             forbidden = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
             if len(forbidden) > MAX_FORBIDDEN:
                 raise RequestError(
-                    f"min_tokens can hold back at most {MAX_FORBIDDEN} end-of-sequence and stop ids, not {len(forbidden)}."
+                    f"min_tokens can hold back at most {MAX_FORBIDDEN} end-of-sequence and stop ids, "
+                    f"not {len(forbidden)}."
                 )
         number = self._num_requests
         self._num_requests += 1
@@ -302,6 +326,12 @@ class LLMEngine:
             self._finished_unscheduled.append(seq)
         else:
             self.scheduler.add(seq)
+
+
+def _as_list(name: str, given: Any) -> list:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} must be a list, not {given!s:.100}.")
+    return list(given)
 
 
 def _shut_down(runner: ModelRunner, tokenization: Tokenization) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.channel import Channel
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.row_state import RowState, RowUpdates
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
 from nanovllm.engine.step import StepHeader, StepInput, read_header
+from nanovllm.engine.tensor_parallel import Workers
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.kernels import select
 from nanovllm.layers.attention import Attention, select_backend
@@ -32,13 +34,16 @@ NONE = np.empty(0, np.int32)
 class StepHandle:
     """The token ids of a launch, on their way to the host."""
 
-    def __init__(self, token_ids: torch.Tensor, event: torch.cuda.Event | None):
+    def __init__(self, token_ids: torch.Tensor, event: torch.cuda.Event | None, workers: Workers | None = None):
         self._token_ids = token_ids
         self._event = event
+        self._workers = workers
 
     def wait(self) -> np.ndarray:
         """Block until the launch is done; int32 [num_sampled]."""
-        if self._event is not None:
+        if self._event is not None and self._workers is not None:
+            self._workers.wait_until(self._event.query)
+        elif self._event is not None:
             self._event.synchronize()
         return self._token_ids.numpy()
 
@@ -49,11 +54,17 @@ class ModelRunner:
     Args:
         config: the engine's options; ``num_kvcache_blocks`` is set here once memory was measured.
         group: this rank among the tensor-parallel ranks.
+        workers: the other ranks, if this is rank 0 of several.
+        channel: where rank 0's calls come from, if this is one of the others.
     """
 
-    def __init__(self, config: Config, group: ParallelGroup = ALONE):
+    def __init__(self, config: Config, group: ParallelGroup = ALONE, workers: Workers | None = None,
+                 channel: Channel | None = None):
         self.config = config
         self.group = group
+        self.workers = workers
+        self.channel = channel
+        self._last_handle: StepHandle | None = None
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, group.rank)
@@ -66,9 +77,10 @@ class ModelRunner:
         self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        with torch.inference_mode(), self._defaults():
-            self.model = get_model_class(config.model_config.architecture)(config.model_config, self.backend, group)
-            self.sampler = Sampler(group)
+        with torch.inference_mode():
+            with self._defaults():
+                self.model = get_model_class(config.model_config.architecture)(config.model_config, self.backend, group)
+                self.sampler = Sampler(group)
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed + group.rank)
             else:
@@ -77,6 +89,7 @@ class ModelRunner:
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
             reserved = self.warmup_model()
             self.allocate_kv_cache(reserved)
+            self.compile_kernels()
             self.graphs = self.capture_cudagraph() if self.use_graphs else None
         pin = self.device.type == "cuda"
         # a launch writes the buffer that the launch before the last one was read from
@@ -107,12 +120,13 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-        ids = torch.zeros(num_tokens, dtype=torch.int32)
+        ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         slots = torch.full_like(ids, -1)
         context = Context(True, ids[:1], ids[:1], self.row_state.block_tables, slots, num_tokens)
         with set_context(context):
             hidden = self.model(ids, ids)
-        self._sample(hidden[:num_seqs], self.row_state.batch_rows[: min(num_seqs, num_tokens)])
+        # what takes most memory: with several ranks, filters gather the logits
+        self._sample(hidden[:num_seqs], self.row_state.batch_rows[: min(num_seqs, num_tokens)], has_filters=True)
         torch.cuda.synchronize()
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
@@ -157,9 +171,35 @@ class ModelRunner:
             return number
         return int(self.group.all_gather(torch.tensor(number, device=self.device)).min())
 
+    def compile_kernels(self) -> None:
+        """Prefill a few lines of the null row, which leaves no trace: kernels compile now, not under a request."""
+        if self.device.type == "cpu":
+            return
+        most = min(self.config.max_num_batched_tokens, self.config.max_model_len)
+        for num_seqs, num_new in ((1, min(16, most)), (min(16, self.config.max_num_seqs), most // 16)):
+            ends = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * num_new
+            tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32, device=self.device)
+            rows = torch.full_like(ends[1:], self.row_state.null_row)
+            for has_prefix in (0, 1) if num_new else ():
+                step = StepInput(
+                    cells=ends[:0], values=ends[:0], input_ids=tokens, positions=tokens, slot_mapping=tokens - 1,
+                    rows=rows, context_lens=torch.full_like(rows, num_new), cu_seqlens_q=ends, cu_seqlens_k=ends,
+                    sampled_tokens=ends[1:] - 1, sampled_rows=rows,
+                )  # fmt: skip
+                header = StepHeader(
+                    is_prefill=1, num_sampled=num_seqs, num_updates=0, num_tokens=len(tokens), num_seqs=num_seqs,
+                    max_seqlen_q=num_new, max_context=num_new, has_prefix=has_prefix, has_filters=0,
+                )  # fmt: skip
+                self._prefill(header, step)
+
     def capture_cudagraph(self) -> DecodeGraphs:
-        """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size)."""
-        return DecodeGraphs(self._decode, self.config.max_num_seqs, self.config.max_model_len)
+        """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size).
+
+        With several ranks the graphs end before the LM head: how ranks agree on a token depends on the
+        filters in the batch, and the few launches that follow are queued while the graph runs.
+        """
+        decode = self._decode if self.group.size == 1 else self._decode_hidden
+        return DecodeGraphs(decode, self.config.max_num_seqs, self.config.max_model_len)
 
     # ------------------------------------------------------------ a step
 
@@ -167,13 +207,40 @@ class ModelRunner:
         """Launch a batch; the handle gives its token ids, one for each of ``batch.rows``."""
         if isinstance(batch, PrefillBatch):
             packed = self.prepare_prefill(batch)
+            if self.workers is not None and self._last_handle is not None:
+                # Two prefills' launches could fill the device's queue. If a worker then died, the next launch
+                # would block for good, and with it, the interpreter and the watch over the workers.
+                self._last_handle.wait()
         else:
             packed = self.prepare_decode(batch)
-        return self.call("run_model", packed)
+        self._last_handle = self.call("run_model", packed)
+        return self._last_handle
 
     def call(self, method: str, *args):
         """Run a method on every rank; this rank's result is returned."""
-        return getattr(self, method)(*args)
+        if self.workers is None:
+            return getattr(self, method)(*args)
+        with self.workers.guard():
+            self.write_shm(method, *args)
+            return getattr(self, method)(*args)
+
+    def write_shm(self, method: str, *args: np.ndarray) -> None:
+        """Tell the other ranks to run a method; what crosses is its number and at most one int32 array."""
+        assert self.workers is not None
+        self.workers.send(method, *args)
+
+    def read_shm(self) -> tuple[str, list[np.ndarray]]:
+        """The method that rank 0 runs next, and its arguments."""
+        assert self.channel is not None
+        method, payload = self.channel.receive()
+        return method, [payload] if len(payload) else []
+
+    def loop(self) -> None:
+        """A worker's working life: run what rank 0 runs, until it exits."""
+        method = ""
+        while method != "exit":
+            method, args = self.read_shm()
+            getattr(self, method)(*args)
 
     def prepare_prefill(self, batch: PrefillBatch) -> np.ndarray:
         """The step of a prefill batch, packed."""
@@ -211,7 +278,7 @@ class ModelRunner:
             max_seqlen_q=max(new),
             max_context=max(batch.stops),
             has_prefix=int(any(batch.starts)),
-            has_filters=0,
+            has_filters=int(self.updates.has_filters[batch.rows].any()),
         )
         return step.pack(header)
 
@@ -230,7 +297,7 @@ class ModelRunner:
             max_seqlen_q=1,
             max_context=batch.max_context,
             has_prefix=1,
-            has_filters=0,
+            has_filters=int(self.updates.has_filters[batch.rows].any()),
         )
         step = StepInput(cells, values, *[NONE] * 9)
         return step.pack(header)
@@ -240,18 +307,21 @@ class ModelRunner:
         """Launch a packed step on this rank."""
         header = read_header(packed)
         on_device = torch.from_numpy(packed)
-        if self.device.type == "cuda":
-            if header.num_updates or header.is_prefill:
-                on_device = on_device.pin_memory().to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and (header.num_updates or header.is_prefill):
+            on_device = on_device.pin_memory().to(self.device, non_blocking=True)
         step = StepInput.unpack(header, on_device)
         if header.num_updates:
             self.row_state.apply(step.cells, step.values)
         if header.is_prefill:
             tokens = self._prefill(header, step)
-        elif self.graphs is not None:
+        elif self.graphs is None:
+            tokens = self._decode(header.num_sampled, header.max_context, bool(header.has_filters))
+        elif self.group.size == 1:
             tokens = self.graphs.replay(header.num_sampled)
         else:
-            tokens = self._decode(header.num_sampled, header.max_context)
+            hidden = self.graphs.replay(header.num_sampled)[: header.num_sampled]
+            rows = self.row_state.batch_rows[: header.num_sampled]
+            tokens = self._sample(hidden, rows, bool(header.has_filters))
         return self._send(tokens, header.num_sampled)
 
     def _prefill(self, header: StepHeader, step: StepInput) -> torch.Tensor:
@@ -272,10 +342,15 @@ class ModelRunner:
             hidden = self.model(step.input_ids, step.positions)
         if not header.num_sampled:
             return step.sampled_rows
-        return self._sample(hidden[step.sampled_tokens.long()], step.sampled_rows)
+        return self._sample(hidden[step.sampled_tokens.long()], step.sampled_rows, bool(header.has_filters))
 
-    def _decode(self, num_rows: int, max_context: int) -> torch.Tensor:
+    def _decode(self, num_rows: int, max_context: int, has_filters: bool = False) -> torch.Tensor:
         """One token for each of the first ``num_rows`` batch rows; all inputs come from the row state."""
+        hidden = self._decode_hidden(num_rows, max_context)
+        return self._sample(hidden, self.row_state.batch_rows[:num_rows], has_filters)
+
+    def _decode_hidden(self, num_rows: int, max_context: int) -> torch.Tensor:
+        """The part of a decode step before the LM head, [num_rows, C]."""
         state = self.row_state
         rows = state.batch_rows[:num_rows]
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
@@ -283,12 +358,11 @@ class ModelRunner:
         )
         context = Context(False, rows, context_lens, state.block_tables, slot_mapping, max_context)
         with set_context(context):
-            hidden = self.model(input_ids, positions)
-        return self._sample(hidden, rows)
+            return self.model(input_ids, positions)
 
-    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, has_filters: bool) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
-        return self.sampler(logits, rows, self.row_state.columns, self.row_state.last_token)
+        return self.sampler(logits, rows, self.row_state.columns, self.row_state.last_token, has_filters)
 
     def _send(self, tokens: torch.Tensor, num_sampled: int) -> StepHandle:
         buffer = self._token_buffers[self._num_launches % len(self._token_buffers)][:num_sampled]
@@ -298,7 +372,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return StepHandle(buffer, event)
+        return StepHandle(buffer, event, self.workers)
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -306,11 +380,17 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def exit(self) -> None:
-        """Free the device's memory."""
-        self.synchronize()
+        """Free the device's memory; rank 0 sees to it that the other ranks do."""
+        if self.workers is None:
+            self.synchronize()
+        else:
+            self.workers.dismiss()
+            if not self.workers.join():
+                return  # the device hangs, and giving memory back would wait for it
         self.graphs = None
         for name in ("model", "kv_cache", "row_state", "sampler", "backend"):
             self.__dict__.pop(name, None)
+        self.group.close()  # after the graphs, which hold on to it
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

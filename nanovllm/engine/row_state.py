@@ -16,6 +16,7 @@ from nanovllm.sampling_params import MAX_FORBIDDEN
 # columns of the table; float values are kept as their bits
 LAST_TOKEN, LENGTH, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, MIN_LENGTH, FORBIDDEN = 0, 1, 2, 3, 4, 5, 6, 8, 9
 BLOCK_TABLE = FORBIDDEN + MAX_FORBIDDEN
+INT32_MAX = 2**31 - 1  # stands for any larger number a user gives
 
 
 def _bits(*values: float) -> list[int]:
@@ -66,9 +67,14 @@ class RowUpdates:
     def __init__(self, num_rows: int, max_blocks: int):
         self.num_rows = num_rows
         self.width = BLOCK_TABLE + max_blocks
-        self._batch_rows = np.full(num_rows, num_rows, np.int32)  # what the device has
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was gathered, and what the device is believed to have (a launch may never have got there)."""
+        self._batch_rows = np.full(self.num_rows, -1, np.int32)  # what the device has; -1 unknown
         self._cells: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
+        self.has_filters = np.zeros(self.num_rows, bool)  # sampling the row takes the whole vocabulary
 
     def _put(self, row: int, column: int, values: list[int]) -> None:
         start = self.num_rows + row * self.width + column
@@ -78,16 +84,18 @@ class RowUpdates:
     def enter(self, seq: Sequence) -> None:
         """A sequence got its row: everything about it."""
         params = seq.sampling_params
+        filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.has_filters[seq.row] = filters and params.temperature > 0
         forbidden = seq.forbidden_token_ids
         halves = np.array([seq.seed], np.uint64).view(np.int32).tolist()
         self._put(seq.row, LAST_TOKEN, [
             0,
             seq.num_tokens,
             *_bits(params.temperature),
-            max(params.top_k, 0),
+            min(max(params.top_k, 0), INT32_MAX),
             *_bits(params.top_p, params.min_p),
             *halves,
-            seq.num_prompt_tokens + params.min_tokens,
+            min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
             *forbidden, *[-1] * (MAX_FORBIDDEN - len(forbidden)),
             *seq.block_table,
         ])  # fmt: skip

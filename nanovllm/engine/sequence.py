@@ -76,7 +76,7 @@ class Sequence:
         forbidden_token_ids: may not be sampled among its first ``min_tokens`` tokens.
     """
 
-    def __init__(self, prompt_token_ids: Sized[int], sampling_params: SamplingParams = SamplingParams(),
+    def __init__(self, prompt_token_ids: Sized[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
                  seq_id: int = 0, block_size: int = 256, seed: int = 0,
                  forbidden_token_ids: tuple[int, ...] = ()):
         self.seq_id = seq_id

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options
+from .inputs import after_predecessor, launch_options, let_successor_start
 
 
 @triton.jit
@@ -19,6 +19,7 @@ def silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,13 +1,13 @@
 """Attention over the paged KV cache, in Triton: one query token per sequence (decode), or many (prefill).
 
 Owns how the work is cut into programs, and the scratch memory that this needs. Knows nothing of models, of
-how keys and values got into the pages (they are all there, those of the new tokens too), or of who holds which
-page: it follows the block tables, and reads no slot at or beyond a sequence's context.
+how keys and values got into the pages (they are all there, those of the new tokens too), or of who holds
+which page: it follows the block tables, and reads no slot at or beyond a sequence's context.
 
 Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, H query heads, K KV
 heads, GROUP = H / K query heads that share a KV head, D head size, NB blocks of BS tokens each.
-Both kernels keep scores, sums and accumulators in fp32 and use the online softmax (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867), base 2 because the hardware has exp2.
+Both kernels keep scores, sums and accumulators in fp32 and use the online softmax (Milakov and Gimelshein
+2018, https://arxiv.org/abs/1805.02867), base 2 because the hardware has exp2.
 """
 
 from typing import NamedTuple
@@ -21,15 +21,15 @@ LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
 
 
-# ------------------------------------------------------------------------------------------------ shared pieces
+# --------------------------------------------------------------------------------------------- shared pieces
 
 
 @triton.jit
 def _pages(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks that hold the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
+    """Blocks of the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
 
-    The loops below look up the pages of the next tile while they load this one. The lookup in the same
-    iteration would be a load that a load waits for, for which Triton gives up most of its pipelining.
+    The loops below look up the pages of the next tile while they load this one. Looked up in the same
+    iteration, they would be a load that a load waits for, and Triton would pipeline neither.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0)
@@ -55,19 +55,22 @@ def _slot_offsets(
     return offs
 
 
-# ------------------------------------------------------------------------------------------------------- decode
+# ---------------------------------------------------------------------------------------------------- decode
 #
-# The contexts of all sequences, cut into tiles of BLOCK_N tokens and laid end to end, are one list of tiles. It
-# is divided into equal shares; program (k, i) attends share i for KV head k. So the load is balanced whatever
-# the contexts are, one long among many short included, without the host knowing any of them:
+# The contexts of all sequences, cut into tiles of BLOCK_N tokens and laid end to end, are one list of tiles.
+# It is divided into equal shares; program (k, i) attends share i for KV head k. So the load is balanced
+# whatever the contexts are, one long among many short included, without the host knowing any of them:
 #
 #     sequences   |--- 0 ---|- 1 -|---------------- 2 ----------------|- 3 -|     tiles, end to end
 #     shares      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
 #
-# A sequence inside one share is written to `out` at once. One that several shares touch leaves a partial result
-# (accumulator, maximum, sum) per share in scratch; whichever of them finishes last adds them up. Shares that
-# touch sequence s are consecutive, hence share i keeps its part of s in scratch slot i + s: no two meet there,
-# and the parts of one sequence lie side by side.
+# A sequence inside one share is written to `out` at once. One that several shares touch leaves a partial
+# result (accumulator, maximum, sum) per share in scratch; whichever of them finishes last adds them up. The
+# shares that touch sequence s are consecutive, hence share i keeps its part of s in scratch slot i + s: no
+# two meet there, and the parts of one sequence lie side by side.
+#
+# There are just as many programs as run at once: a program's loads then run ahead of its arithmetic from
+# its first tile to its last, and all programs end together.
 
 
 @triton.jit
@@ -111,6 +114,7 @@ def _decode_kernel(
     # i32[BLOCK_B]: tiles per sequence. An empty context has one too, or nobody would write its zeros.
     offs_b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
+    rows = tl.load(rows_ptr + offs_b, mask=offs_b < num_seqs, other=0)
     tiles = tl.where(offs_b < num_seqs, tl.maximum(tl.cdiv(lens, BLOCK_N), 1), 0)
     tile_ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
@@ -121,81 +125,97 @@ def _decode_kernel(
         return
     first_seq = tl.sum((tile_ends <= begin).to(tl.int32), 0)
     last_seq = tl.sum((tile_ends < end).to(tl.int32), 0)
-    seq_begin = tl.max(tl.where(tile_ends <= begin, tile_ends, 0), 0)
-
-    # What is above depends on the batch alone; q and the newest keys come from the launch before this one.
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     group_mask = (offs_m < GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+    head_offs = (kv_head * GROUP + offs_m)[:, None]
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
-    for seq in range(first_seq, last_seq + 1):
-        context = tl.load(context_lens_ptr + seq)
-        seq_tiles = tl.maximum(tl.cdiv(context, BLOCK_N), 1)
-        table_ptr = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
-        # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
-        q = tl.load(
-            q_ptr
-            + seq * stride_q_seq
-            + (kv_head * GROUP + offs_m)[:, None] * stride_q_head
-            + offs_d[None, :],
-            mask=group_mask,
-            other=0.0,
-        )
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        first_token = tl.maximum(begin - seq_begin, 0) * BLOCK_N
-        end_token = tl.minimum(end - seq_begin, seq_tiles) * BLOCK_N
-        pages = _pages(table_ptr, first_token, context, BLOCK_SIZE, BLOCK_N)
-        for first in range(first_token, end_token, BLOCK_N):
-            offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-            pages = _pages(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
-            in_context = first + offs_n < context
-            tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
-            # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
-            k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
-            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-            scores = tl.where(in_context[None, :], scores, -float("inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-            correction = tl.exp2(row_max - new_max)
-            row_sum = row_sum * correction + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
-            row_max = new_max
+    # Where the share begins: in sequence `seq`, whose tiles end at `seq_end`, at its token `first`.
+    seq = first_seq
+    context = tl.sum(tl.where(offs_b == seq, lens, 0), 0)
+    row = tl.sum(tl.where(offs_b == seq, rows, 0), 0)
+    seq_end = tl.sum(tl.where(offs_b == seq, tile_ends, 0), 0)
+    first = (begin - (seq_end - tl.maximum(tl.cdiv(context, BLOCK_N), 1))) * BLOCK_N
+    pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
-        out_seq_ptr = out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head
-        first_share = seq_begin // share_tiles
-        last_share = (seq_begin + seq_tiles - 1) // share_tiles
-        if first_share == last_share:
-            result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-            tl.store(
-                out_seq_ptr + offs_m[:, None] * stride_out_head + offs_d[None, :],
-                result.to(out_ptr.dtype.element_ty),
-                mask=group_mask,
-            )
-        else:
-            part = ((share + seq) * num_kv_heads + kv_head).to(tl.int64) * GROUP
-            tl.store(
-                part_acc_ptr + (part + offs_m[:, None]) * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask
-            )
-            tl.store(part_stat_ptr + (part + offs_m) * 2, row_max, mask=offs_m < GROUP)
-            tl.store(part_stat_ptr + (part + offs_m) * 2 + 1, row_sum, mask=offs_m < GROUP)
-            # All threads' stores come before the one thread's release, or the last share might miss some.
-            tl.debug_barrier()
+    # So far everything came from tables that the step began with; q and the newest keys and values come from
+    # the launches before this one. Only once these have ended may the next launch start early in its turn:
+    # otherwise it could run beside one before ours, whose end nobody waited for.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    # Summed over the columns at a sequence's end only: a sum across threads per tile would cost time.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # One loop over tiles, whichever sequences they belong to, so that loads run ahead across borders too.
+    for tile in range(begin, end):
+        # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
+        # Loaded for every tile, 16 rows from the L2 cache at most: so it is pipelined like keys and values.
+        q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
+        q = tl.load(q_ptrs + offs_d[None, :], mask=group_mask, other=0.0)
+        # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
+        offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+        in_context = first + offs_n < context
+        tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+        scores = tl.where(in_context[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        sums = sums * correction[:, None] + p
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        row_max = new_max
+
+        ended = tile + 1 == seq_end
+        if ended | (tile + 1 == end):
+            row_sum = tl.sum(sums, 1)
+            begun = tile - first // BLOCK_N >= begin
+            if begun & ended:
+                result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+                out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
+                tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)
+            else:
+                part = ((share + seq) * num_kv_heads + kv_head) * GROUP + offs_m
+                tl.store(part_acc_ptr + part[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask)
+                tl.store(part_stat_ptr + part * 2, row_max, mask=offs_m < GROUP)
+                tl.store(part_stat_ptr + part * 2 + 1, row_sum, mask=offs_m < GROUP)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+        # On to the next tile, of this sequence or of the next one.
+        seq += ended.to(tl.int32)
+        first = tl.where(ended, 0, first + BLOCK_N)
+        fetch = ended & (seq < num_seqs)
+        context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
+        row = tl.where(ended, tl.load(rows_ptr + seq, mask=fetch, other=0), row)
+        seq_end += tl.where(ended, tl.maximum(tl.cdiv(context, BLOCK_N), 1), 0)
+        pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
+
+    # Only the first and the last sequence of a share can be split. The stores of all threads come before the
+    # release by one of them, or the share that finishes last might miss some.
+    tl.debug_barrier()
+    for seq in range(first_seq, last_seq + 1, tl.maximum(last_seq - first_seq, 1)):
+        seq_begin = tl.max(tl.where(offs_b < seq, tile_ends, 0), 0)
+        seq_end = tl.max(tl.where(offs_b <= seq, tile_ends, 0), 0)
+        if seq_begin < begin or seq_end > end:
+            first_share = seq_begin // share_tiles
+            last_share = (seq_end - 1) // share_tiles
             counter_ptr = counters_ptr + seq * num_kv_heads + kv_head
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if arrived == last_share - first_share:
                 _add_parts(
                     part_acc_ptr,
                     part_stat_ptr,
-                    out_seq_ptr,
+                    out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head,
                     first_share + seq,
                     last_share + seq + 1,
                     kv_head,
@@ -208,10 +228,6 @@ def _decode_kernel(
                     BLOCK_P,
                 )
                 tl.store(counter_ptr, 0)  # as the next launch, or the next replay of a graph, expects it
-        seq_begin += seq_tiles
-
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -270,19 +286,22 @@ class DecodeConfig(NamedTuple):
 
     block_n: int  # tokens per tile
     num_warps: int
-    num_stages: int  # tiles in flight while one is computed, plus one
-    programs_per_sm: int  # shares * KV heads, per multiprocessor
-    pdl: bool = False  # start before the launch before has ended (programmatic dependent launch)
+    num_stages: int  # tiles in shared memory: one in use, the others on their way
+    programs_per_sm: int  # as many as fit at once
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
-    """The configuration for a batch of `num_seqs`. Contexts are not known here: they change between replays."""
-    block_n = max(16, min(64, 64 * 256 // (triton.next_power_of_2(head_size) * itemsize)))
-    if num_seqs * num_kv_heads <= 256:
-        # Too little work to hide latency behind: every program starts at once and has one piece to do.
-        return DecodeConfig(block_n, num_warps=2, num_stages=3, programs_per_sm=3)
-    # More programs than fit at once: multiprocessors that run ahead take more of them.
-    return DecodeConfig(block_n, num_warps=2, num_stages=3, programs_per_sm=24)
+    """The configuration for a batch. Contexts are not known here: they change between graph replays."""
+    if num_seqs * num_kv_heads <= 16:
+        # Latency is all: the smallest pieces.
+        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2)
+    elif num_seqs <= 16:
+        config = DecodeConfig(128, num_warps=4, num_stages=3, programs_per_sm=1)
+    else:
+        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
+    # Tiles of as many bytes where a row has more than the 256 that this was measured with.
+    block_n = config.block_n * 256 // max(256, triton.next_power_of_2(head_size) * itemsize)
+    return config._replace(block_n=max(16, block_n))
 
 
 # Counters of a device, kept for good: captured graphs hold their address.
@@ -291,7 +310,7 @@ _counters: dict[torch.device, torch.Tensor] = {}
 
 
 def _zero_counters(num: int, device: torch.device) -> torch.Tensor:
-    """At least `num` zeros, i32. Every launch leaves them zero, so one set serves all launches of a stream."""
+    """At least `num` zeros, i32. Every launch leaves them zero: one set serves all launches of a stream."""
     if num <= _NUM_COUNTERS:
         if device in _counters:
             return _counters[device]
@@ -315,16 +334,22 @@ def paged_decode_attention(
     scale: float,
     max_context: int | None = None,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attend one new token per sequence to its context. Can be captured in a CUDA graph: no host reads.
 
-    q: [B, H, D], the last dimension contiguous. k_cache, v_cache: [NB, BS, K, D] of one layout, BS a multiple of
-    16, H / K at most 16. rows: i32[B], the row of `block_tables` i32[R, max_blocks] of each batch position.
-    context_lens: i32[B], tokens to attend, the new one included; 0 gives zeros. scale: factor on q·k.
+    q: [B, H, D], the last dimension contiguous. k_cache, v_cache: [NB, BS, K, D] of one layout, BS a
+    multiple of 16, H / K at most 16. rows: i32[B], each batch position's row of `block_tables`
+    i32[R, max_blocks]. context_lens: i32[B], tokens to attend, the new one included; 0 gives zeros.
+    scale: factor on q·k.
     max_context: no context is longer (default: what a table row holds); a hint that avoids idle programs.
+    pdl: start before the launch before has ended (programmatic dependent launch, Hopper and later). Only
+    where rows, context_lens and block_tables were written at least two launches ago, and every launch
+    between that starts its successor early does so after its own wait.
     Returns [B, H, D] like q, or `out`.
 
-    A share's length depends on the whole batch, so batch mates may change the order of fp32 sums, nothing more.
+    The cuts between shares depend on the whole batch, so batch mates may change the order of fp32 sums and
+    the scale at which probabilities are rounded, nothing more.
     One stream at a time per device: launches share the counters.
     """
     num_seqs, num_heads, head_size = q.shape
@@ -381,19 +406,19 @@ def paged_decode_attention(
         BLOCK_G=block_g,
         BLOCK_P=max(1, 4096 // (block_g * block_d)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=config.pdl,
+        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ prefill
+# --------------------------------------------------------------------------------------------------- prefill
 #
 # Program (sequence and KV head, i) attends the i-th run of query tokens, the whole group of query heads that
-# share the KV head at once: row m of the tile is head m % GROUP of token m // GROUP. So a tile is full even where
-# a prefix hit leaves few new tokens, and keys and values are read once per group.
+# share the KV head at once: row m of the tile is head m % GROUP of token m // GROUP. So a tile is full even
+# where a prefix hit leaves few new tokens, and keys and values are read once per group.
 
 
 @triton.jit
@@ -415,7 +440,7 @@ def _attend_tile(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the tokens first .. first + BLOCK_N - 1 at `offs`. MASKED: not every row sees all."""
+    """Online softmax over the tokens first .. first + BLOCK_N - 1. MASKED: not every row sees all of them."""
     offs_d = tl.arange(0, BLOCK_D)
     key_position = first + tl.arange(0, BLOCK_N)
     k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
@@ -535,12 +560,12 @@ class PrefillConfig(NamedTuple):
 
 
 def prefill_config(max_rows: int, head_size: int, itemsize: int) -> PrefillConfig:
-    """The configuration for sequences of at most `max_rows` = new tokens * GROUP rows: two, three with fp32."""
+    """The configuration for sequences of at most `max_rows` rows, new tokens * GROUP."""
     if itemsize > 2:
         return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
     if max_rows <= 64:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    return PrefillConfig(block_m=128, block_n=32, num_warps=4, num_stages=4)
 
 
 def paged_prefill_attention(
@@ -558,8 +583,8 @@ def paged_prefill_attention(
     """Attend the new tokens of S sequences causally to everything before them and themselves, over the pages.
 
     q: [T, H, D] packed, the last dimension contiguous. cu_seqlens_q: i32[S + 1]; tokens cu_seqlens_q[s] ..
-    cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s, whose pages are listed in row
-    rows[s] of block_tables. max_seqlen_q: the most new tokens of any sequence. The rest as in
+    cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s, whose pages are listed in
+    row rows[s] of block_tables. max_seqlen_q: the most new tokens of any sequence. The rest as in
     `paged_decode_attention`. Returns [T, H, D] like q, or `out`.
     """
     num_tokens, num_heads, head_size = q.shape

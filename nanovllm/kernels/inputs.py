@@ -3,10 +3,12 @@
 Owns `decode_inputs`, and the switch for programmatic dependent launch that all kernels of a step share. Knows
 nothing of what the rows mean beyond the columns it is handed.
 
-Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that
-its start-up overlaps; it must call `after_predecessor` before it touches anything another kernel wrote or reads.
-Waiting means that the predecessor has finished, and by the same rule everything before it: the chain holds as long
-as every kernel launched with `launch_options` waits, in every program.
+Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that its
+start-up overlaps. Every kernel launched with `launch_options` first calls `let_successor_start`, may then load what no
+kernel writes (weights), and calls `after_predecessor` before it touches anything else. Waiting means that the
+predecessor has finished, and by the same rule everything before it: the chain holds as long as every program waits.
+Weights must be settled, then: a chain of kernels may not follow their writing without a synchronisation or an unchained
+launch in between, for a successor may start before its predecessor has waited.
 """
 
 import functools
@@ -26,10 +28,16 @@ def launch_options(device):
 
 
 @triton.jit
-def after_predecessor(CHAINED: tl.constexpr):
-    """Let the next kernel take its place on the device, then wait until the previous one is done."""
+def let_successor_start(CHAINED: tl.constexpr):
+    """Once all programs of this kernel have called this, the next kernel may take what room is left."""
     if CHAINED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def after_predecessor(CHAINED: tl.constexpr):
+    """Wait until the previous kernel is done and its writes are visible."""
+    if CHAINED:
         gdc_wait()
 
 
@@ -51,6 +59,7 @@ def decode_inputs_kernel(
     BLOCK_B: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     offs_b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = offs_b < batch_size

@@ -5,43 +5,54 @@ twin is in reference.py.
 
 A decode step reads every weight once and does little else, so the kernels are built around the stream of weights:
 enough programs to keep all of the memory busy, and each asks for its weights *before* it waits for the kernel that
-makes its input (see inputs.py on chained launches): weights depend on nobody.
+makes its input (see inputs.py on chained launches), because weights depend on nobody. What is left between the end of
+one kernel and the end of the next is a load of x from L2, the arithmetic and a store: so everything that can be is
+loaded before the wait, and the rest right after it.
 
 M rows of x (tokens), N rows of the weight (outputs; twice as many as results where SiLU and a product follow),
 C channels, summed over. I results per token: N, or N / 2 with silu_mul.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import silu_and_mul
-from .inputs import launch_options
+from .inputs import after_predecessor, launch_options, let_successor_start
 from .norm import rms_norm
 
 
 class Tiling(NamedTuple):
-    """How a product is cut into programs; None of it changes what is computed, save for the order of sums."""
+    """How a product is cut into programs. None of it changes what is computed, save for the order of sums."""
 
-    kernel: str  # "vector" (multiply and add) or "matrix" (tensor cores)
+    kernel: str  # "vector": multiply and add; "matrix": tensor cores
+    block_m: int  # tokens of a program; where others take the rest, they read the same weights, from L2
     block_n: int  # weight rows of a program
     block_c: int  # channels of one step of its loop
-    split_c: int  # programs that share a tile's channels, "matrix" only
     num_warps: int
-    num_stages: int = 1  # depth of the loop's pipeline, "matrix" only
 
 
 def tiling(num_tokens, num_rows, num_channels):
-    """The measured choice for one NVIDIA H200, or None where cuBLAS is as good; see benchmarks/kernels.py."""
-    if num_tokens <= 2:
-        return Tiling("vector", 4, 1024, 1, 4)
-    if num_tokens <= 256:
-        return Tiling("matrix", 64, 128, 4, 4, 4)
+    """The choice measured on an NVIDIA H200, or None where cuBLAS with unfused neighbours is as good.
+
+    Large weights are where cuBLAS has nothing left to gain: it streams them at nine tenths of the bandwidth.
+    """
+    size = num_rows * num_channels
+    short = num_channels <= 1024
+    if num_tokens == 1 and size <= 64e6:
+        if short:
+            return Tiling("vector", 1, 4, 1024, 2) if num_rows <= 4096 else Tiling("vector", 1, 8, 1024, 4)
+        if num_rows <= 1024:
+            return Tiling("vector", 1, 8, 2048 if num_channels <= 2048 else 4096, 8)
+        return Tiling("vector", 1, 4, 2048 if num_channels <= 4096 else 4096, 4)
+    if num_tokens <= 16 and size <= 8e6:
+        if not short:
+            return Tiling("matrix", 8, 16, 2048, 8)
+        block_m = 8 if num_tokens <= 8 else 16
+        return Tiling("matrix", block_m, 16, 1024 if num_rows <= 4096 else 512, 4)
     return None
 
 
@@ -52,7 +63,7 @@ def prefers_fused(num_tokens, num_rows, num_channels):
 
 @triton.jit
 def weight_rows(tile, num_results, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(weight rows, whether they exist) of a tile, i64[BLOCK_N]; with SILU_MUL half gate, then as many up rows."""
+    """(weight rows i64, whether they exist) of a tile, [BLOCK_N]; with SILU_MUL half gate, then as many up rows."""
     local = tl.arange(0, BLOCK_N)
     if SILU_MUL:
         result = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
@@ -64,44 +75,68 @@ def weight_rows(tile, num_results, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def finish(
-    product,  # fp32 [BLOCK_M, BLOCK_N]
-    squares,  # fp32 [BLOCK_M], the sum of x * x; only with HAS_NORM
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
+def result_offsets(offs_m, tile, num_tokens, num_results, stride, BLOCK_I: tl.constexpr):
+    """(offsets, mask) of a tile's results in a tensor [M, I], [BLOCK_M, BLOCK_I]."""
+    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+    offs = offs_m.to(tl.int64)[:, None] * stride + offs_i[None, :]
+    return offs, (offs_m < num_tokens)[:, None] & (offs_i < num_results)[None, :]
+
+
+@triton.jit
+def load_residual(
+    residual_ptr,  # [M, I], may be y
+    offs_m,
     tile,
     num_tokens,
     num_results,
-    num_channels,
     residual_stride,
-    y_stride,
-    eps,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    if HAS_RESIDUAL:
+        offs, mask = result_offsets(offs_m, tile, num_tokens, num_results, residual_stride, BLOCK_I)
+        return tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros((BLOCK_M, BLOCK_I), tl.float32)
+
+
+@triton.jit
+def finish(
+    product,  # fp32 [BLOCK_M, BLOCK_N]
+    rstd,  # fp32 [BLOCK_M], 1 without a norm
+    residual,  # fp32 [BLOCK_M, BLOCK_I], 0 without one
+    bias_ptr,
+    y_ptr,
+    offs_m,
+    tile,
+    num_tokens,
+    num_results,
+    y_stride,
+    HAS_BIAS: tl.constexpr,
     SILU_MUL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr,
 ):
-    """All that follows the sum over channels: rstd, bias, activation, residual, store."""
-    if HAS_NORM:
-        # The same for all channels, so it can wait until after the product.
-        product = product * tl.rsqrt(squares / num_channels + eps)[:, None]
+    """All that follows the sum over channels."""
+    product *= rstd[:, None]  # the same for all channels, so it could wait until after the sum
     if HAS_BIAS:
         rows, exists = weight_rows(tile, num_results, SILU_MUL, BLOCK_N)
         product += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)[None, :]
-    BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     if SILU_MUL:
         gate, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_I)), (0, 2, 1)))
         product = gate / (1.0 + tl.exp(-gate)) * up
-    offs_m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
-    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-    mask = (offs_m < num_tokens) & (offs_i < num_results)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + offs_m * residual_stride + offs_i, mask=mask, other=0.0)
-        product += residual.to(tl.float32)
-    tl.store(y_ptr + offs_m * y_stride + offs_i, product.to(y_ptr.dtype.element_ty), mask=mask)
+    offs, mask = result_offsets(offs_m, tile, num_tokens, num_results, y_stride, BLOCK_I)
+    tl.store(y_ptr + offs, (product + residual).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
+    if HAS_NORM:
+        return tl.load(norm_weight_ptr + c, mask=c < num_channels, other=0.0).to(tl.float32)
+    else:
+        return 1.0
 
 
 @triton.jit
@@ -129,51 +164,44 @@ def vector_kernel(
     CHAINED: tl.constexpr,
 ):
     """One program: BLOCK_N weight rows, all channels, all tokens, by multiply and add."""
-    tile = tl.program_id(0)
+    let_successor_start(CHAINED)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(1)
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
     rows, exists = weight_rows(tile, num_results, SILU_MUL, BLOCK_N)
-    offs_c = tl.arange(0, BLOCK_C)
-    weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + offs_c[None, :]
-    offs_m = tl.arange(0, BLOCK_M)
-    x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * x_stride + offs_c[None, :]
-    NUM_STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
+    c = tl.arange(0, BLOCK_C)
+    weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + c[None, :]
+    weight = tl.load(weight_ptrs, mask=exists[:, None] & (c < NUM_CHANNELS)[None, :], other=0.0)
+    norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
 
-    if CHAINED:
-        gdc_launch_dependents()
-    weight = tl.load(weight_ptrs, mask=exists[:, None] & (offs_c < NUM_CHANNELS)[None, :], other=0.0)
-    if CHAINED:
-        gdc_wait()
+    after_predecessor(CHAINED)
+    residual = load_residual(
+        residual_ptr, offs_m, tile, num_tokens, num_results, residual_stride, HAS_RESIDUAL, BLOCK_M, BLOCK_I
+    )
+    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * x_stride
     product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    for step in tl.static_range(NUM_STEPS):
-        c = step * BLOCK_C + offs_c
-        inside = (offs_m < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
-        x = tl.load(x_ptrs + step * BLOCK_C, mask=inside, other=0.0).to(tl.float32)
+    for step in tl.static_range(STEPS):
+        is_x = (offs_m < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
+        x = tl.load(x_rows + c[None, :], mask=is_x, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += x * x
-            x *= tl.load(norm_weight_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)[None, :]
-        this_weight = weight
-        if step + 1 < NUM_STEPS:
-            left = (c + BLOCK_C < NUM_CHANNELS)[None, :]
-            weight = tl.load(weight_ptrs + (step + 1) * BLOCK_C, mask=exists[:, None] & left, other=0.0)
-        product += x[:, None, :] * this_weight.to(tl.float32)[None, :, :]
+            x *= norm_weight[None, :]
+        this_weight = weight.to(tl.float32)
+        c += BLOCK_C
+        if step + 1 < STEPS:
+            weight_ptrs += BLOCK_C
+            weight = tl.load(weight_ptrs, mask=exists[:, None] & (c < NUM_CHANNELS)[None, :], other=0.0)
+            norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+        product += x[:, None, :] * this_weight[None, :, :]
+    rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_NORM:
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / NUM_CHANNELS + eps)
     finish(
-        tl.sum(product, axis=2), tl.sum(squares, axis=1), bias_ptr, residual_ptr, y_ptr, tile, num_tokens,
-        num_results, NUM_CHANNELS, residual_stride, y_stride, eps,
-        HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SILU_MUL, BLOCK_M, BLOCK_N,
+        tl.sum(product, axis=2), rstd, residual, bias_ptr, y_ptr, offs_m, tile, num_tokens, num_results, y_stride,
+        HAS_BIAS, SILU_MUL, BLOCK_M, BLOCK_N, BLOCK_I,
     )  # fmt: skip
-
-
-@triton.jit
-def prefetch(ptrs, mask):
-    """Ask for the cache lines at `ptrs` to be brought into L2."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptrs.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -184,8 +212,6 @@ def matrix_kernel(
     norm_weight_ptr,  # [C], only with HAS_NORM
     residual_ptr,  # [M, I], only with HAS_RESIDUAL; may be y
     y_ptr,  # [M, I], written here
-    partial_ptr,  # fp32 [tiles, SPLIT_C, BLOCK_N + 1, BLOCK_M], sums over a share of channels; last row: squares
-    arrived_ptr,  # i32[tiles], zero before and after: how many programs of a tile are done
     num_tokens,
     num_results,
     x_stride,
@@ -200,89 +226,65 @@ def matrix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPLIT_C: tl.constexpr,
+    GROUPS: tl.constexpr,
     CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """One program: BLOCK_N weight rows times one share of the channels, all tokens, on tensor cores.
+    """One program: BLOCK_N weight rows, all channels, all tokens, on tensor cores.
 
-    The weights are the left operand: their tile has the 64 rows that Hopper's matrix instruction wants, and the
-    tokens, however few, are its columns. The last program of a tile to arrive adds up the shares, always in the
-    same order, so that results do not depend on who was last.
+    With so few rows and tokens there is one small product to make, so it is the channels that the warps divide
+    among themselves: a batch of GROUPS products over BLOCK_C / GROUPS channels each, added up at the end.
     """
-    tile = tl.program_id(0)
-    share = tl.program_id(1)
-    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C * SPLIT_C - 1) // (BLOCK_C * SPLIT_C)
-    EVEN: tl.constexpr = NUM_CHANNELS % (BLOCK_C * SPLIT_C) == 0
-    first_c = share * (STEPS * BLOCK_C)
+    let_successor_start(CHAINED)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = tl.program_id(1)
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
+    GROUP_C: tl.constexpr = BLOCK_C // GROUPS
     rows, exists = weight_rows(tile, num_results, SILU_MUL, BLOCK_N)
-    if CHAINED:
-        gdc_launch_dependents()
-        if PREFETCH > 0:
-            LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            c = first_c + tl.arange(0, PREFETCH) * LINE
-            wanted = exists[:, None] & (c < min(NUM_CHANNELS, first_c + STEPS * BLOCK_C))[None, :]
-            prefetch(weight_ptr + rows[:, None] * NUM_CHANNELS + c[None, :], wanted)
-        gdc_wait()
+    c = tl.arange(0, GROUPS)[:, None, None] * GROUP_C + tl.arange(0, GROUP_C)[None, None, :]  # [G, 1, C/G]
+    weight_ptrs = weight_ptr + rows[None, :, None] * NUM_CHANNELS + c  # [G, BLOCK_N, C/G]
+    weight = tl.load(weight_ptrs, mask=exists[None, :, None] & (c < NUM_CHANNELS), other=0.0)
+    if HAS_NORM:
+        # On the weights, not on x: this is done before the wait.
+        norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+        weight = (weight.to(tl.float32) * norm_weight).to(weight.dtype)
 
-    offs_m = tl.arange(0, BLOCK_M)
-    is_token = offs_m < num_tokens
-    offs_c = first_c + tl.arange(0, BLOCK_C)
-    weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + offs_c[None, :]
-    x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * x_stride + offs_c[None, :]
-    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
-        if EVEN:
-            weight = tl.load(weight_ptrs + step * BLOCK_C, mask=exists[:, None], other=0.0)
-            x = tl.load(x_ptrs + step * BLOCK_C, mask=is_token[:, None], other=0.0)
-        else:
-            inside = (offs_c + step * BLOCK_C < NUM_CHANNELS)[None, :]
-            weight = tl.load(weight_ptrs + step * BLOCK_C, mask=exists[:, None] & inside, other=0.0)
-            x = tl.load(x_ptrs + step * BLOCK_C, mask=is_token[:, None] & inside, other=0.0)
+    after_predecessor(CHAINED)
+    residual = load_residual(
+        residual_ptr, offs_m, tile, num_tokens, num_results, residual_stride, HAS_RESIDUAL, BLOCK_M, BLOCK_I
+    )
+    x_rows = x_ptr + offs_m.to(tl.int64)[None, :, None] * x_stride  # [1, BLOCK_M, 1]
+    product = tl.zeros((GROUPS, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((GROUPS, BLOCK_M), tl.float32)
+    for step in tl.static_range(STEPS):
+        is_x = (offs_m < num_tokens)[None, :, None] & (c < NUM_CHANNELS)
+        x = tl.load(x_rows + c, mask=is_x, other=0.0)  # [G, BLOCK_M, C/G]
         if HAS_NORM:
             wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            c = offs_c + step * BLOCK_C
-            norm_weight = tl.load(norm_weight_ptr + c, mask=c < NUM_CHANNELS, other=0.0)
-            x = (wide * norm_weight.to(tl.float32)[None, :]).to(x.dtype)
-        product = tl.dot(weight, tl.trans(x), product, input_precision="ieee")
-
-    last = True
-    if SPLIT_C > 1:
-        SHARE: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
-        partial_ptr += tile.to(tl.int64) * (SPLIT_C * SHARE)
-        offs = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + offs_m[None, :]
-        tl.store(partial_ptr + share * SHARE + offs, product)
-        if HAS_NORM:
-            tl.store(partial_ptr + share * SHARE + BLOCK_N * BLOCK_M + offs_m, squares)
-        tl.debug_barrier()  # every thread has written before one of them says so
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT_C - 1
-        if last:
-            tl.store(arrived_ptr + tile, 0)
-            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
-            for other in tl.static_range(SPLIT_C):
-                product += tl.load(partial_ptr + other * SHARE + offs, cache_modifier=".cg")
-                if HAS_NORM:
-                    squares += tl.load(partial_ptr + other * SHARE + BLOCK_N * BLOCK_M + offs_m, cache_modifier=".cg")
-    if last:
-        finish(
-            tl.trans(product), squares, bias_ptr, residual_ptr, y_ptr, tile, num_tokens,
-            num_results, NUM_CHANNELS, residual_stride, y_stride, eps,
-            HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SILU_MUL, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-
-
-@functools.cache
-def arrival_counters(device):
-    """Zeros for matrix_kernel to count on; it leaves zeros. Shared by all launches: they run one after another."""
-    return torch.zeros(8192, dtype=torch.int32, device=device)
+            squares += tl.sum(wide * wide, axis=2)
+        this_weight = weight
+        c += BLOCK_C
+        if step + 1 < STEPS:
+            weight_ptrs += BLOCK_C
+            weight = tl.load(weight_ptrs, mask=exists[None, :, None] & (c < NUM_CHANNELS), other=0.0)
+            if HAS_NORM:
+                norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+                weight = (weight.to(tl.float32) * norm_weight).to(weight.dtype)
+        product = tl.dot(this_weight, tl.permute(x, (0, 2, 1)), product, input_precision="ieee")
+    rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_NORM:
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
+    finish(
+        tl.trans(tl.sum(product, axis=0)), rstd, residual, bias_ptr, y_ptr, offs_m, tile, num_tokens, num_results,
+        y_stride, HAS_BIAS, SILU_MUL, BLOCK_M, BLOCK_N, BLOCK_I,
+    )  # fmt: skip
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, out=None):
-    """See reference.fused_linear. `out` may be `residual`. Large products go to cuBLAS, the rest unfused."""
+    """See reference.fused_linear. `out` may be `residual`; without `out`, `residual` may be overwritten.
+
+    Large products go to cuBLAS, which adds in place at no cost, with the norm and the activation apart.
+    """
     num_tokens, num_channels = x.shape
     num_rows = weight.shape[0]
     num_results = num_rows // 2 if silu_mul else num_rows
@@ -290,6 +292,8 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if chosen is None:
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
+        if residual is not None and bias is None and not silu_mul:
+            return torch.addmm(residual, x, weight.t(), out=residual if out is None else out)
         y = F.linear(x, weight, bias)
         if silu_mul:
             y = silu_and_mul(y)
@@ -302,46 +306,38 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     return y
 
 
-def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y, chained=True):
-    """Run the kernel of a Tiling; fused_linear and the benchmark's search call this."""
+def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
+    """Run the kernel of a Tiling."""
     num_tokens, num_channels = x.shape
-    num_results = y.shape[1]
     assert x.stride(1) == 1 and y.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.stride(1) == 1
-    num_tiles = triton.cdiv(weight.shape[0], chosen.block_n)
-    shared_arguments = dict(
+    if chosen.kernel == "vector":
+        kernel, extra = vector_kernel, {}
+    else:
+        kernel, extra = matrix_kernel, {"GROUPS": chosen.num_warps}
+    grid = (triton.cdiv(num_tokens, chosen.block_m), triton.cdiv(weight.shape[0], chosen.block_n))
+    kernel[grid](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        residual,
+        y,
+        num_tokens,
+        y.shape[1],
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        y.stride(0),
+        eps,
         NUM_CHANNELS=num_channels,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None,
         SILU_MUL=silu_mul,
+        BLOCK_M=chosen.block_m,
         BLOCK_N=chosen.block_n,
         BLOCK_C=chosen.block_c,
         num_warps=chosen.num_warps,
-        **(launch_options(x.device) if chained else {"CHAINED": False}),
-    )
-    tensors = (x, weight, bias, norm_weight, residual, y)
-    residual_stride = 0 if residual is None else residual.stride(0)
-    numbers = (num_tokens, num_results, x.stride(0), residual_stride, y.stride(0), eps)
-    block_m = triton.next_power_of_2(num_tokens)
-    if chosen.kernel == "vector":
-        vector_kernel[(num_tiles,)](*tensors, *numbers, BLOCK_M=block_m, **shared_arguments)
-        return
-    block_m = max(16, block_m)
-    partial = None
-    if chosen.split_c > 1:
-        shape = (num_tiles, chosen.split_c, chosen.block_n + 1, block_m)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    per_line = 128 // weight.element_size()
-    channels_of_program = triton.cdiv(num_channels, chosen.split_c)
-    matrix_kernel[(num_tiles, chosen.split_c)](
-        *tensors,
-        partial,
-        arrival_counters(x.device),
-        *numbers,
-        BLOCK_M=block_m,
-        SPLIT_C=chosen.split_c,
-        PREFETCH=min(64, triton.next_power_of_2(triton.cdiv(channels_of_program, per_line))),
-        STAGES=chosen.num_stages,
-        **shared_arguments,
+        **extra,
+        **launch_options(x.device),
     )

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options
+from .inputs import after_predecessor, launch_options, let_successor_start
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def rms_norm_kernel(
     BLOCK_C: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]  # [BLOCK_R, 1]
     offs_c = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
     mask = (offs_r < num_rows) & (offs_c < num_channels)

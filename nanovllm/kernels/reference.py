@@ -85,7 +85,8 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     """[residual +] [silu_and_mul] ([rms_norm] (x) @ weight.T [+ bias]); x [T, C], weight [N, C] as nn.Linear has it.
 
     With `norm_weight` [C], x is normalised first. With `silu_mul`, weight is [2I, C] (gate rows, then up rows)
-    and the result [T, I]. The fused twin keeps what lies between in fp32; this one rounds after each step.
+    and the result [T, I]. The fused twin keeps what lies between in fp32 and may, without `out`, write the result
+    over `residual`; this one rounds after each step and leaves `residual` alone.
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
@@ -171,9 +172,10 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
     mass_before = probs.cumsum(-1) - probs
     kept = (mass_before < top_p) | (top_p >= 1)
     kept[:, 0] = True
-    nucleus = ordered.masked_fill(~kept | (ordered < kth), torch.inf).amin(1)
+    nucleus = ordered.masked_fill(~kept | (ordered < kth), torch.inf).amin(1, keepdim=True)
+    cuts = (last_kept < vocab_size - 1) | (top_p < 1)
     likely_enough = torch.where(min_p > 0, ordered[:, :1] + temperature * min_p.log(), -torch.inf)
-    thresholds[filtered] = torch.maximum(nucleus, likely_enough.squeeze(1))
+    thresholds[filtered] = torch.maximum(torch.where(cuts, nucleus, -torch.inf), likely_enough).squeeze(1)
     return thresholds
 
 

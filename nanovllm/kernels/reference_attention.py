@@ -1,7 +1,8 @@
 """Attention over the paged KV cache in plain torch: what `attention.py` computes, on any device.
 
 Owns clarity: one sequence at a time, pages gathered by indexing, softmax in fp32. Knows nothing of speed.
-Legend: T packed query tokens, B or S sequences, H query heads, K KV heads, D head size, NB blocks of BS tokens.
+Legend: T packed query tokens, B or S sequences, H query heads, K KV heads, D head size, NB blocks of BS
+tokens.
 """
 
 import torch
@@ -39,8 +40,12 @@ def paged_decode_attention(
     scale: float,
     max_context: int | None = None,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend one new token per sequence, q [B, H, D], to its context; zeros where the context is empty."""
+    """Attend one new token per sequence, q [B, H, D], to its context; zeros where the context is empty.
+
+    max_context and pdl are hints for the fast twin.
+    """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for i, (row, context) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):

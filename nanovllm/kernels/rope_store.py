@@ -7,7 +7,7 @@ slots, not blocks or sequences; reference.py has the plain twins.
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options
+from .inputs import after_predecessor, launch_options, let_successor_start
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def norm_rope_store_kernel(
     CHAINED: tl.constexpr,
 ):
     """One program: BLOCK_H heads (of q, k and v, as they lie in the row) of one token."""
+    let_successor_start(CHAINED)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]  # [BLOCK_H, 1]
@@ -134,6 +135,7 @@ def store_kvcache_kernel(
     BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)

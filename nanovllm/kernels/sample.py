@@ -8,8 +8,9 @@ plain twins and says what the filters and the noise mean.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from .inputs import after_predecessor, launch_options
+from .inputs import after_predecessor, launch_options, let_successor_start
 from .reference import SamplingColumns
 
 __all__ = ["SamplingColumns", "advance_rows", "logit_thresholds", "sample"]
@@ -111,6 +112,7 @@ def logit_thresholds_kernel(
     Bisection then runs over the candidates: all logits above a bound that provably lies below the threshold.
     Where more than BLOCK logits pass the bound (flat distributions), it runs over the whole row instead.
     """
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     sequence = tl.program_id(0)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -242,7 +244,16 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
 
 
 @triton.jit
-def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr):
+def fast_log(x, COMPILED: tl.constexpr):
+    """The natural logarithm from the hardware's unit, good to 2e-7 near 1 and relatively elsewhere."""
+    if COMPILED:
+        return libdevice.fast_logf(x)
+    else:
+        return tl.log(x)
+
+
+@triton.jit
+def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr, COMPILED: tl.constexpr):
     """Noise of the ids 4 * first_block + 0 .. BLOCK - 1; see reference.gumbel_noise."""
     counter = (first_block + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros_like(counter)
@@ -254,8 +265,8 @@ def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr):
     tail = (nearer.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     # -log(1 - tail) loses its digits to the subtraction where tail is small; there the series is exact to fp32.
     series = tail * (1.0 + tail * (0.5 + tail * (1.0 / 3.0 + tail * (0.25 + tail * 0.2))))
-    exponential = -tl.log(tl.where(is_lower, 1.0 - tail, tail))
-    return -tl.log(tl.where(is_lower & (tail < 0.03125), series, exponential))
+    exponential = -fast_log(tl.where(is_lower, 1.0 - tail, tail), COMPILED)
+    return -fast_log(tl.where(is_lower & (tail < 0.03125), series, exponential), COMPILED)
 
 
 @triton.jit
@@ -270,14 +281,17 @@ def sample_chunks_kernel(
     tokens_ptr,  # i32[B, chunks], written here: its id
     vocab_start,
     vocab_size,
+    tiles_per_chunk,
     logits_stride,
     temperature_stride,
     seed_stride,
     length_stride,
     BLOCK: tl.constexpr,
+    COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: one chunk of BLOCK ids of one sequence."""
+    """One program: one chunk of ids of one sequence, BLOCK at a time."""
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     chunk = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -286,20 +300,29 @@ def sample_chunks_kernel(
     if length > 0:
         temperature = tl.load(temperature_ptr + row * temperature_stride)
         threshold = tl.load(thresholds_ptr + sequence)
-        # Chunks begin at multiples of four ids, as blocks of noise do; vocab_start need not.
-        first_id = (vocab_start // 4) * 4 + chunk * BLOCK
-        offs = first_id - vocab_start + tl.arange(0, BLOCK)
-        inside = (offs >= 0) & (offs < vocab_size)
+        low = tl.load(seed_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = tl.load(seed_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
         logits_ptr += sequence.to(tl.int64) * logits_stride
-        x = tl.load(logits_ptr + offs, mask=inside, other=-float("inf")).to(tl.float32)
-        score = x
-        if temperature > 0.0:
-            low = tl.load(seed_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
-            high = tl.load(seed_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
-            score = x * (1.0 / temperature) + gumbel_noise((high << 32) | low, length, first_id // 4, BLOCK)
-        score = tl.where(inside & (x >= threshold), score, -float("inf"))  # NaN fails the comparison
-        value, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.maximum(first_id + index, vocab_start)
+        # Tiles begin at multiples of four ids, as blocks of noise do; vocab_start need not.
+        first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
+        for tile in range(0, tiles_per_chunk):
+            ids = first_id + tile * BLOCK + tl.arange(0, BLOCK)
+            offs = ids - vocab_start
+            inside = (offs >= 0) & (offs < vocab_size)
+            x = tl.load(logits_ptr + offs, mask=inside, other=-float("inf")).to(tl.float32)
+            score = x
+            if temperature > 0.0:
+                first_block = first_id // 4 + tile * (BLOCK // 4)
+                noise = gumbel_noise((high << 32) | low, length, first_block, BLOCK, COMPILED)
+                score = x * (1.0 / temperature) + noise
+            # Strictly better, so that the lowest id of equals stays; NaN fails either comparison.
+            better = (x >= threshold) & (score > best)
+            best = tl.where(better, score, best)
+            best_id = tl.where(better, ids, best_id)
+        value = tl.max(best)
+        token = tl.min(tl.where(best == value, best_id, 2**31 - 1))
         num_chunks = tl.num_programs(0)
         tl.store(values_ptr + sequence * num_chunks + chunk, value)
         tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
@@ -308,13 +331,14 @@ def sample_chunks_kernel(
 @triton.jit
 def sample_combine_kernel(
     values_ptr,  # f32[B, chunks], written by sample_chunks_kernel
-    tokens_ptr,  # i32[B, chunks]
+    tokens_ptr,  # i32[B, chunks]; 2**31 - 1 where a chunk had nothing to offer
     rows_ptr,  # i32[B]
     length_ptr,  # i32[R] strided
     value_ptr,  # f32[B], written here
     token_ptr,  # i32[B], written here
     last_token_ptr,  # i32[R] strided, written here with ADVANCE
     new_length_ptr,  # i32[R] strided, counted up here with ADVANCE
+    vocab_start,
     num_chunks,
     length_stride,
     last_token_stride,
@@ -324,6 +348,7 @@ def sample_combine_kernel(
     CHAINED: tl.constexpr,
 ):
     """One program per sequence."""
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     sequence = tl.program_id(0)
     row = tl.load(rows_ptr + sequence).to(tl.int64)
@@ -333,8 +358,11 @@ def sample_combine_kernel(
         offs = tl.arange(0, BLOCK)
         mask = offs < num_chunks
         values = tl.load(values_ptr + sequence * num_chunks + offs, mask=mask, other=-float("inf"))
-        value, chunk = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.load(tokens_ptr + sequence * num_chunks + chunk)
+        tokens = tl.load(tokens_ptr + sequence * num_chunks + offs, mask=mask, other=2**31 - 1)
+        value = tl.max(values)
+        token = tl.min(tl.where(values == value, tokens, 2**31 - 1))
+        # Nothing to choose from (all NaN or -inf): the first id, which is at least a valid one.
+        token = tl.where(token == 2**31 - 1, vocab_start, token)
         if ADVANCE:
             tl.store(last_token_ptr + row * last_token_stride, token)
             length = tl.load(new_length_ptr + row * new_length_stride)
@@ -352,9 +380,11 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     token = torch.empty(batch_size, dtype=torch.int32, device=device)
     if batch_size == 0:
         return value, token
-    # A short batch needs small chunks to occupy the device.
-    block = 1024 if batch_size <= 8 else 4096
-    num_chunks = triton.cdiv(vocab_size + vocab_start % 4, block)
+    # About 2,000 programs occupy the device; more would only mean more partial results.
+    block = 1024
+    num_tiles = triton.cdiv(vocab_size + vocab_start % 4, block)
+    tiles_per_chunk = max(1, batch_size * num_tiles // 2048)
+    num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
     options = launch_options(device)
@@ -369,12 +399,13 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         tokens,
         vocab_start,
         vocab_size,
+        tiles_per_chunk,
         logits.stride(0),
         columns.temperature.stride(0),
         columns.seed.stride(0),
         columns.length.stride(0),
         BLOCK=block,
-        num_warps=block // 512 if block > 1024 else 4,
+        COMPILED=device.type == "cuda",
         **options,
     )
     last_token, new_length = advance if advance is not None else (columns.length, columns.length)
@@ -387,12 +418,13 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         token,
         last_token,
         new_length,
+        vocab_start,
         num_chunks,
         columns.length.stride(0),
         last_token.stride(0),
         new_length.stride(0),
         ADVANCE=advance is not None,
-        BLOCK=triton.next_power_of_2(num_chunks),
+        BLOCK=triton.next_power_of_2(num_tiles),
         num_warps=1,
         **options,
     )
@@ -411,6 +443,7 @@ def advance_rows_kernel(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < batch_size

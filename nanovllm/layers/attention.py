@@ -54,7 +54,7 @@ class Attention(nn.Module):
 class SDPABackend:
     """``torch.nn.functional.scaled_dot_product_attention`` over gathered pages: runs anywhere, also without Triton."""
 
-    capturable = False  # it gathers as many pages as the longest context has, which changes from step to step
+    capturable = False  # it asks the device for the contexts' lengths
 
     def prefill(self, q, k, v, k_cache, v_cache, scale, context):
         outs = []
@@ -74,11 +74,20 @@ class SDPABackend:
         return torch.cat(outs, 1).squeeze(0)
 
     def decode(self, q, k_cache, v_cache, scale, context):
-        num_blocks = max(1, -(-context.max_context // k_cache.shape[1]))
-        blocks = context.block_tables[context.rows.long(), :num_blocks].long()
-        keys, values = k_cache[blocks].flatten(1, 2), v_cache[blocks].flatten(1, 2)  # [B, num_blocks * BS, K, D]
-        mask = torch.arange(keys.shape[1], device=q.device) < context.context_lens.unsqueeze(1)
-        return _sdpa(q.unsqueeze(1), keys, values, scale, mask[:, None, None], False).squeeze(1)
+        block_size, num_kv_heads = k_cache.shape[1:3]
+        grouped = q.unflatten(1, (num_kv_heads, -1))  # [B, K, H / K, D]: a group's heads as queries of its KV head
+        out = torch.zeros_like(grouped)
+        tables, lengths = context.block_tables[context.rows.long()].tolist(), context.context_lens.tolist()
+        for i, length in enumerate(lengths):
+            blocks = tables[i][: -(-length // block_size)]
+            if blocks:  # one block is a view of the pages; only longer contexts are copied together
+                keys, values = (
+                    (cache[blocks[0]] if len(blocks) == 1 else torch.cat([cache[b] for b in blocks]))[:length]
+                    for cache in (k_cache, v_cache)
+                )
+                keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [K, length, D]
+                out[i] = F.scaled_dot_product_attention(grouped[i : i + 1], keys[None], values[None], scale=scale)[0]
+        return out.flatten(1, 2)
 
 
 def _sdpa(q, k, v, scale, mask, is_causal):
@@ -137,21 +146,6 @@ class FlashAttentionBackend:
             block_table=context.block_tables[context.rows.long()], softmax_scale=scale, causal=True,
         )
         return out.squeeze(1)
-
-
-class VarlenBackend(TritonBackend):
-    """``torch.nn.attention.varlen`` for whole prompts, our kernels for everything that reads pages."""
-
-    def __init__(self):
-        super().__init__()
-        from torch.nn.attention.varlen import varlen_attn
-
-        self.varlen = varlen_attn
-
-    def prefill(self, q, k, v, k_cache, v_cache, scale, context):
-        if context.has_prefix:
-            return super().prefill(q, k, v, k_cache, v_cache, scale, context)
-        raise NotImplementedError
 
 
 def select_backend(name: str, device_type: str, dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:

@@ -16,7 +16,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group
         self.vocab_start = group.rank * (vocab_size // group.size)
         self.weight = nn.Parameter(torch.empty(vocab_size // group.size, hidden_size), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader
+        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded, dim=0, start=self.vocab_start, total=self.group.size)

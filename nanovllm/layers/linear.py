@@ -29,11 +29,11 @@ class ReplicatedLinear(nn.Module):
         self.group = group
         self.ops = kernels.select()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader
+        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
-            self.bias.weight_loader = self.weight_loader
+            self.bias.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded)
@@ -113,8 +113,7 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             copy_checked(param, loaded, dim=1, start=self.group.rank * param.shape[1], total=self.group.size)
 
-    def forward(self, x: torch.Tensor, norm: None = None, act_fn: None = None,
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, input_size / size] -> residual + x W^T + b, [T, output_size]; the residual is added by rank 0."""
-        y = super().forward(x, residual=residual if self.group.rank == 0 else None)
-        return self.group.all_reduce(y)
+        """As above, with x [T, input_size / size]; the ranks' products are added up, the residual once, by rank 0."""
+        return self.group.all_reduce(super().forward(x, norm, act_fn, residual if self.group.rank == 0 else None))

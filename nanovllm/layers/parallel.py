@@ -1,9 +1,36 @@
-"""What the layers know of the other tensor-parallel ranks: who they are and how to add up with them."""
+"""What the layers know of the other tensor-parallel ranks: who they are, and how to add up and gather with them.
 
-from dataclasses import dataclass
+Owns the exchange of tensors: gloo between CPUs, NCCL between GPUs, and for the small sums of a decode
+step memory that the GPUs of one host read directly. Knows nothing of processes or of what is exchanged.
+The backends are used without ``torch.distributed``'s default process group, which belongs to the user.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+# largest sum, in bytes, that is faster through memory read directly than through NCCL, by number of ranks
+PEER_SUM_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 512 << 10}
+# (bytes, programs, elements per program and turn): few programs have fewer marks to exchange, many move more
+LANES = ((64 << 10, 8, 1024), (4 << 20, 128, 8192))
+
+# A collective that fails is the engine's business: it ends its workers and raises. Left alone, torch's
+# watchdog would end the user's process instead, and would keep asking a store that is gone by then.
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -12,11 +39,42 @@ class ParallelGroup:
 
     rank: int = 0
     size: int = 1
+    backend: Any = field(default=None, repr=False, compare=False)  # ProcessGroupNCCL or ProcessGroupGloo
+    peers: "PeerMemory | None" = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def connect(cls, rank: int, size: int, device: torch.device, store_path: str, timeout_s: float) -> "ParallelGroup":
+        """Meet the other ranks; returns when all of them are there.
+
+        Args:
+            device: this rank's; the current one if it is a CUDA device.
+            store_path: a file that does not exist yet, the same for all ranks; needed only until all have met.
+            timeout_s: limit of the meeting, and on the CPU of each collective.
+        """
+        store = dist.FileStore(store_path, size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        peers = None
+        if device.type == "cuda":
+            backend = _connect_nccl(store, rank, size, timeout_s)
+            backend.allreduce([torch.zeros(1, device=device)]).wait()  # the communicator is made here
+            torch.cuda.synchronize()
+            peers = _connect_peers(backend, store, rank, size, device, name=store_path)
+        else:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody from outside
+            options._timeout = timedelta(seconds=timeout_s)
+            backend = dist.ProcessGroupGloo(store, rank, size, options)
+        group = cls(rank, size, backend, peers)
+        group.all_gather(torch.zeros(1, device=device)).sum().item()  # from here on nobody needs the store
+        return group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may work in place, use what is returned."""
-        if self.size > 1:
-            dist.all_reduce(x)
+        if self.size == 1:
+            return x
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.all_reduce(x)
+        _finish(self.backend.allreduce([x], _in_order("AllreduceOptions")))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,8 +82,152 @@ class ParallelGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out, x.contiguous())
+        flat = x.contiguous().view(-1)
+        _finish(self.backend._allgather_base(out.view(-1), flat, _in_order("AllgatherOptions")))
         return out
+
+    def abort(self) -> None:
+        """Make collectives that wait for a dead rank end, with any result; from any thread."""
+        if self.peers is not None:
+            self.peers.release()
+        if isinstance(self.backend, _nccl()):
+            self.backend.abort()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the device's work, if it has any, without being blocked by it; whether it came to its end."""
+        if not isinstance(self.backend, _nccl()):
+            return True
+        done, limit = torch.cuda.Event(), time.monotonic() + timeout_s
+        done.record()
+        while not done.query():
+            if time.monotonic() > limit:
+                return False
+            time.sleep(1e-4)
+        return True
+
+    def close(self) -> None:
+        """Leave the group; needs no word from the other ranks."""
+        self.abort()
+        if self.peers is not None:
+            self.peers.close()
 
 
 ALONE = ParallelGroup()
+
+
+class PeerMemory:
+    """Memory on each GPU of one host that the others read over NVLink: small sums in one launch.
+
+    The memory is torch's symmetric memory, without multicast; what runs on it is in ``kernels/all_reduce.py``.
+    It can be captured in CUDA graphs: what changes from launch to launch is counted on the device.
+
+    Raises:
+        RuntimeError: the devices cannot read each other's memory, or torch is too old.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        from nanovllm.kernels.all_reduce import one_shot_all_reduce
+
+        # read by torch before it shares memory; multicast would be set up and never used
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self._kernel, self._name, self._rank, self._size = one_shot_all_reduce, name, rank, size
+        self._process_group = dist.ProcessGroup(store, rank, size)  # only lends its store to the name
+        self._process_group._set_group_name(name)
+        _register_process_group(name, self._process_group)
+        mark_bytes = 8 * size * sum(programs for _, programs, _ in LANES)
+        num_bytes = mark_bytes + 2 * sum(lane_bytes for lane_bytes, _, _ in LANES)
+        self._memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device).zero_()
+        torch.cuda.synchronize()  # the marks are 0 before anybody else can reach them
+        try:
+            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        except RuntimeError as error:
+            if "group info" not in str(error):
+                raise
+            _SymmetricMemory.set_group_info(name, rank, size, store)  # older torch does not look at process groups
+            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        self._marks = self._memory[:mark_bytes].view(torch.int64)
+        self._release_stream = torch.cuda.Stream(device)
+        starts = torch.tensor(self._handle.buffer_ptrs)
+        self._lanes = []  # (bytes, addresses of buffers, addresses of marks, epochs, block)
+        mark, data = 0, mark_bytes
+        for lane_bytes, programs, block in LANES:
+            epochs = torch.zeros(programs, dtype=torch.int64, device=device)
+            self._lanes.append((lane_bytes, (starts + data).to(device), (starts + mark).to(device), epochs, block))
+            mark, data = mark + 8 * size * programs, data + 2 * lane_bytes
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous() and x.nbytes <= PEER_SUM_BYTES[self._size]
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, a new tensor."""
+        lane_bytes, buffers, marks, epochs, block = next(lane for lane in self._lanes if x.nbytes <= lane[0])
+        capacity = lane_bytes // x.itemsize
+        return self._kernel(x, torch.empty_like(x), buffers, marks, epochs, capacity, self._rank, self._size, block)
+
+    def release(self) -> None:
+        """Let every launch of this rank pass, now and from now on: marks of the end of time, beside its stream."""
+        with torch.cuda.stream(self._release_stream), torch.inference_mode():
+            self._marks.fill_(1 << 62)
+        self._release_stream.synchronize()
+
+    def close(self) -> None:
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        _unregister_process_group(self._name)
+        for name in ("_handle", "_marks", "_memory"):
+            self.__dict__.pop(name, None)
+
+
+def _connect_peers(backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
+                   name: str) -> PeerMemory | None:
+    """Peer memory if every rank has it, else None on every rank."""
+    peers = None
+    reachable = all(torch.cuda.can_device_access_peer(device, i) for i in range(size) if i != device.index)
+    able = torch.tensor([float(reachable and size in PEER_SUM_BYTES)], device=device)
+    backend.allreduce([able]).wait()  # the rendezvous waits for everybody, so it is tried by all or by none
+    if able.item() == size:
+        try:
+            peers = PeerMemory(store, rank, size, device, name)
+        except (RuntimeError, ImportError, AttributeError) as error:
+            logger.warning("small all-reduces go through NCCL, peer memory is not available: %s", error)
+    able.fill_(peers is not None)
+    backend.allreduce([able]).wait()
+    return peers if able.item() == size else None
+
+
+def _connect_nccl(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with _environment(NCCL_ENVIRONMENT):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _nccl() -> Any:
+    return getattr(dist, "ProcessGroupNCCL", ())  # a torch without NCCL has no such class
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Variables that hold within the ``with`` block; what the user has set himself stays."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update((name, variables[name]) for name in added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _in_order(kind: str) -> Any:
+    """Options that run a collective on the current stream, without a detour over a stream of its own."""
+    options = getattr(dist.distributed_c10d, kind)()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()

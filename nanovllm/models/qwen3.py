@@ -3,6 +3,8 @@
 T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -93,7 +95,7 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """Built on torch's default device and dtype, with weights not yet filled."""
 
-    packed_modules_mapping = {
+    packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -114,5 +116,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What forward gave for S of its tokens [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
+        """What forward gave for S tokens [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
         return self.lm_head(self.model.norm(hidden))

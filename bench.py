@@ -1,0 +1,227 @@
+"""Times engines on fixed workloads: a table for people, then one line of JSON.
+
+    python bench.py                                        # a GPU: headline at the 0.6b shape; else: the demo model
+    python bench.py --size 8b --workload all --repeats 3   # random weights in the published shape, no download
+    python bench.py --engine nanovllm transformers vllm    # compared in one run, each in a process of its own
+    python bench.py --profile trace.json                   # timeline for ui.perfetto.dev, and where the time goes
+
+Every engine gets the same token ids, temperature 0.6 and no stop at end-of-sequence. Timed is one
+``generate()`` call with all the requests, after one small warm-up. A repeat has the same lengths and
+other token ids, so that no prefix cache knows it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from benchmarks.engines import ENGINES, TEMPERATURE, Engine, Options, versions
+from benchmarks.workloads import SIZES, WORKLOADS, Workload, write_model
+
+CPU_SCALE = 4  # without a GPU the workloads shrink: a quarter of the requests, of a quarter of the length
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time engines on fixed workloads.")
+    add = parser.add_argument
+    add("--workload", nargs="+", default=["headline"], choices=[*WORKLOADS, "all"], help="default: headline")
+    add("--model", help="directory or hub id, with its own weights")
+    add("--size", choices=list(SIZES), help="random weights in the shape of Qwen3 of this size (default on a GPU: 0.6b)")
+    add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="default: nanovllm")
+    add("--repeats", type=int, default=1, metavar="N", help="report the median of N runs")
+    add("--scale", type=int, metavar="N", help=f"1/N of the requests, 1/N of their lengths (default: 1; CPU {CPU_SCALE})")
+    add("--temperature", type=float, default=TEMPERATURE)
+    add("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add("--tensor-parallel-size", type=int, default=1, metavar="N")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs, no run-ahead")
+    add("--max-model-len", type=int, metavar="N")
+    add("--max-num-seqs", type=int, metavar="N")
+    add("--max-num-batched-tokens", type=int, metavar="N")
+    add("--gpu-memory-utilization", type=float, metavar="SHARE")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    add("--attention-backend", choices=["auto", "flash_attn", "triton", "sdpa"], help="nanovllm only")
+    add("--kvcache-block-size", type=int, metavar="N", help="nanovllm only")
+    add("--num-kvcache-blocks", type=int, metavar="N", help="nanovllm only")
+    add("--transformers-batch-size", type=int, default=32, metavar="N", help="rows of a padded batch")
+    add("--profile", metavar="FILE", help="write a timeline of the last run of each workload (nanovllm only)")
+    add("--json-only", action="store_true", help="print nothing but the line of JSON")
+    args = parser.parse_args(argv)
+    if args.model and args.size:
+        parser.error("--model and --size exclude each other: a size has random weights")
+    if args.repeats < 1 or (args.scale is not None and not 1 <= args.scale <= 64):
+        parser.error("--repeats must be at least 1, --scale between 1 and 64")
+    if "all" in args.workload:
+        args.workload = list(WORKLOADS)
+    return args
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU; found without importing torch, whose import is timed later."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def device_name(device: str, count: int) -> str:
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        return f"{count} x {name}" if count > 1 else name
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def options_of(args: argparse.Namespace, model: str | None) -> Options:
+    shared = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
+              "enable_prefix_caching")  # fmt: skip
+    return Options(
+        model=model,
+        dummy=args.size is not None,
+        device=args.device,
+        dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
+        enforce_eager=args.enforce_eager,
+        transformers_batch_size=args.transformers_batch_size,
+        nanovllm=given(args, "attention_backend", "kvcache_block_size", "num_kvcache_blocks"),
+        shared=given(args, *shared),
+    )
+
+
+def time_workload(engine: Engine, workload: Workload, args: argparse.Namespace, profile: bool) -> dict[str, Any]:
+    """Figures of one workload: seconds of each repeat, the median's rates, the profile if asked for."""
+    seconds, figures = [], {}
+    for repeat in range(args.repeats):
+        draw = workload.redrawn(repeat, engine.vocab_size)
+        start = perf_counter()
+        outputs = engine.generate(draw.prompts, draw.max_tokens, args.temperature)
+        seconds.append(perf_counter() - start)
+        if [len(ids) for ids in outputs] != draw.max_tokens:
+            raise SystemExit(f"{workload.name}: some request has not generated the tokens it was asked for")
+    middle = median(seconds)
+    figures = {
+        "workload": workload.name,
+        "requests": len(workload.prompts),
+        "prompt_tokens": workload.num_prompt_tokens,
+        "output_tokens": workload.num_output_tokens,
+        "seconds": round(middle, 4),
+        "tokens_per_s": round(workload.num_counted_tokens / middle, 2),
+        "counted": "prompt and output" if workload.counts_prompts else "output",
+        "repeats_tokens_per_s": [round(workload.num_counted_tokens / s, 2) for s in seconds],
+    }
+    if profile:  # a run of its own: recording costs some microseconds per step
+        from benchmarks.timeline import Timeline
+
+        draw = workload.redrawn(args.repeats, engine.vocab_size)
+        with Timeline(engine.llm).recording() as timeline:  # type: ignore[attr-defined]
+            engine.generate(draw.prompts, draw.max_tokens, args.temperature)
+        path = Path(args.profile)
+        if len(args.workload) > 1:
+            path = path.with_name(f"{path.stem}-{workload.name}{path.suffix}")
+        timeline.write(str(path))
+        figures["profile"] = {"file": str(path), **timeline.summary()}
+    return figures
+
+
+def run_engine(name: str, args: argparse.Namespace, model: str | None) -> dict[str, Any]:
+    """Start one engine in this process, warm it up, time every workload."""
+    engine = ENGINES[name](options_of(args, model))
+    warmup = [[(7 * i + j) % engine.vocab_size for j in range(16)] for i in range(4)]
+    start = perf_counter()
+    engine.generate(warmup, [8] * len(warmup), args.temperature)
+    result = {
+        "engine": name,
+        "how": engine.how,
+        "import_s": round(engine.import_seconds, 2),
+        "start_s": round(engine.start_seconds, 2),
+        "warmup_s": round(perf_counter() - start, 2),
+        "workloads": [],
+    }
+    for workload in args.workload:
+        profile = args.profile is not None and name == "nanovllm"
+        result["workloads"].append(time_workload(engine, WORKLOADS[workload](args.scale), args, profile))
+    engine.exit()
+    return result
+
+
+def run_apart(name: str, args: argparse.Namespace, model: str | None) -> dict[str, Any]:
+    """The same in a fresh process: its imports are timed from nothing, its memory is its own."""
+    argv = [sys.executable, __file__, "--json-only", "--engine", name, "--workload", *args.workload]
+    for option, value in vars(args).items():
+        flag = "--" + option.replace("_", "-")
+        if option in ("json_only", "engine", "workload", "model", "size") or value is None or value is False:
+            if option == "enable_prefix_caching" and value is False:
+                argv.append("--no-enable-prefix-caching")
+        else:
+            argv += [flag] if value is True else [flag, str(value)]
+    argv += ["--size", args.size] if args.size else ["--model", model] if model else []
+    child = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    if child.returncode:
+        raise SystemExit(f"--engine {name} failed; what it said is above.")
+    return json.loads(child.stdout.splitlines()[-1])["engines"][0]
+
+
+def print_table(report: dict[str, Any]) -> None:
+    print(f"\n{report['device']} · {report['model']} · scale 1/{report['scale']}")
+    print(f"{'engine':14}{'workload':14}{'requests':>9}{'in':>9}{'out':>9}{'seconds':>10}{'tok/s':>11}  counted")
+    for engine in report["engines"]:
+        for w in engine["workloads"]:
+            print(
+                f"{engine['engine']:14}{w['workload']:14}{w['requests']:>9,}{w['prompt_tokens']:>9,}"
+                f"{w['output_tokens']:>9,}{w['seconds']:>10.2f}{w['tokens_per_s']:>11,.0f}  {w['counted']}"
+            )
+            if len(w["repeats_tokens_per_s"]) > 1:
+                print(f"{'':14}  median of " + ", ".join(f"{rate:,.0f}" for rate in w["repeats_tokens_per_s"]))
+    for engine in report["engines"]:
+        print(
+            f"{engine['engine']}: import {engine['import_s']} s, start {engine['start_s']} s, "
+            f"warm-up {engine['warmup_s']} s" + (f"; {engine['how']}" if engine["how"] else "")
+        )
+        for w in engine["workloads"]:
+            for figure, value in w.get("profile", {}).items():
+                print(f"  {w['workload']:14}{figure:28}{value}")
+    print(" · ".join(f"{package} {version}" for package, version in report["versions"].items() if version), "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    gpu = args.device != "cpu" and has_gpu()
+    if args.scale is None:
+        args.scale = 1 if gpu else CPU_SCALE
+    if args.size is None and args.model is None and gpu:
+        args.size = "0.6b"
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_model(directory, args.size) if args.size else args.model
+        run = run_engine if len(args.engine) == 1 else run_apart
+        engines = [run(name, args, model) for name in args.engine]
+    report = {
+        "model": f"Qwen3-{args.size} shape, random weights" if args.size else args.model or "demo model",
+        "scale": args.scale,
+        "device": device_name(args.device, args.tensor_parallel_size),
+        "dtype": args.dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "enforce_eager": args.enforce_eager,
+        "engines": engines,
+        "versions": versions(),
+    }
+    if not args.json_only:
+        print_table(report)
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

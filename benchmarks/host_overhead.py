@@ -1,0 +1,190 @@
+"""What the host spends per decode step, measured without a GPU.
+
+    python benchmarks/host_overhead.py [--batch 1 64 256 1024] [--steps 400]
+
+The real engine loop (schedule, pack the step, postprocess) runs one launch ahead, as on a GPU; only
+the launch itself is a stand-in that returns random token ids at once. Two cases:
+
+    steady   the batch neither grows nor shrinks; what changes are block tables, one in 256 steps per sequence
+    churn    lengths are drawn from a range, and as many requests wait as run: sequences finish and others take
+             their rows. Its microseconds per changed sequence (entered, grown or finished) are what a step
+             costs more than a steady one.
+
+Measured is the processor time of the loop's thread, so other work on the machine does not count.
+Ends with one line of JSON. ``--target`` makes it fail where a steady step is above 150 us + 1 us per
+changed sequence.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+VOCAB_SIZE = 151_936
+PARTS = ("schedule", "prepare", "postprocess")
+STEP_US, CHANGED_US = 150, 1  # the target
+
+
+class ReturnsAtOnce:
+    """Stands in for ``ModelRunner.run_model``: the header is read, nothing is computed."""
+
+    def __init__(self, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.token_ids = rng.integers(1000, VOCAB_SIZE, 1 << 16, dtype=np.int32)
+
+    def __call__(self, packed: np.ndarray) -> "ReturnsAtOnce.Handle":
+        from nanovllm.engine.step import read_header
+
+        num_sampled = read_header(packed).num_sampled
+        start = int(packed[1:].sum()) % (len(self.token_ids) - num_sampled)
+        return self.Handle(self.token_ids[start : start + num_sampled])
+
+    class Handle:
+        def __init__(self, token_ids: np.ndarray):
+            self._token_ids = token_ids
+
+        def wait(self) -> np.ndarray:
+            return self._token_ids
+
+
+def make_engine(batch: int, directory: str) -> Any:
+    """An engine of ``batch`` rows whose model is as small as can be."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "eos_token_id": 0,
+    }  # fmt: skip
+    Path(directory, "config.json").write_text(json.dumps(config))
+    from nanovllm import LLM
+
+    llm = LLM(
+        directory,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cpu",
+        max_num_seqs=batch,
+        max_num_batched_tokens=65536,
+        max_model_len=4096,
+        num_kvcache_blocks=batch * 16,
+    )
+    llm.model_runner.run_model = ReturnsAtOnce()
+    llm.model_runner.depth = 1
+    return llm
+
+
+def add_requests(llm: Any, number: int, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> None:
+    from nanovllm import SamplingParams
+
+    rng, ids = Random(seed), np.random.default_rng(seed)
+    for _ in range(number):
+        tokens = ids.integers(1000, VOCAB_SIZE, rng.randint(*prompt)).tolist()
+        llm.add_request(tokens, SamplingParams(temperature=0.6, max_tokens=rng.randint(*output), ignore_eos=True))
+
+
+class Changes:
+    """Counts the sequences that entered, grew or finished."""
+
+    def __init__(self, llm: Any):
+        self.number = 0
+        schedule, postprocess = llm.scheduler.schedule, llm.scheduler.postprocess
+
+        def counting_schedule():
+            batch = schedule()
+            self.number += len(getattr(batch, "grown", ())) + len(getattr(batch, "admitted", ()))
+            return batch
+
+        def counting_postprocess(batch, token_ids):
+            finished = postprocess(batch, token_ids)
+            self.number += len(finished)
+            return finished
+
+        llm.scheduler.schedule, llm.scheduler.postprocess = counting_schedule, counting_postprocess
+
+
+def steady(batch: int, num_steps: int) -> dict[str, float]:
+    """Microseconds per decode step of a constant batch (mean), and of its parts (median)."""
+    from benchmarks.timeline import Timeline
+
+    with tempfile.TemporaryDirectory() as directory, make_engine(batch, directory) as llm:
+        prompt = (100, 1024) if batch < 1024 else (50, 256)
+        add_requests(llm, batch, prompt, (2 * num_steps + 100, 2 * num_steps + 100))
+        while llm.scheduler.waiting:
+            llm._step()
+        for _ in range(20):
+            llm._step()
+        changes = Changes(llm)
+        start = thread_time()
+        for _ in range(num_steps):
+            llm._step()
+        step_us = (thread_time() - start) * 1e6 / num_steps
+        changed = changes.number / num_steps
+        with Timeline(llm).recording() as timeline:  # the parts, in further steps
+            for _ in range(num_steps):
+                llm._step()
+        us = {part: median(step.host_us(part) for step in timeline.steps) for part in PARTS}
+    return {
+        "batch": batch,
+        "step_us": round(step_us, 1),
+        "token_us": round(step_us / batch, 3),
+        "changed_per_step": round(changed, 2),
+        "target_us": round(STEP_US + CHANGED_US * changed, 1),
+        **{f"{part}_us": round(us[part], 1) for part in PARTS},
+    }
+
+
+def churn(batch: int, step_us: float) -> dict[str, float]:
+    """Requests that come and go: microseconds per step, and per changed sequence beyond a steady step."""
+    with tempfile.TemporaryDirectory() as directory, make_engine(batch, directory) as llm:
+        add_requests(llm, 2 * batch, (100, 400), (100, 400))
+        while llm.scheduler.table.free_rows:
+            llm._step()
+        changes = Changes(llm)
+        steps, start = 0, thread_time()
+        while not llm.is_finished():
+            llm._step()
+            steps += 1
+        spent_us = (thread_time() - start) * 1e6
+    return {
+        "batch": batch,
+        "step_us": round(spent_us / steps, 1),
+        "changed_per_step": round(changes.number / steps, 2),
+        "changed_us": round(max(0.0, spent_us - steps * step_us) / max(1, changes.number), 2),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Microseconds of host time per decode step, without a GPU.")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64, 256, 1024])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--target", action="store_true", help="exit with 1 where a step is above the target")
+    args = parser.parse_args(argv)
+
+    gc.freeze()
+    results, met = [], True
+    print(f"{'batch':>6}{'us/step':>10}{'us/token':>10}{'target':>8}" + "".join(f"{part:>13}" for part in PARTS)
+          + f"{'churn us/step':>15}{'us/change':>11}")  # fmt: skip
+    for batch in args.batch:
+        even = min((steady(batch, args.steps) for _ in range(2)), key=lambda figures: figures["step_us"])
+        moving = churn(batch, even["step_us"])
+        met &= even["step_us"] <= even["target_us"]
+        print(f"{batch:>6}{even['step_us']:>10.1f}{even['token_us']:>10.3f}{even['target_us']:>8.1f}"
+              + "".join(f"{even[f'{part}_us']:>13.1f}" for part in PARTS)
+              + f"{moving['step_us']:>15.1f}{moving['changed_us']:>11.2f}")  # fmt: skip
+        results.append({"steady": even, "churn": moving})
+    print(json.dumps({"benchmark": "host_overhead", "results": results}))
+    if args.target and not met:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Triton: the sum over ranks of a small tensor, in one launch, through memory that the GPUs of a host read directly.
+
+Owns the protocol between the ranks' kernels. Knows nothing of how that memory came to be shared
+(``layers/parallel.py``); its plain twin is any all-reduce.
+"""
+
+import triton
+import triton.language as tl
+
+from .inputs import after_predecessor, launch_options, let_successor_start
+
+
+@triton.jit
+def one_shot_all_reduce_kernel(
+    x_ptr,  # [N], this rank's part of the sum
+    out_ptr,  # [N], the sum, written here
+    buffers_ptr,  # i64[WORLD], addresses of every rank's buffer, [2, CAPACITY] of x's type
+    marks_ptr,  # i64[WORLD], addresses of every rank's marks, i64[WORLD, PROGRAMS]
+    epochs_ptr,  # i64[PROGRAMS], launches so far, of this rank
+    numel,
+    capacity,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
+
+    A program publishes, and reads from the others, the same pieces, so programs wait only for their namesakes.
+    Launches take the two halves of the buffer in turn: who publishes in launch n + 2 has heard from everybody in
+    launch n + 1, so everybody has finished launch n, which read this half last.
+    """
+    let_successor_start(CHAINED)
+    program = tl.program_id(0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    after_predecessor(CHAINED)
+    epoch = tl.load(epochs_ptr + program) + 1
+    half = (epoch & 1) * capacity
+    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(dtype)) + half
+    for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(mine + offs, tl.load(x_ptr + offs, mask=offs < numel), mask=offs < numel)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+
+    for rank in tl.static_range(WORLD):
+        theirs = tl.load(marks_ptr + rank).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(theirs + RANK * PROGRAMS + program, epoch, sem="release", scope="sys")
+    my_marks = tl.load(marks_ptr + RANK).to(tl.pointer_type(tl.int64)) + program
+    for rank in tl.static_range(WORLD):
+        told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+        while told < epoch:
+            told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()  # all threads load after one of them has seen the last mark
+
+    for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(WORLD):
+            part = tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)) + half
+            total += tl.load(part + offs, mask=offs < numel, other=0.0, cache_modifier=".cg").to(tl.float32)
+        tl.store(out_ptr + offs, total.to(dtype), mask=offs < numel)
+    tl.store(epochs_ptr + program, epoch)
+
+
+def one_shot_all_reduce(x, out, buffers, marks, epochs, capacity, rank, world, block=2048, num_warps=8):
+    """out = sum over ranks of x, any shape, contiguous.
+
+    buffers, marks: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of its
+    marks (i64[world, P], zero at first); epochs i64[P] zero at first. Every launch on these must have P programs,
+    and every rank the same launches in the same order. Marks of 2**62 let a rank's launches pass for ever.
+    """
+    programs = epochs.numel()
+    one_shot_all_reduce_kernel[(programs,)](
+        x, out, buffers, marks, epochs, x.numel(), capacity,
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, num_warps=num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,463 @@
+"""Every mistake a user can make: the class of its error, and the text that says what to change."""
+
+import gc
+import json
+import pickle
+import re
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import HAS_GPU
+
+import nanovllm
+from nanovllm import (
+    LLM,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    NanoVLLMError,
+    OutOfMemoryError,
+    RequestError,
+    SamplingParams,
+    WorkerError,
+)
+from nanovllm.engine.model_runner import ModelRunner
+
+
+def refuses(error, text):
+    return pytest.raises(error, match=re.escape(text))
+
+
+def test_the_tree():
+    """Whoever catches ValueError or RuntimeError, as for other libraries, catches these too."""
+    for error in (ConfigError, CheckpointError, RequestError):
+        assert issubclass(error, NanoVLLMError) and issubclass(error, ValueError)
+    for error in (OutOfMemoryError, EngineError, WorkerError):
+        assert issubclass(error, NanoVLLMError) and issubclass(error, RuntimeError)
+    assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = nanovllm.Engine
+
+
+def test_worker_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(WorkerError(2, "Traceback: boom")))
+    assert (error.rank, error.worker_traceback) == (2, "Traceback: boom")
+    assert str(error) == "tensor-parallel rank 2 failed; the engine was shut down.\nTraceback: boom"
+
+
+# ---------------------------------------------------------------- options
+
+OPTIONS = [
+    ({"max_num_seq": 3}, "LLM() has no option 'max_num_seq'. Did you mean 'max_num_seqs'?"),
+    (
+        {"gpu_memory_utilisation": 0.5},
+        "no option 'gpu_memory_utilisation'. Did you mean 'gpu_memory_utilization'?",
+    ),
+    ({"zzz": 1}, "LLM() has no option 'zzz'. Did you mean"),
+    ({"model_path": "x"}, "LLM() has no option 'model_path'. Did you mean 'model'?"),
+    ({"max_num_seqs": 0}, "max_num_seqs=0: must be an integer >= 1."),
+    ({"max_num_seqs": 2.0}, "max_num_seqs=2.0: must be an integer >= 1."),
+    ({"max_num_seqs": True}, "max_num_seqs=True: must be an integer >= 1."),
+    ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1: must be an integer >= 1."),
+    ({"max_model_len": 1}, "max_model_len=1: must be an integer >= 2."),
+    ({"max_model_len": 5000}, "max_model_len=5000: the model has positions for 4096 tokens."),
+    ({"seed": -1}, "seed=-1: must be an integer >= 0."),
+    ({"num_kvcache_blocks": 0}, "num_kvcache_blocks=0: must be an integer >= 1."),
+    ({"kvcache_block_size": 8}, "kvcache_block_size=8: must be an integer >= 16."),
+    ({"kvcache_block_size": 40}, "kvcache_block_size=40: must be a multiple of 16."),
+    (
+        {"kvcache_block_size": 64, "attention_backend": "flash_attn"},
+        "kvcache_block_size=64: flash-attn needs a multiple of 256. Use 256, or attention_backend='triton'.",
+    ),
+    (
+        {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+        "max_num_seqs=65 is larger than max_num_batched_tokens=64: one decode step takes a token of every sequence. "
+        "Lower the first or raise the second.",
+    ),
+    ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: must be in (0, 1]."),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be in (0, 1]."),
+    ({"gpu_memory_utilization": "90%"}, "gpu_memory_utilization='90%': must be in (0, 1]."),
+    ({"dtype": "int8"}, "dtype='int8': allowed are 'auto', 'bfloat16', 'float16', 'float32'."),
+    ({"device": "tpu"}, "device='tpu': allowed are 'auto', 'cuda', 'cpu'."),
+    ({"attention_backend": "x"}, "attention_backend='x': allowed are 'auto', 'flash_attn', 'triton', 'sdpa'."),
+    ({"load_format": "gguf"}, "load_format='gguf': allowed are 'auto', 'dummy'."),
+    ({"enforce_eager": "yes"}, "enforce_eager='yes': allowed are True, False."),
+    ({"enable_prefix_caching": None}, "enable_prefix_caching=None: allowed are True, False."),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: must be an integer >= 1."),
+    ({"tensor_parallel_size": 9}, "tensor_parallel_size=9: allowed are 1 to 8."),
+    ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the model's 4 attention heads"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), OPTIONS, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_options(make_checkpoint, options, text):
+    with refuses(ConfigError, text):
+        LLM(make_checkpoint(), **{"device": "cpu", "skip_tokenizer_init": True, **options})
+
+
+def test_the_model_option(make_checkpoint):
+    with refuses(ConfigError, "model=7: must be a path, a hub id or None."):
+        LLM(7)
+    with refuses(ConfigError, "tensor_parallel_size=2 and the model's 3 KV heads: one must divide the other."):
+        LLM(make_checkpoint(num_attention_heads=6, num_key_value_heads=3), tensor_parallel_size=2, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_backends_that_need_a_gpu(make_checkpoint, name):
+    with refuses(ConfigError, f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'."):
+        LLM(make_checkpoint(), device="cpu", attention_backend=name, skip_tokenizer_init=True)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a CUDA device")
+def test_cuda_without_cuda(make_checkpoint):
+    with refuses(ConfigError, "device='cuda': torch sees no CUDA device here. Use device='cpu' or 'auto'."):
+        LLM(make_checkpoint(), device="cuda", skip_tokenizer_init=True)
+
+
+# ---------------------------------------------------------------- sampling parameters
+
+SAMPLING = [
+    ({"temperature": -0.1}, "SamplingParams(temperature=-0.1): temperature must be a finite number >= 0 (0 is "),
+    ({"temperature": float("nan")}, "temperature must be a finite number"),
+    ({"temperature": "hot"}, "SamplingParams(temperature='hot')"),
+    ({"temperature": None}, "SamplingParams(temperature=None)"),
+    ({"max_tokens": -1}, "SamplingParams(max_tokens=-1): max_tokens must be an integer >= 0."),
+    ({"max_tokens": 2.5}, "SamplingParams(max_tokens=2.5): max_tokens must be an integer >= 0."),
+    ({"max_tokens": None}, "SamplingParams(max_tokens=None)"),
+    ({"ignore_eos": 1}, "SamplingParams(ignore_eos=1): ignore_eos must be True or False."),
+    ({"top_k": -2}, "SamplingParams(top_k=-2): top_k must be an integer >= 1, or 0 or -1 for no limit."),
+    ({"top_p": 0}, "SamplingParams(top_p=0): top_p must be in (0, 1]."),
+    ({"top_p": 1.1}, "SamplingParams(top_p=1.1): top_p must be in (0, 1]."),
+    ({"min_p": -0.5}, "SamplingParams(min_p=-0.5): min_p must be in [0, 1]."),
+    ({"seed": 1.5}, "SamplingParams(seed=1.5): seed must be an integer or None."),
+    ({"stop_token_ids": 5}, "SamplingParams(stop_token_ids=5): stop_token_ids must be a list of token ids >= 0."),
+    ({"stop_token_ids": [-1]}, "SamplingParams(stop_token_ids=[-1])"),
+    ({"stop_token_ids": ["a"]}, "SamplingParams(stop_token_ids=['a'])"),
+    ({"min_tokens": 65}, "SamplingParams(min_tokens=65): min_tokens must be an integer in [0, max_tokens=64]."),
+    ({"min_tokens": -1}, "SamplingParams(min_tokens=-1)"),
+]
+
+
+@pytest.mark.parametrize(("params", "text"), SAMPLING, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_sampling_params(params, text):
+    with refuses(RequestError, text):
+        SamplingParams(**params)
+
+
+def test_sampling_params_are_frozen_and_know_their_fields():
+    with pytest.raises(AttributeError):
+        SamplingParams().temperature = 0.5
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert hash(SamplingParams(stop_token_ids=[3])) == hash(SamplingParams(stop_token_ids=(3,)))
+
+
+# ---------------------------------------------------------------- requests
+
+FLAT = "a prompt must be a string or a flat list of integer token ids"
+REQUESTS = [
+    ([[]], None, "prompt 0: the prompt is empty; it must hold at least one token."),
+    ([[1], []], None, "prompt 1: the prompt is empty"),
+    ([[1, 2, 512]], None, "prompt 0: token id 512 is outside the vocabulary [0, 512)."),
+    ([1, -3], None, "prompt 0: token id -3 is outside the vocabulary [0, 512)."),
+    ([[1, 2.5]], None, FLAT),
+    ([[1, "a"]], None, FLAT),
+    ([[1, None]], None, FLAT),
+    ([[[1, 2], [3]]], None, FLAT),
+    ([np.zeros((2, 2), np.int64)], None, FLAT),
+    ([np.zeros(2)], None, FLAT),
+    (torch.tensor([1, 2]), None, FLAT),
+    ([{"prompt_token_ids": [1]}], None, FLAT),
+    ([b"12345678"], None, FLAT),
+    ([None], None, FLAT),
+    ([[1 << 70]], None, FLAT),
+    (5, None, "prompts must be a list, not 5."),
+    (None, None, "prompts must be a list, not None."),
+    ({"prompt": "hi"}, None, "prompts must be a list, not {'prompt': 'hi'}."),
+    (b"hi", None, "prompts must be a list, not b'hi'."),
+    ("hi", None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
+    (
+        [1] * 128,
+        None,
+        "has 128 tokens; with max_model_len=128 at most 127 fit. Shorten it or raise max_model_len.",
+    ),
+    (
+        [1] * 50,
+        SamplingParams(max_tokens=70),
+        "prompt (50 tokens) and max_tokens=70 need 8 KV blocks of 16 tokens; the pool has 6. Lower max_tokens, "
+        "or give the pool more room (num_kvcache_blocks, gpu_memory_utilization).",
+    ),
+    ([[1], [2]], [SamplingParams()], "2 prompts but 1 sampling_params; give one, or one for each prompt."),
+    ([[1]], [], "1 prompts but 0 sampling_params"),
+    ([[1]], 0.7, "sampling_params must be a list, not 0.7."),
+    ([[1]], {"temperature": 0.7}, "sampling_params must be a list, not {'temperature': 0.7}."),
+    ([[1]], [{"temperature": 0.7}], "prompt 0: sampling_params must be a SamplingParams, not dict."),
+    ([[1]], SamplingParams(stop_token_ids=[600]), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
+    (
+        [[1]],
+        SamplingParams(stop_token_ids=list(range(100, 120)), min_tokens=3),
+        "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21.",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def small_llm(make_checkpoint):
+    with LLM(
+        make_checkpoint(), device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, max_model_len=128,
+        num_kvcache_blocks=6, max_num_seqs=4,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+@pytest.mark.parametrize(("prompts", "params", "text"), REQUESTS, ids=range(len(REQUESTS)))
+def test_requests(small_llm, prompts, params, text):
+    """A refused call computes nothing and leaves nothing behind, not even its good prompts."""
+    with refuses(RequestError, text):
+        small_llm.generate(prompts, params, use_tqdm=False)
+    assert small_llm.is_finished()
+    assert len(small_llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)[0]["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi"])
+def test_refused_by_add_request(small_llm, prompt):
+    with pytest.raises(RequestError):
+        small_llm.add_request(prompt)
+    with refuses(RequestError, "sampling_params must be a SamplingParams, not dict."):
+        small_llm.add_request([1], {"temperature": 0.5})
+    assert small_llm.is_finished()
+
+
+@pytest.mark.parametrize("messages", ["hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"}])
+def test_messages(small_llm, messages):
+    with refuses(RequestError, "messages must be a list"):
+        small_llm.chat(messages, use_tqdm=False)
+
+
+def test_chat_without_tokenizer(small_llm):
+    with refuses(RequestError, "text needs a tokenizer"):
+        small_llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+
+
+# ---------------------------------------------------------------- the engine's life
+
+
+def test_after_exit(make_llm):
+    llm = make_llm()
+    llm.exit()
+    for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step):
+        with refuses(EngineError, "this engine was shut down by exit(); make a new LLM(...)."):
+            use()
+
+
+def test_generate_between_steps(make_llm):
+    llm = make_llm()
+    llm.add_request([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+    text = "generate() needs an idle engine; finish the requests you added with step() first."
+    with refuses(EngineError, text):
+        llm.generate([3])
+    while not llm.is_finished():
+        llm.step()
+    assert len(llm.generate([3], SamplingParams(max_tokens=1), use_tqdm=False)) == 1
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def damaged(make_checkpoint, tmp_path):
+    """damaged(edit) -> a copy of the tiny checkpoint after ``edit(directory)``."""
+
+    def make(edit):
+        copy = tmp_path / "checkpoint"
+        shutil.copytree(make_checkpoint(), copy)
+        edit(copy)
+        return copy
+
+    return make
+
+
+def load(path, **options):
+    LLM(path, **{"device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": 16, **options}).exit()
+
+
+def configured(**changes):
+    def edit(path):
+        config = json.loads((path / "config.json").read_text())
+        config.update(changes)
+        (path / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def weights(change):
+    def edit(path):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+    return edit
+
+
+def written(name, content):
+    return lambda path: (path / name).write_bytes(content)
+
+
+def truncated(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def twice(path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, path / "model-2.safetensors")
+
+
+DAMAGES = {
+    "missing tensor": (
+        weights(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
+        "1 tensors are missing, among them model.layers.1.mlp.up_proj.weight.",
+    ),
+    "surplus tensor": (
+        weights(lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)})),
+        "model.safetensors: tensor 'model.layers.2.mlp.up_proj.weight' is twice there, or unknown to the model.",
+    ),
+    "a tensor twice": (twice, "tensor 'model.norm.weight' is twice there, or unknown to the model."),
+    "misshapen tensor": (
+        weights(lambda t: t.update({"model.norm.weight": torch.zeros(65)})),
+        "tensor 'model.norm.weight' has shape [65], expected [64].",
+    ),
+    "misshapen part": (
+        weights(lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(128, 64)})),
+        "tensor 'model.layers.0.self_attn.k_proj.weight' has shape [128, 64], expected [64, 64].",
+    ),
+    "truncated weights": (truncated, "is the download complete?"),
+    "empty weights": (written("model.safetensors", b""), "model.safetensors cannot be read"),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        "holds no *.safetensors file (other weight formats are not read).",
+    ),
+    "no config": (
+        lambda path: (path / "config.json").unlink(),
+        "holds no config.json; is it a model's directory?",
+    ),
+    "unreadable config": (written("config.json", b'{"architectures": '), "config.json cannot be read: "),
+    "config not utf-8": (written("config.json", b"\xff\xfe\x00"), "config.json cannot be read: "),
+    "config not an object": (written("config.json", b"[1, 2]"), "config.json holds no JSON object."),
+    "unreadable generation config": (
+        written("generation_config.json", b"{"),
+        "generation_config.json cannot be read",
+    ),
+    "other architecture": (
+        configured(architectures=["LlamaForCausalLM"]),
+        "config.json: architectures=['LlamaForCausalLM']; supported: Qwen3ForCausalLM.",
+    ),
+    "no architecture": (
+        configured(architectures=None),
+        "config.json: architectures=[]; supported: Qwen3ForCausalLM.",
+    ),
+    "unknown rope scaling": (
+        configured(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
+        "config.json asks for rope scaling 'llama3'; supported are 'default', 'linear', 'yarn'.",
+    ),
+    "rope scaling of transformers 4": (
+        configured(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "config.json asks for rope scaling 'dynamic'; supported are 'default', 'linear', 'yarn'.",
+    ),
+    "rope scaling with unknown fields": (
+        configured(rope_parameters={"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}),
+        "config.json: rope scaling 'yarn' with unsupported fields {'mscale': 0.7}.",
+    ),
+    "rope scaling without a factor": (
+        configured(rope_parameters={"rope_type": "linear"}),
+        "config.json: rope scaling 'linear' needs a 'factor'.",
+    ),
+    "other activation": (configured(hidden_act="gelu"), "config.json: hidden_act='gelu' is not supported."),
+    "sliding window": (
+        configured(use_sliding_window=True),
+        "config.json: use_sliding_window=True is not supported.",
+    ),
+    "quantized": (
+        configured(quantization_config={"quant_method": "fp8"}),
+        "config.json: quantization_config={'quant_method': 'fp8'} is not supported.",
+    ),
+    "a size missing": (
+        configured(hidden_size=None),
+        "config.json: hidden_size=None, expected a positive integer.",
+    ),
+    "heads that do not divide": (
+        configured(num_key_value_heads=3),
+        "config.json: 4 attention heads cannot be shared by 3 KV heads.",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints(damaged, damage):
+    edit, text = DAMAGES[damage]
+    with refuses(CheckpointError, text):
+        load(damaged(edit))
+
+
+def test_no_tokenizer(make_checkpoint):
+    text = "Add it, or use skip_tokenizer_init=True and give prompts as token ids."
+    with refuses(CheckpointError, text):
+        load(make_checkpoint(), skip_tokenizer_init=False)
+
+
+def test_damaged_tokenizer(damaged):
+    path = damaged(written("tokenizer.json", b"{"))
+    with refuses(CheckpointError, f"the tokenizer in {path} cannot be loaded: "):
+        load(path, skip_tokenizer_init=False)
+
+
+def test_no_such_model(tmp_path):
+    for name in ("./no/such/dir", str(tmp_path / "nothing"), "a/b/c", "what is this?"):
+        with refuses(CheckpointError, f"model={name!r}: there is no such directory, and it is not a hub id."):
+            load(name)
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with refuses(CheckpointError, f"model={str(file)!r} is a file; give the directory that holds config.json."):
+        load(file)
+    with refuses(CheckpointError, "holds no config.json; is it a model's directory?"):
+        load(tmp_path)
+
+
+def test_hub_out_of_reach(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    text = "it is not in the local cache and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
+    with refuses(CheckpointError, f"model='Qwen/Qwen3-0.0B': no such directory, and {text}"):
+        load("Qwen/Qwen3-0.0B")
+
+
+def test_hub_says_no(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise huggingface_hub.errors.HFValidationError("repo id is wrong")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with refuses(CheckpointError, "model='nobody/nothing': no such directory, and the hub says: repo id is wrong"):
+        load("nobody/nothing")
+
+
+def test_a_failed_start_holds_nothing(damaged):
+    """An error late in the constructor must not leave the weights behind, nor a thread."""
+    path = damaged(DAMAGES["unreadable generation config"][0])
+    threads = threading.active_count()
+    with pytest.raises(CheckpointError):
+        load(path)
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is ModelRunner and o.config.model == path]
+    assert threading.active_count() <= threads

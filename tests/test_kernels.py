@@ -1,0 +1,299 @@
+"""Every Triton kernel but attention and sampling against its plain twin, and the twins against other formulas.
+
+Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a kernel allocates is poisoned first, so
+that an element it forgets to write cannot pass.
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from nanovllm.kernels import activation, inputs, linear, norm, reference, rope_store  # noqa: E402
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """torch.empty hands out NaN (and an absurd integer) from here on."""
+    torch.manual_seed(0)
+    empty = torch.empty
+
+    def poisoned_empty(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -123456)
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(actual, expected, scale=1.0):
+    tolerance = TOLERANCE[expected.dtype] * scale
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# Twins against formulas written elsewhere.
+
+
+def test_rms_norm_twin_agrees_with_hugging_face():
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    for dtype in DTYPES:
+        layer = qwen3.Qwen3RMSNorm(96, eps=EPS).to(DEVICE, dtype)
+        layer.weight.data.uniform_(0.5, 1.5)
+        x = randn(7, 96, dtype=dtype)
+        assert torch.equal(reference.rms_norm(x, layer.weight.data, EPS), layer(x).detach())
+
+
+def test_rotary_twin_agrees_with_hugging_face():
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    num_tokens, num_heads, num_kv_heads, head_dim = 9, 4, 2, 32
+    qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    q_weight, k_weight = torch.rand(2, head_dim, device=DEVICE)
+    positions = torch.randint(0, 1000, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    cos_sin = make_cos_sin(1000, head_dim)
+    no_slots = torch.full((num_tokens,), -1, dtype=torch.int32, device=DEVICE)
+    q, k, v = reference.norm_rope_store(
+        qkv, q_weight, k_weight, EPS, cos_sin, positions, no_slots, None, None, num_heads, num_kv_heads
+    )
+
+    cos, sin = cos_sin[positions.long()].chunk(2, dim=-1)
+    heads = qkv.view(num_tokens, -1, head_dim).transpose(0, 1).unsqueeze(0)  # [1, heads, T, D]
+    raw_q, raw_k, raw_v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    expected_q, expected_k = qwen3.apply_rotary_pos_emb(
+        reference.rms_norm(raw_q, q_weight, EPS),
+        reference.rms_norm(raw_k, k_weight, EPS),
+        torch.cat((cos, cos), -1).unsqueeze(0),
+        torch.cat((sin, sin), -1).unsqueeze(0),
+    )
+    assert_close(q, expected_q[0].transpose(0, 1))
+    assert_close(k, expected_k[0].transpose(0, 1))
+    assert torch.equal(v, raw_v[0].transpose(0, 1))
+
+
+def test_silu_and_mul_twin_agrees_with_torch():
+    x = randn(5, 34, dtype=torch.bfloat16)
+    expected = torch.nn.functional.silu(x[:, :17]) * x[:, 17:]
+    assert torch.equal(reference.silu_and_mul(x), expected)
+
+
+# Triton against the twins.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_rms_norm(num_tokens, num_channels, dtype):
+    x = randn(num_tokens, num_channels + 6, dtype=dtype)[:, 3 : 3 + num_channels]
+    before = x.clone()
+    weight = torch.rand(num_channels, device=DEVICE).to(dtype)
+    assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_strided_heads(dtype):
+    x = randn(7, 10, 16, dtype=dtype)[:, 2:5]  # [T, H, D], neither T nor H contiguous
+    weight = torch.rand(16, device=DEVICE).to(dtype)
+    assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_add_rms_norm(num_tokens, num_channels, dtype):
+    x = randn(num_tokens, num_channels + 3, dtype=dtype)[:, :num_channels]
+    residual = randn(num_tokens, num_channels, dtype=dtype)
+    weight = torch.rand(num_channels, device=DEVICE).to(dtype)
+    expected, expected_sum = reference.add_rms_norm(x, residual, weight, EPS)
+    y, new_residual = norm.add_rms_norm(x, residual, weight, EPS)
+    assert_close(y, expected)
+    if DEVICE == "cuda" or dtype == torch.float32:
+        assert torch.equal(new_residual, expected_sum)
+    else:  # Triton's interpreter truncates to bf16 where the hardware rounds
+        assert_close(new_residual, expected_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
+def test_silu_and_mul(num_tokens, size, dtype):
+    x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 4)[:, : 2 * size]
+    assert_close(activation.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def make_cos_sin(max_position, head_dim):
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
+    angles = torch.arange(max_position, device=DEVICE).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
+    num_blocks, block_size = num_tokens // 16 + 2, 16
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = randn(num_tokens, width + 8, dtype=dtype)[:, :width]
+    weights = [torch.rand(head_dim, device=DEVICE).to(dtype) if with_norm else None for _ in range(2)]
+    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens].int()
+    slots[::3] = -1
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim) if with_cache else (0,)
+    caches = [torch.full(cache_shape, 7.0, device=DEVICE, dtype=dtype) for _ in range(4)]
+    arguments = (*weights, EPS, make_cos_sin(500, head_dim), positions, slots)
+    expected = reference.norm_rope_store(qkv, *arguments, *caches[:2], num_heads, num_kv_heads)
+    actual = rope_store.norm_rope_store(qkv, *arguments, *caches[2:], num_heads, num_kv_heads)
+    for a, e in zip((*actual, *caches[2:]), (*expected, *caches[:2]), strict=True):
+        assert a.shape == e.shape
+        assert_close(a, e, scale=2)
+    if num_tokens > 0:
+        assert actual[0].data_ptr() == qkv.data_ptr()  # views of qkv, written in place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_norm_rope_store(num_tokens, dtype):
+    check_norm_rope_store(num_tokens, 5, 2, 32, dtype)
+
+
+def test_norm_rope_store_in_larger_programs():
+    check_norm_rope_store(70, 3, 1, 16, torch.float32)
+
+
+@pytest.mark.parametrize("with_norm, with_cache", [(False, True), (True, False)])
+def test_norm_rope_store_without(with_norm, with_cache):
+    check_norm_rope_store(5, 4, 2, 16, torch.float32, with_norm, with_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 4097])
+def test_norm_rope_store_at_model_size(num_tokens):
+    check_norm_rope_store(num_tokens, 16, 8, 128, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_store_kvcache(num_tokens):
+    num_kv_heads, head_dim = 3, 24
+    packed = randn(num_tokens, 2 * num_kv_heads, head_dim)
+    k, v = packed[:, :num_kv_heads], packed[:, num_kv_heads:]
+    slots = torch.randperm(32, device=DEVICE)[:num_tokens].int()
+    slots[1::2] = -1
+    caches = [torch.full((2, 16, num_kv_heads, head_dim), 7.0, device=DEVICE) for _ in range(4)]
+    reference.store_kvcache(k, v, *caches[:2], slots)
+    rope_store.store_kvcache(k, v, *caches[2:], slots)
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+    for token in range(num_tokens):
+        if slots[token] >= 0:
+            assert torch.equal(caches[2].view(32, num_kv_heads, head_dim)[slots[token]], k[token])
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 7, 130])
+def test_decode_inputs(batch_size):
+    num_rows, block_size = 140, 16
+    table = torch.randint(1, 99, (num_rows, 12), device=DEVICE, dtype=torch.int32)
+    last_token, length, blocks = table[:, 0], table[:, 1], table[:, 2:]
+    length.remainder_(10 * block_size)
+    length[:3] = torch.tensor([0, block_size, block_size + 1])
+    rows = torch.randperm(num_rows, device=DEVICE)[:batch_size].int()
+    rows[:3] = torch.arange(len(rows[:3]))
+    actual = inputs.decode_inputs(rows, last_token, length, blocks, block_size)
+    expected = reference.decode_inputs(rows, last_token, length, blocks, block_size)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == torch.int32 and torch.equal(a, e)
+    for i, row in enumerate(rows.tolist()):  # and both against the definition
+        n = int(length[row])
+        slot = int(blocks[row, (n - 1) // block_size]) * block_size + (n - 1) % block_size
+        wanted = (int(last_token[row]), n - 1, slot, n) if n > 0 else (0, 0, -1, 0)
+        assert tuple(int(column[i]) for column in expected) == wanted
+
+
+# Matrix products.
+
+
+def check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul=False, norm=False, bias=False,
+                       residual=False, launch=linear.fused_linear):  # fmt: skip
+    num_results = num_rows // 2 if silu_mul else num_rows
+    x = randn(num_tokens, num_channels + 8, dtype=dtype)[:, :num_channels]
+    weight = (randn(num_rows, num_channels) / num_channels**0.5).to(dtype)
+    options = dict(
+        bias=randn(num_rows, dtype=dtype) if bias else None,
+        norm_weight=torch.rand(num_channels, device=DEVICE).to(dtype) if norm else None,
+        eps=EPS,
+        residual=randn(num_tokens, num_results, dtype=dtype) if residual else None,
+        silu_mul=silu_mul,
+    )
+    expected = reference.fused_linear(x, weight, **options)
+    y = launch(x, weight, **options)
+    assert y.shape == (num_tokens, num_results)
+    assert_close(y, expected, scale=4)
+    return y
+
+
+OPTIONS = [
+    dict(),
+    dict(norm=True, bias=True),
+    dict(norm=True, silu_mul=True),
+    dict(residual=True),
+    dict(norm=True, bias=True, silu_mul=True, residual=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", [(0, 24, 96), (1, 24, 96), (3, 40, 1100), (17, 96, 200), (257, 10, 64)])
+def test_fused_linear(shape, options):
+    check_fused_linear(*shape, torch.float32, **options)
+
+
+def test_fused_linear_in_16_bits():
+    check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, silu_mul=True)
+    # The interpreter's dot knows no bf16; model sizes test that on the GPU.
+    check_fused_linear(5, 24, 96, torch.float16, norm=True, silu_mul=True)
+
+
+def test_fused_linear_writes_over_its_residual():
+    x, weight, residual = randn(2, 64), randn(24, 64), randn(2, 24)
+    expected = reference.fused_linear(x, weight, residual=residual)
+    y = linear.fused_linear(x, weight, residual=residual, out=residual)
+    assert y is residual
+    assert_close(residual, expected, scale=4)
+
+
+@pytest.mark.parametrize("kernel", ["vector", "matrix"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_fused_linear_in_several_steps(kernel, options):
+    """More channels than a program takes in one step, and more tokens than one program takes; multiples of neither."""
+
+    def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
+        y = torch.empty(x.shape[0], weight.shape[0] // (1 + silu_mul), dtype=x.dtype, device=x.device)
+        tiling = linear.Tiling(kernel, 4, 16, 128, 4)
+        linear.launch(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul, y)
+        return y
+
+    check_fused_linear(5, 72, 300, torch.float32, launch=launch, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 31, 64, 100, 256])
+@pytest.mark.parametrize(
+    "num_rows, num_channels, options",
+    [
+        (4096, 1024, dict(norm=True)),
+        (1024, 2048, dict(residual=True)),
+        (6144, 1024, dict(norm=True, silu_mul=True)),
+        (1024, 3072, dict(residual=True)),
+        (151936, 1024, dict(norm=True)),
+        (4096, 12288, dict(residual=True)),
+    ],
+)
+def test_fused_linear_at_model_size(num_tokens, num_rows, num_channels, options):
+    """Also: the same result in every run, whoever of a tile's programs arrives last."""
+    results = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        results.append(check_fused_linear(num_tokens, num_rows, num_channels, torch.bfloat16, **options))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -1,0 +1,389 @@
+"""Sampling as a user meets it, through the whole engine: frequencies, seeds, minimum lengths, stops.
+
+Frequencies are compared with the exact distribution, worked out from Hugging Face's logits, by a
+chi-square test over pairs of successive tokens: the first comes out of a prefill, the second out of a
+decode step (a CUDA graph on the GPU), and they must be independent. All draws are seeded, so on one
+machine a run gives the same p-value every time.
+"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from nanovllm import RequestError, SamplingParams
+
+PROMPT = [3, 9, 4, 1, 5]
+SMALL = {"vocab_size": 16, "num_hidden_layers": 1}  # 256 pairs of tokens
+NUM_DRAWS = 4000
+MIXES = (
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 4},
+    {"top_p": 0.6},
+    {"min_p": 0.3},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.8},
+    {"temperature": 0.7, "top_k": 10, "top_p": 0.95, "min_p": 0.1},
+)
+
+
+class Reference:
+    """Hugging Face's logits of one checkpoint."""
+
+    def __init__(self, path):
+        from transformers import Qwen3ForCausalLM
+
+        self.model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def logits(self, *sequences):
+        """After each of the equally long sequences: float64 [len(sequences), V]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor(sequences)).logits[:, -1].double().numpy()
+
+    def greedy(self, prompt, num_tokens, held_back=(), until=0):
+        """``num_tokens`` tokens, the first ``until`` of them without ``held_back``."""
+        tokens = []
+        for n in range(num_tokens):
+            logits = self.logits([*prompt, *tokens])[0]
+            if n < until:
+                logits[list(held_back)] = -np.inf
+            tokens.append(int(logits.argmax()))
+        return tokens
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities as SamplingParams defines them, float64 [V]: one filter after the other, in plain words."""
+    scaled = logits / temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = np.argsort(-p)
+    keep = order[: top_k or len(p)]
+    if top_p < 1:
+        share = np.cumsum(p[keep]) / p[keep].sum()
+        keep = keep[: np.searchsorted(share, top_p) + 1]
+    keep = [i for i in keep if p[i] >= min_p * p[order[0]]]
+    out = np.zeros_like(p)
+    out[keep] = p[keep] / p[keep].sum()
+    return out
+
+
+def pair_distribution(reference, prompt, **mix):
+    """Probabilities of the first two tokens, [V, V]."""
+    first = distribution(reference.logits(prompt)[0], **mix)
+    second = reference.logits(*([*prompt, token] for token in range(len(first))))
+    return np.stack([p * distribution(row, **mix) for p, row in zip(first, second, strict=True)])
+
+
+def p_value(pairs, probabilities):
+    """Of a chi-square test of the drawn pairs; 0 if one was drawn that cannot be."""
+    counts = np.zeros_like(probabilities)
+    for first, second in pairs:
+        counts[first, second] += 1
+    if (counts[probabilities == 0] > 0).any():
+        return 0.0
+    expected = probabilities * len(pairs)
+    common = expected >= 5
+    rest = (expected[~common].sum(), counts[~common].sum())
+    expected, counts = np.append(expected[common], rest[0]), np.append(counts[common], rest[1])
+    if expected[-1] < 5:  # too few to count as a class of its own
+        expected[0], counts[0] = expected[0] + expected[-1], counts[0] + counts[-1]
+        expected, counts = expected[:-1], counts[:-1]
+    return (
+        1.0
+        if len(expected) == 1
+        else stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
+    )
+
+
+@pytest.fixture(scope="module")
+def small(make_checkpoint):
+    path = make_checkpoint(**SMALL)
+    return path, Reference(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint):
+    return Reference(make_checkpoint())
+
+
+def draw(llm, mixes, num_draws, seeded=False):
+    """Pairs of tokens for each mix; all mixes run in the same batches."""
+    params = [
+        SamplingParams(max_tokens=2, ignore_eos=True, seed=i if seeded else None, **mix)
+        for i in range(num_draws)
+        for mix in mixes
+    ]
+    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    pairs = [tuple(output["token_ids"]) for output in outputs]
+    return [pairs[i :: len(mixes)] for i in range(len(mixes))]
+
+
+def check_frequencies(llm, reference, num_draws, seeded=False):
+    exact = [pair_distribution(reference, PROMPT, **mix) for mix in MIXES]
+    for one, other in itertools.combinations(exact, 2):
+        assert np.abs(one - other).sum() > 0.1, "mixes that do not differ"
+    drawn = draw(llm, MIXES, num_draws, seeded)
+    for mix, pairs, probabilities in zip(MIXES, drawn, exact, strict=True):
+        assert p_value(pairs, probabilities) > 1e-4, mix
+    return drawn, exact
+
+
+BIG_BATCHES = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "max_model_len": 16}
+
+
+@pytest.mark.parametrize("seeded", (False, True))
+def test_frequencies(seeded, small, make_llm):
+    path, reference = small
+    llm = make_llm(model=path, **BIG_BATCHES)
+    drawn, exact = check_frequencies(llm, reference, NUM_DRAWS // 4 if seeded else NUM_DRAWS, seeded)
+    # the test tells distributions apart: a temperature that is off by a fifth, and one more token in top-k
+    if not seeded:
+        assert p_value(drawn[0], pair_distribution(reference, PROMPT, temperature=1.2)) < 1e-6
+        assert p_value(drawn[3], pair_distribution(reference, PROMPT, top_k=3)) == 0
+        assert p_value(drawn[3], pair_distribution(reference, PROMPT, top_k=5)) < 1e-6
+        assert p_value(drawn[4], exact[5]) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, {"enforce_eager": True}, {"dtype": "float32"}))
+def test_frequencies_on_the_gpu(options, small, make_llm):
+    path, reference = small
+    options = {"dtype": "bfloat16", **BIG_BATCHES, **options}
+    llm = make_llm(model=path, device="cuda", num_kvcache_blocks=1024, **options)
+    if options["dtype"] == "float32":
+        check_frequencies(llm, reference, NUM_DRAWS)
+    else:  # logits are off by about 1 %, which few draws cannot tell
+        check_frequencies(llm, reference, NUM_DRAWS // 8)
+
+
+# -------------------------------------------------------------------- seeds
+
+HOT = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+
+
+def tokens(llm, prompts, params):
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch_mates(make_llm):
+    llm = make_llm(max_num_seqs=16)
+    prompts = [[i, i + 1, i + 2] for i in range(12)]
+    params = [SamplingParams(seed=i, **HOT) for i in range(12)]
+    together = tokens(llm, prompts, params)
+    assert len({tuple(ids) for ids in together}) == 12
+    assert [tokens(llm, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)] == together
+    assert tokens(llm, prompts[::-1], params[::-1]) == together[::-1]
+    # among mates of other lengths and other rules, which draw, filter, stop and leave in between
+    mates = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=2.0, top_k=3, max_tokens=7),
+        SamplingParams(top_p=0.3, min_p=0.1, max_tokens=30, min_tokens=10),
+        SamplingParams(temperature=0.1, seed=3, max_tokens=1),
+    ]
+    mixed = tokens(
+        llm,
+        [prompt for i in range(12) for prompt in ([7] * (i + 1), prompts[i])],
+        [p for i in range(12) for p in (mates[i % 4], params[i])],
+    )
+    assert mixed[1::2] == together
+
+
+def test_equal_seeds_draw_equally_and_others_do_not(make_llm):
+    llm = make_llm()
+    seeds = [1, 1, 2, -1, 2**40, 2**40 + 2**32, 2**80]
+    a, b, *others = tokens(llm, [PROMPT] * len(seeds), [SamplingParams(seed=seed, **HOT) for seed in seeds])
+    assert a == b
+    assert len({tuple(ids) for ids in (a, *others)}) == len(seeds) - 1
+
+
+def test_successive_tokens_draw_fresh_noise(small, make_llm):
+    """With the distribution of the first token over and over, noise that repeats would repeat the token."""
+    path, _ = small
+    llm = make_llm(model=path, max_model_len=512)
+    params = SamplingParams(temperature=50.0, seed=0, max_tokens=480, ignore_eos=True)  # nearly uniform
+    drawn = tokens(llm, PROMPT, params)[0]
+    counts = Counter(drawn)
+    assert stats.chisquare([counts[i] for i in range(16)]).pvalue > 1e-3
+    repeats = sum(a == b for a, b in itertools.pairwise(drawn))
+    assert 10 < repeats < 60  # 30 expected
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(make_llm):
+    def run(**options):
+        llm = make_llm(**options)
+        first = tokens(llm, [PROMPT] * 6, SamplingParams(**HOT))
+        return first, tokens(llm, [PROMPT] * 6, SamplingParams(**HOT))
+
+    first, later = run(seed=5)
+    assert len({tuple(ids) for ids in first + later}) == 12
+    assert run(seed=5) == (first, later)
+    assert run(seed=5, max_num_seqs=2, kvcache_block_size=32) == (first, later)
+    others, _ = run(seed=6)
+    assert not {tuple(ids) for ids in others} & {tuple(ids) for ids in first + later}
+
+
+# -------------------------------------------------------------------- greedy
+
+
+def test_temperature_0_takes_the_most_probable_token_whatever_the_filters(tiny, make_llm):
+    llm = make_llm()
+    want = tiny.greedy(PROMPT, 12)
+    mixes = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.1},
+        {"min_p": 0.9},
+        {"top_k": 3, "top_p": 0.5, "min_p": 0.2},
+        {"seed": 3},
+    ]
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **mix) for mix in mixes]
+    assert tokens(llm, [PROMPT] * len(params), params) == [want] * len(params)
+
+
+def test_filters_that_leave_one_token_are_greedy(tiny, make_llm):
+    llm = make_llm()
+    want = tiny.greedy(PROMPT, 12)
+    mixes = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
+    params = [SamplingParams(**{**HOT, "max_tokens": 12, **mix}) for mix in mixes]
+    assert tokens(llm, [PROMPT] * len(params), params) == [want] * len(params)
+
+
+def test_top_k_beyond_the_vocabulary_is_off(make_llm):
+    llm = make_llm()
+    params = [SamplingParams(seed=1, **HOT), SamplingParams(seed=1, top_k=10_000, **HOT),
+              SamplingParams(seed=1, top_k=-1, **HOT)]  # fmt: skip
+    off, beyond, minus_one = tokens(llm, [PROMPT] * 3, params)
+    assert off == beyond == minus_one
+
+
+# -------------------------------------------------------------------- stops and minimum lengths
+
+
+def first_new(ids, start):
+    """The first index >= start whose token did not occur before it."""
+    return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
+
+
+def test_stop_token_ids(tiny, make_llm):
+    llm = make_llm()
+    free = tiny.greedy(PROMPT, 20)
+    i = first_new(free, 3)
+    stop = [free[i], 500, 501]
+    for ignore_eos in (False, True):
+        params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=stop, ignore_eos=ignore_eos)
+        completion = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+        assert completion.token_ids == free[: i + 1]  # the stop token stays
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", free[i])
+
+
+def test_a_stop_token_stops_only_who_asked_for_it(tiny, make_llm):
+    llm = make_llm()
+    free = tiny.greedy(PROMPT, 20)
+    i = first_new(free, 3)
+    greedy = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    params = [SamplingParams(stop_token_ids=ids, **greedy) for ids in ([free[i]], [])]
+    stopped, free_running = llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert stopped["token_ids"] == free[: i + 1]
+    assert free_running["token_ids"] == free
+    assert (free_running["finish_reason"], free_running.outputs[0].stop_reason) == ("length", None)
+
+
+@pytest.fixture(scope="module")
+def eos(tiny, make_checkpoint):
+    """A checkpoint whose greedy text runs into its end-of-sequence token; that text, and where."""
+    free = tiny.greedy(PROMPT, 20)
+    i = first_new(free, 3)
+    return make_checkpoint(eos_token_id=free[i]), free, i  # the weights are the same
+
+
+def test_end_of_sequence(eos, make_llm):
+    path, free, i = eos
+    llm = make_llm(model=path)
+    output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0]
+    assert output["token_ids"] == free[: i + 1]
+    assert (output["finish_reason"], output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_ignore_eos(eos, make_llm):
+    path, free, _ = eos
+    llm = make_llm(model=path)
+    output = llm.generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False
+    )[0]
+    assert output["token_ids"] == free
+    assert output["finish_reason"] == "length"
+
+
+def test_end_of_sequence_as_the_last_token_allowed_is_a_stop(eos, make_llm):
+    path, free, i = eos
+    output = make_llm(model=path).generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=i + 1), use_tqdm=False
+    )[0]
+    assert output["token_ids"] == free[: i + 1]
+    assert output["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("extra", (0, 1, 5))
+def test_min_tokens_holds_back_end_of_sequence_and_stop_ids(extra, eos, tiny, make_llm):
+    """Hugging Face's greedy text with those ids struck out for as long is the oracle."""
+    path, free, i = eos
+    stop = [free[1], free[i + 1]]
+    until = i + extra
+    want = tiny.greedy(PROMPT, 20, held_back=[free[i], *stop], until=until)
+    end = next((n for n in range(until, 20) if want[n] in (free[i], *stop)), 19)
+    assert not {free[i], *stop} & set(want[:until])
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=until, stop_token_ids=stop)
+    assert tokens(make_llm(model=path), PROMPT, params)[0] == want[: end + 1]
+
+
+def test_min_tokens_with_ignore_eos_leaves_end_of_sequence_alone(eos, make_llm):
+    path, free, _ = eos
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20, ignore_eos=True)
+    assert tokens(make_llm(model=path), PROMPT, params)[0] == free
+
+
+def test_min_tokens_in_sampled_text(small, make_llm):
+    """One of 16 tokens ends: without min_tokens most are short, with it none ends before its time."""
+    path, _ = small
+    llm = make_llm(model=path, max_model_len=64, max_num_seqs=64)
+    free = llm.generate([PROMPT] * 64, SamplingParams(max_tokens=40, temperature=2.0), use_tqdm=False)
+    assert sum(len(o["token_ids"]) < 10 for o in free) > 10
+    params = [SamplingParams(max_tokens=40, temperature=2.0, min_tokens=i % 30) for i in range(64)]
+    outputs = llm.generate([PROMPT] * 64, params, use_tqdm=False)
+    for i, output in enumerate(outputs):
+        ids = output["token_ids"]
+        assert len(ids) > i % 30
+        assert 1 not in ids[:-1]
+        assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
+    soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
+    assert 1 <= soonest < 20  # the very next token may end, and need not
+
+
+def test_min_tokens_survives_preemption(tiny, make_llm):
+    """A sequence that is computed again remembers how much of its minimum it has: no less, and no more."""
+    free = tiny.greedy(PROMPT, 60)
+    early, late = free[5], free[first_new(free, 20)]
+    held_back = tiny.greedy(PROMPT, 60, held_back=[early], until=60)
+    assert early not in held_back
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, min_tokens=60, ignore_eos=True, stop_token_ids=[early]),
+        SamplingParams(
+            temperature=0, max_tokens=60, min_tokens=free.index(late), ignore_eos=True, stop_token_ids=[late]
+        ),
+    ]
+    llm = make_llm(num_kvcache_blocks=6)
+    want = [held_back, free[: free.index(late) + 1]]
+    assert tokens(llm, [PROMPT] * 6, params * 3) == want * 3
+    assert llm.scheduler.num_preemptions > 3
+
+
+def test_too_many_ids_to_hold_back(make_llm):
+    llm = make_llm()
+    with pytest.raises(RequestError, match="min_tokens can hold back at most 16"):
+        llm.generate(PROMPT, SamplingParams(min_tokens=1, stop_token_ids=list(range(10, 27))), use_tqdm=False)
+    many = SamplingParams(stop_token_ids=list(range(10, 100)), max_tokens=3)  # as stops they are fine
+    assert llm.generate(PROMPT, many, use_tqdm=False)

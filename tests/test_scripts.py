@@ -1,0 +1,128 @@
+"""The scripts that people run first, as they run them: in a process of their own, on the CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*argv: str, check: bool = True) -> subprocess.CompletedProcess:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def report_of(done: subprocess.CompletedProcess) -> dict:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_example_without_arguments():
+    out = run("example.py").stdout
+    assert re.search(r"Prompt: +introduce yourself\nCompletion: .*nanovllm", out)
+    assert re.search(r"Prompt: +list all prime numbers within 100\nCompletion: 2, 3, 5, .*, 89, 97\n", out)
+
+
+def test_example_with_prompts():
+    out = run("example.py", "--device", "cpu", "--max-tokens", "3", "introduce yourself", "2 + 3").stdout
+    assert out.count("Prompt:") == out.count("Completion:") == 2
+    assert re.search(r"Prompt: +2 \+ 3\nCompletion: ", out)
+
+
+def test_example_names_a_missing_model():
+    done = run("example.py", "--model", "/there/is/no/such/model", check=False)
+    assert done.returncode != 0 and "CheckpointError" in done.stderr and "/there/is/no/such/model" in done.stderr
+
+
+def test_bench_ends_with_one_line_of_json(tmp_path):
+    """All workloads, two repeats, with a profile; a table comes before the JSON."""
+    trace = tmp_path / "trace.json"
+    done = run("bench.py", "--workload", "all", "--scale", "64", "--repeats", "2", "--profile", str(trace))
+    report = report_of(done)
+    assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
+    (engine,) = report["engines"]
+    assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
+    assert [w["workload"] for w in engine["workloads"]] == ["headline", "single", "prefill", "sharedprefix"]
+    for w in engine["workloads"]:
+        assert len(w["repeats_tokens_per_s"]) == 2 and w["tokens_per_s"] > 0
+        counted = w["output_tokens"] + (w["prompt_tokens"] if w["counted"] == "prompt and output" else 0)
+        assert w["tokens_per_s"] == pytest.approx(counted / w["seconds"], rel=0.05)
+        assert f"{w['workload']} " in done.stdout
+    profile = engine["workloads"][0]["profile"]
+    assert profile["decode_steps"] > 0 and 0 < profile["device_busy_share"] <= 1
+    events = json.loads((tmp_path / "trace-headline.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"schedule", "prepare", "launch", "wait", "postprocess"} <= names
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_bench_compares_engines_in_one_run():
+    report = report_of(run("bench.py", "--engine", "nanovllm", "transformers", "--workload", "single", "--scale", "32"))
+    assert [engine["engine"] for engine in report["engines"]] == ["nanovllm", "transformers"]
+    ours, theirs = (engine["workloads"][0] for engine in report["engines"])
+    assert (ours["prompt_tokens"], ours["output_tokens"]) == (theirs["prompt_tokens"], theirs["output_tokens"]) == (4, 16)
+
+
+def test_bench_says_that_vllm_is_missing():
+    if subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode == 0:
+        pytest.skip("vLLM is installed")
+    done = run("bench.py", "--engine", "vllm", check=False)
+    assert done.returncode != 0 and "Install it" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["example.py", "bench.py", "benchmarks/host_overhead.py"])
+def test_unknown_flags_are_refused(script):
+    done = run(script, "--no-such-flag", check=False)
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr
+
+
+def test_host_overhead_runs():
+    report = report_of(run("benchmarks/host_overhead.py", "--batch", "1", "8", "--steps", "20"))
+    assert [figures["steady"]["batch"] for figures in report["results"]] == [1, 8]
+    assert all(figures["steady"]["step_us"] > 0 for figures in report["results"])
+
+
+def test_headline_is_the_published_one():
+    """Published figures hold for these prompts only: 142,827 tokens in, 133,966 out."""
+    import random
+
+    from benchmarks.workloads import headline
+
+    workload = headline()
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    assert workload.prompts == prompts
+    assert workload.max_tokens == [random.randint(100, 1024) for _ in range(256)]
+    assert (workload.num_prompt_tokens, workload.num_output_tokens) == (142_827, 133_966)
+    assert workload.redrawn(0, 151_936) == workload
+    again = workload.redrawn(1, 151_936)
+    assert list(map(len, again.prompts)) == list(map(len, prompts)) and again.prompts[0] != prompts[0]
+
+
+def test_readme_commands_are_what_ci_runs():
+    """The README's test command drifted from what CI ran, and stopped working on an empty machine."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
+    assert len(lines) == 2
+    assert lines[0].endswith("example.py")
+    assert lines[1].endswith("pytest")
+    ci = ROOT / ".ci" / "run"
+    assert lines[1] in ci.read_text(encoding="utf-8").splitlines()
+    assert os.access(ci, os.X_OK)
+
+
+def test_readme_lists_every_option():
+    from dataclasses import fields
+
+    from nanovllm.config import Config
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for option in fields(Config):
+        if option.init:
+            assert f"| `{option.name}` |" in readme, option.name
