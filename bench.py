@@ -17,6 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -33,10 +34,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workload", nargs="+", default=["headline"], choices=[*WORKLOADS, "all"], help="default: headline")
     add("--model", help="directory or hub id, with its own weights")
-    add("--size", choices=list(SIZES), help="random weights in the shape of Qwen3 of this size (default on a GPU: 0.6b)")
+    add("--size", choices=list(SIZES), help="random weights in the shape of this Qwen3 (default on a GPU: 0.6b)")
     add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="default: nanovllm")
     add("--repeats", type=int, default=1, metavar="N", help="report the median of N runs")
-    add("--scale", type=int, metavar="N", help=f"1/N of the requests, 1/N of their lengths (default: 1; CPU {CPU_SCALE})")
+    add("--scale", type=int, metavar="N", help=f"1/N of the requests, of 1/N the length (default: 1; CPU {CPU_SCALE})")
     add("--temperature", type=float, default=TEMPERATURE)
     add("--device", default="auto", choices=["auto", "cuda", "cpu"])
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
@@ -64,8 +65,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU; found without importing torch, whose import is timed later."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    """Whether torch will see a GPU; found without importing it, because its import is timed later."""
+    if metadata.version("torch").endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 

@@ -10,6 +10,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -207,7 +208,7 @@ class Timeline:
         launched = [step for step in self.steps if step.device]
         return [
             (after, Span("waits", before.device.end, max(before.device.end, after.device.start)))  # type: ignore[union-attr]
-            for before, after in zip(launched, launched[1:], strict=False)
+            for before, after in pairwise(launched)
         ]
 
     def summary(self) -> dict[str, float]:
@@ -222,8 +223,9 @@ class Timeline:
             return {}
         busy, whole = sum(span.us for span in device), device[-1].end - device[0].start
         largest = max((step.num_seqs for step in decode), default=0)
-        previous_kind = {id(b): a.kind for a, b in zip(self.steps, self.steps[1:], strict=False)}
-        steady = {id(step) for step in decode if 2 * step.num_seqs >= largest and previous_kind.get(id(step)) == "decode"}
+        previous_kind = {id(b): a.kind for a, b in pairwise(self.steps)}
+        full = [step for step in decode if 2 * step.num_seqs >= largest]
+        steady = {id(step) for step in full if previous_kind.get(id(step)) == "decode"}
         steady_idle = sum(gap.us for step, gap in self._gaps() if id(step) in steady)
         steady_busy = sum(step.device.us for step in decode if id(step) in steady and step.device)
         figures = {

@@ -48,7 +48,7 @@ class Config:
         attention_backend: "auto" (what measured fastest), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights from config.json alone).
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.
-        seed: of the engine; requests without a seed of their own draw from it.
+        seed: of the engine, in [0, 2**63); requests without a seed of their own draw from it.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: let the tokenizer run code that comes with the checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts and outputs are token ids.
@@ -101,6 +101,8 @@ class Config:
         _integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         _integer("kvcache_block_size", self.kvcache_block_size, 16)
         _integer("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed={self.seed}: must be below 2**63.")
         if self.tensor_parallel_size > 8:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size}: allowed are 1 to 8.")
         if self.kvcache_block_size % 16:

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from nanovllm.errors import RequestError
 
 MAX_FORBIDDEN = 16  # ids that min_tokens can hold back; the device keeps this many per sequence
+LEAST_TEMPERATURE = 1e-5  # a logit over less than this may overflow, and drowns the noise anyway
 
 
 def _require(ok: bool, name: str, given: object, allowed: str) -> None:
@@ -19,7 +20,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class SamplingParams:
     left; min-p is relative to the most probable token.
 
     Args:
-        temperature: divides the logits; 0 takes the most probable token (greedy). Default 1.0.
+        temperature: divides the logits; 0, or less than 1e-5, takes the most probable token (greedy). Default 1.0.
         max_tokens: most tokens to generate; 0 generates none. Default 64.
         ignore_eos: go on past end-of-sequence tokens (``stop_token_ids`` still stop). Default False.
         top_k: sample among the k most probable tokens; 0 or -1 is off. Default off.
@@ -71,3 +72,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
         _require(_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
                  self.min_tokens, f"an integer in [0, max_tokens={self.max_tokens}]")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE

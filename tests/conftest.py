@@ -3,6 +3,9 @@
 import json
 import os
 
+# the models are tiny: threads would only wait for each other, for very long where cores are shared
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -1,5 +1,6 @@
 """The text the demo model is trained on: what its generators promise, without torch and without training."""
 
+import json
 import random
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def test_rows_hold_whole_conversations():
 
 
 def test_tokenizer():
+    """Lossless, the same in every run, and the one that is bundled: the script still makes what it made."""
     pytest.importorskip("tokenizers")
     tokenizer = make_demo.train_tokenizer()
     assert tokenizer.get_vocab_size() == make_demo.VOCAB_SIZE
@@ -106,4 +108,9 @@ def test_tokenizer():
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert len(tokenizer.encode("1234567890").ids) == 10
     assert tokenizer.encode(make_demo.prompt_text("hi")).ids[0] == make_demo.IM_START_ID
-    assert tokenizer.to_str() == make_demo.train_tokenizer().to_str()
+    again = make_demo.train_tokenizer().to_str()
+    assert tokenizer.to_str() == again
+    bundled = TOOLS.parent / "nanovllm" / "assets" / "demo"
+    assert json.loads((bundled / "tokenizer.json").read_text(encoding="utf-8")) == json.loads(again)
+    config = json.loads((bundled / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config["chat_template"] == make_demo.CHAT_TEMPLATE

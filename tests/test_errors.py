@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+import sys
 import threading
 
 import numpy as np
@@ -23,8 +24,10 @@ from nanovllm import (
     RequestError,
     SamplingParams,
     WorkerError,
+    kernels,
 )
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.attention import select_backend
 
 
 def refuses(error, text):
@@ -86,6 +89,8 @@ OPTIONS = [
     ({"load_format": "gguf"}, "load_format='gguf': allowed are 'auto', 'dummy'."),
     ({"enforce_eager": "yes"}, "enforce_eager='yes': allowed are True, False."),
     ({"enable_prefix_caching": None}, "enable_prefix_caching=None: allowed are True, False."),
+    ({"seed": 2**63}, "seed=9223372036854775808: must be below 2**63."),
+    ({"revision": "v2"}, "revision='v2': "),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: must be an integer >= 1."),
     ({"tensor_parallel_size": 9}, "tensor_parallel_size=9: allowed are 1 to 8."),
     ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the model's 4 attention heads"),
@@ -175,10 +180,10 @@ REQUESTS = [
     ([b"12345678"], None, FLAT),
     ([None], None, FLAT),
     ([[1 << 70]], None, FLAT),
-    (5, None, "prompts must be a list, not 5."),
-    (None, None, "prompts must be a list, not None."),
-    ({"prompt": "hi"}, None, "prompts must be a list, not {'prompt': 'hi'}."),
-    (b"hi", None, "prompts must be a list, not b'hi'."),
+    (5, None, "prompts must be a string or a list, not 5."),
+    (None, None, "prompts must be a string or a list, not None."),
+    ({"prompt": "hi"}, None, "prompts must be a string or a list, not {'prompt': 'hi'}."),
+    (b"hi", None, "prompts must be a string or a list, not b'hi'."),
     ("hi", None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
     (
         [1] * 128,
@@ -193,8 +198,8 @@ REQUESTS = [
     ),
     ([[1], [2]], [SamplingParams()], "2 prompts but 1 sampling_params; give one, or one for each prompt."),
     ([[1]], [], "1 prompts but 0 sampling_params"),
-    ([[1]], 0.7, "sampling_params must be a list, not 0.7."),
-    ([[1]], {"temperature": 0.7}, "sampling_params must be a list, not {'temperature': 0.7}."),
+    ([[1]], 0.7, "must be a SamplingParams or a list of them, not 0.7."),
+    ([[1]], {"temperature": 0.7}, "must be a SamplingParams or a list of them, not {'temperature': 0.7}."),
     ([[1]], [{"temperature": 0.7}], "prompt 0: sampling_params must be a SamplingParams, not dict."),
     ([[1]], SamplingParams(stop_token_ids=[600]), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
     (
@@ -243,14 +248,68 @@ def test_chat_without_tokenizer(small_llm):
         small_llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
 
 
+def test_messages_that_the_template_cannot_take():
+    """A message without content raised jinja2's error, and add_generation_prompt a TypeError about a duplicate."""
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        with refuses(RequestError, "the model's chat template cannot take these messages: "):
+            llm.chat([{"role": "user"}], use_tqdm=False)
+        opened, closed = (
+            llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=0), use_tqdm=False, **options)[0]
+            for options in ({}, {"add_generation_prompt": False})
+        )
+        assert opened.prompt.startswith(closed.prompt) and len(opened.prompt) > len(closed.prompt)
+
+
 # ---------------------------------------------------------------- the engine's life
+
+
+def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
+    """Weights that do not fit raised torch's error; only an empty KV pool had ours."""
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("nanovllm.engine.model_runner.load_model", no_room)
+    with refuses(OutOfMemoryError, "no room for the model: CUDA out of memory. Tried to allocate 2.00 GiB."):
+        LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True)
+
+
+def test_cuda_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton_ops", None)
+    monkeypatch.delattr(kernels, "triton_ops", raising=False)
+    with refuses(ConfigError, "a CUDA device needs Triton, which cannot be imported"):
+        kernels.select("cuda")
+
+
+@pytest.mark.parametrize("name", ["auto", "triton", "sdpa"])
+def test_head_size_on_cuda(name):
+    """The kernels' assertion was all that a user saw."""
+    with refuses(ConfigError, "the model's head_dim=96 is not a power of two: it runs only with device='cpu'."):
+        select_backend(name, "cuda", torch.bfloat16, 256, 96)
+
+
+def test_the_users_torch_defaults(make_checkpoint):
+    """A default device or dtype that the user's script had set got into the engine's own tensors."""
+    prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=8, top_p=0.8, min_p=0.05, seed=1)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 4}
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        try:
+            torch.set_default_device(device)
+            torch.set_default_dtype(dtype)
+            with LLM(make_checkpoint(), **options) as llm:
+                results.append(llm.generate(prompts, params, use_tqdm=False)[0]["token_ids"])
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+    assert results[0] == results[1]
 
 
 def test_after_exit(make_llm):
     llm = make_llm()
     llm.exit()
     for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step):
-        with refuses(EngineError, "this engine was shut down by exit(); make a new LLM(...)."):
+        with refuses(EngineError, "this engine is shut down; make a new LLM(...)."):
             use()
 
 

@@ -10,16 +10,21 @@ Tolerances, on logits with a standard deviation (std) of about 0.8:
     fp32, GPU      1e-3 absolute
     bf16           error against the fp32 logits at most 1.25 times that of Hugging Face's own bf16 forward
                    (root mean square over all logits), and every logit within 0.1 std + 0.05 |logit|
-                   of Hugging Face's bf16 one, roundings in another order being the only difference
+                   of Hugging Face's bf16 one, roundings in another order being the only difference;
+                   the same on the CPU and on a GPU for each backend: triton, sdpa, flash_attn
 """
 
 import random
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.errors import ConfigError
+from nanovllm.layers.attention import FlashAttentionBackend
 
 NUM_DECODED = 31  # the first comes out of the prefill, 30 out of decode steps
 LENGTHS = (1, 5, 16, 17, 33, 100)  # one token, a block's edge, more than one chunk of 64
@@ -168,6 +173,60 @@ def test_bf16_on_the_gpu(shape, backend, make_checkpoint, make_llm):
     llm = make_llm(model=path, device="cuda", dtype="bfloat16", attention_backend=backend, enforce_eager=True,
                    max_model_len=256, kvcache_block_size=256, num_kvcache_blocks=20)  # fmt: skip
     check_bf16(path, prompts, *generate_with_logits(llm, prompts), device="cuda")
+
+
+def stand_in_for_flash_attn():
+    """The two functions of flash-attn that are used, as its documentation describes them, in plain torch."""
+
+    def attend(q, k, v, scale):
+        """Causal, aligned at the end: q [M, H, D], k and v [L, K, D]; nothing is attended where L is 0."""
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        allowed = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        scores = torch.einsum("mhd,lhd->hml", q, k).mul(scale).masked_fill(~allowed, -torch.inf)
+        return torch.einsum("hml,lhd->mhd", scores.softmax(-1).nan_to_num(), v)
+
+    def pages(cache, table, length):
+        assert table.dtype == torch.int32 and cache.shape[1] % 256 == 0
+        return cache[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale,
+                               causal, block_table=None):  # fmt: skip
+        assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        out = torch.full_like(q, torch.nan)
+        for i, length in enumerate(cu_seqlens_k.diff().tolist()):
+            new, old = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
+            assert new.stop - new.start <= max_seqlen_q and length <= max_seqlen_k
+            keys, values = (x[old] if block_table is None else pages(x, block_table[i], length) for x in (k, v))
+            out[new] = attend(q[new], keys, values, softmax_scale)
+        return out
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
+        assert causal and cache_seqlens.dtype == torch.int32 and q.shape[1] == 1
+        lengths = cache_seqlens.tolist()
+        return torch.stack([
+            attend(q[i], pages(k_cache, table, lengths[i]), pages(v_cache, table, lengths[i]), softmax_scale)
+            for i, table in enumerate(block_table)
+        ])  # fmt: skip
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def test_flash_attn_gets_what_it_is_documented_to_take(make_checkpoint, make_llm, monkeypatch):
+    """The package is rarely installed where tests run, and its backend was then wired up unseen."""
+    with monkeypatch.context() as patch:  # transformers, too, looks for the package
+        patch.setitem(sys.modules, "flash_attn", stand_in_for_flash_attn())
+        backend = FlashAttentionBackend()
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: backend)
+    path = make_checkpoint(**SHAPES["2-layers-group3-odd-sizes"])
+    prompts = make_prompts() + [[5, 6, 7] * 100] * 2  # in chunks, over two blocks; and a twin with a hit
+    completions, logits = generate_with_logits(make_llm(model=path, kvcache_block_size=256), prompts)
+    for prompt, completion, got in zip(prompts, completions, logits, strict=True):
+        want = reference_for(path, prompt, completion)
+        assert (got - want).abs().max() < 1e-4
+        assert want.argmax(-1).tolist() == completion
 
 
 @pytest.mark.gpu

@@ -138,7 +138,8 @@ def make_cos_sin(max_position, head_dim):
 def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
     num_blocks, block_size = num_tokens // 16 + 2, 16
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    qkv = randn(num_tokens, width + 8, dtype=dtype)[:, :width]
+    packed = randn(num_tokens, width + 8, dtype=dtype)
+    qkv, beside = packed[:, :width], packed[:, width:].clone()
     weights = [torch.rand(head_dim, device=DEVICE).to(dtype) if with_norm else None for _ in range(2)]
     positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
     slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens].int()
@@ -151,6 +152,7 @@ def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, 
     for a, e in zip((*actual, *caches[2:]), (*expected, *caches[:2]), strict=True):
         assert a.shape == e.shape
         assert_close(a, e, scale=2)
+    assert torch.equal(packed[:, width:], beside)
     if num_tokens > 0:
         assert actual[0].data_ptr() == qkv.data_ptr()  # views of qkv, written in place
 

@@ -258,6 +258,30 @@ def test_triton_draws_agree_with_the_twin(batch_size, vocab_size, vocab_start, d
 
 
 @BOTH
+def test_no_rows_and_strided_logits(ops):
+    """A launch that samples nobody, and logits that are a part of wider rows, whose other columns would win."""
+    columns = random_columns(6)
+    wide = torch.full((6, 3 * 50), 99.0, device=DEVICE)
+    logits = wide[:, 50:100]
+    logits.copy_(torch.randn(6, 50, device=DEVICE))
+    rows = torch.randperm(6, device=DEVICE).int()
+    copy = logits.clone()
+    results = []
+    for x in (logits, copy):
+        thresholds = ops.logit_thresholds(x, rows, columns)
+        results.append((thresholds, *ops.sample(x, rows, columns, thresholds)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (wide[:, :50] == 99).all() and (wide[:, 100:] == 99).all()
+
+    before, last_token = columns.length.clone(), torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
+    thresholds = ops.logit_thresholds(logits[:0], rows[:0], columns)
+    values, tokens = ops.sample(logits[:0], rows[:0], columns, thresholds, advance=(last_token, columns.length))
+    ops.advance_rows(tokens, rows[:0], last_token, columns.length)
+    assert (len(thresholds), len(values), len(tokens)) == (0, 0, 0) and tokens.dtype == torch.int32
+    assert torch.equal(columns.length, before) and (last_token == 77).all()
+
+
+@BOTH
 def test_shards_settle_on_the_token_of_the_whole(ops):
     columns = make_columns(6, temperature=[0.0, 0.5, 1.0, 1.0, 2.0, 1.0])
     logits = torch.randn(6, 1010, device=DEVICE) * 2

@@ -419,6 +419,7 @@ def test_yarn_without_original_length_takes_the_models():
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads"),
         ({"hidden_size": None}, "hidden_size=None, expected a positive integer"),
+        ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'; supported are"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0, expected a positive integer"),
         (
             {"architectures": ["LlamaForCausalLM"]},
@@ -453,6 +454,13 @@ def test_a_published_config(tmp_path):
     assert config.tie_word_embeddings and not config.attention_bias and config.eos_token_ids == (151645,)
     for size in (1, 2, 4, 8):
         config.check_tensor_parallel(size)
+
+
+def test_yarn_added_to_a_published_config(tmp_path):
+    """Qwen's recipe for long contexts leaves max_position_embeddings at 40960, and longer prompts were refused."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED, "rope_scaling": scaling}))
+    assert read_model_config(str(tmp_path)).max_position_embeddings == 131072
 
 
 def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):

@@ -87,6 +87,16 @@ def test_numbers_beyond_int32(params, column, expected):
     assert getattr(mirror.state.columns, column)[1] == expected
 
 
+@pytest.mark.parametrize(("given", "kept"), [(1e-40, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (1e40, 1e30), (10**400, 1e30)])
+def test_temperatures_beyond_fp32(given, kept):
+    """1 / 1e-40 was infinite and every positive logit won; 1 / 1e40 was 0, and 0 times -inf (a forbidden id) NaN."""
+    mirror = Mirror()
+    mirror.updates.enter(running([1], 1, [0], temperature=given, top_k=2))
+    mirror.send()
+    assert mirror.state.columns.temperature[1].item() == np.float32(kept)
+    assert mirror.updates.has_filters[1] == (kept > 0)
+
+
 def test_growth_sends_one_cell():
     mirror = Mirror()
     seq = running([1, 2], 3, [7])

@@ -66,7 +66,8 @@ def test_bench_compares_engines_in_one_run():
     report = report_of(run("bench.py", "--engine", "nanovllm", "transformers", "--workload", "single", "--scale", "32"))
     assert [engine["engine"] for engine in report["engines"]] == ["nanovllm", "transformers"]
     ours, theirs = (engine["workloads"][0] for engine in report["engines"])
-    assert (ours["prompt_tokens"], ours["output_tokens"]) == (theirs["prompt_tokens"], theirs["output_tokens"]) == (4, 16)
+    for figures in (ours, theirs):
+        assert (figures["prompt_tokens"], figures["output_tokens"]) == (4, 16)
 
 
 def test_bench_says_that_vllm_is_missing():

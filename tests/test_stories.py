@@ -4,6 +4,7 @@ Mistakes that end in an error, damaged checkpoints among them, have their own fi
 """
 
 import gc
+import itertools
 import json
 import random
 import shutil
@@ -13,16 +14,25 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, OutOfMemoryError, RequestError, SamplingParams
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def on_gpu(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+DEVICES = ["cpu", on_gpu("cuda")]
 
 
 def greedy(max_tokens, **params):
@@ -74,22 +84,57 @@ def run_ahead(llm):
     return llm
 
 
+def pad_batches(llm):
+    """Decode batches padded as for graphs, on the CPU, which has none: each "replay" is an ordinary step."""
+    runner, graphs = llm.model_runner, DecodeGraphs.__new__(DecodeGraphs)
+    graphs.captured_sizes, graphs.graphs = DecodeGraphs.sizes(llm.config.max_num_seqs), {}
+    for size in graphs.captured_sizes:
+        tokens = torch.full((size,), -1, dtype=torch.int32)
+
+        def replay(size=size, tokens=tokens):
+            tokens.copy_(runner._decode(size, llm.config.max_model_len))
+
+        graphs.graphs[size] = SimpleNamespace(replay=replay), tokens
+    runner.graphs = graphs
+
+
 # ---------------------------------------------------------------- batches and limits
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "padded"), [("cpu", False), ("cpu", True), on_gpu("cuda", True)])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 12, 20, 100])
-def test_full_batches(make_llm, reference, max_num_seqs, device):
+def test_full_batches(make_llm, reference, max_num_seqs, device, padded):
     """Batch sizes between the captured ones: graphs were captured for 1, 2, 4, 8, 16, 32 ... up to ``max_num_seqs``,
     and a batch of 3, 12, 20 or 100 found no graph, or ran with another batch's padding."""
     prompts = [prompt_of(3 + i % 7, seed=i) for i in range(max_num_seqs)]
     llm = make_llm(
         device=device, dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=1024, max_model_len=64
     )
-    # they finish one by one, so every smaller batch size occurs too
-    params = [greedy(4 + i % 5) for i in range(max_num_seqs)]
+    if padded and device == "cpu":
+        pad_batches(llm)
+    assert (llm.model_runner.graphs is not None) == padded
+    sizes, run = [], llm.model_runner.run
+
+    def watch(batch):
+        if isinstance(batch, DecodeBatch):
+            sizes.append(len(batch.rows))
+        return run(batch)
+
+    llm.model_runner.run = watch
+    # a fifth of them finish at a time, so smaller batches occur too; padding that stored something would hit the
+    # first block, whose owner stays to the end
+    params = [greedy(8 - i % 5) for i in range(max_num_seqs)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert tokens_of(outputs) == [reference(p, 8)[: q.max_tokens] for p, q in zip(prompts, params, strict=True)]
+    assert sizes[0] == max_num_seqs and len(set(sizes)) >= min(5, max_num_seqs)
+
+
+def test_a_graph_for_every_batch_size():
+    """``max_num_seqs=3`` captured 1, 2 and 4, and the last had more rows than the row table; 20 captured up to 16."""
+    for max_num_seqs in range(1, 700):
+        sizes = DecodeGraphs.sizes(max_num_seqs)
+        assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
+        assert all(b - a <= max(a, 8) and b - a <= 32 for a, b in itertools.pairwise(sizes))  # little is padding
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,19 +209,21 @@ def test_max_tokens_zero_and_one(make_llm, reference):
 # ---------------------------------------------------------------- prefix cache, chunks, preemption
 
 
-def test_identical_prompts_in_one_step(make_llm, reference):
+@pytest.mark.parametrize("device", DEVICES)
+def test_identical_prompts_in_one_step(make_llm, reference, device):
     """The second of two equal prompts hit blocks that the same launch was only about to fill."""
-    llm = make_llm(max_num_batched_tokens=256)
+    llm = make_llm(device=device, max_num_batched_tokens=256)
     prompt = prompt_of(40)
     outputs = llm.generate([prompt] * 3, greedy(8), use_tqdm=False)
     assert tokens_of(outputs) == [reference(prompt, 8)] * 3
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 32]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [16, 32, 33])
-def test_wholly_cached_prompt(make_llm, reference, length):
+def test_wholly_cached_prompt(make_llm, reference, length, device):
     """A prompt that is cached to its last token left nothing to compute, and so no logits to sample from."""
-    llm = make_llm()
+    llm = make_llm(device=device)
     prompt = prompt_of(length)
     for cached in (0, (length - 1) // 16 * 16):
         (output,) = llm.generate([prompt], greedy(20), use_tqdm=False)
@@ -184,43 +231,65 @@ def test_wholly_cached_prompt(make_llm, reference, length):
         assert output.num_cached_tokens == cached
 
 
-def test_reused_block_loses_its_name(make_llm, reference):
+@pytest.mark.parametrize("device", DEVICES)
+def test_reused_block_loses_its_name(make_llm, reference, device):
     """A block was given to another sequence and kept its hash: the old prompt came back and read foreign keys."""
-    llm = make_llm(num_kvcache_blocks=4, max_num_seqs=2)
-    first, others = prompt_of(36), [prompt_of(50, seed) for seed in range(3)]
-    llm.generate([first], greedy(4), use_tqdm=False)
-    (again,) = llm.generate([first], greedy(4), use_tqdm=False)
-    assert again.num_cached_tokens == 32
-    llm.generate(others, greedy(4), use_tqdm=False)
-    (again,) = llm.generate([first], greedy(4), use_tqdm=False)
-    assert again.num_cached_tokens == 0
-    assert again["token_ids"] == reference(first, 4)
+    llm = make_llm(device=device, num_kvcache_blocks=4, max_num_seqs=4)
+    first = prompt_of(36)
+    # those who fill the blocks give them names of their own; those who do not are who leave the old ones there
+    for length in (50, 5):
+        llm.generate([first], greedy(4), use_tqdm=False)
+        (again,) = llm.generate([first], greedy(4), use_tqdm=False)
+        assert again.num_cached_tokens == 32
+        llm.generate([prompt_of(length, seed) for seed in range(4)], greedy(4), use_tqdm=False)
+        (again,) = llm.generate([first], greedy(4), use_tqdm=False)
+        assert again.num_cached_tokens == 0
+        assert again["token_ids"] == reference(first, 4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("budget", [16, 32, 31, 33])
-def test_chunk_ends_on_a_block_boundary(make_llm, reference, budget):
+def test_chunk_ends_on_a_block_boundary(make_llm, reference, budget, device):
     """A chunk that ended just where a block did registered that block twice, or the next chunk began in it again."""
     prompts = [prompt_of(80), prompt_of(64), prompt_of(65)]
-    llm = make_llm(max_num_batched_tokens=budget, max_num_seqs=4)
+    llm = make_llm(device=device, max_num_batched_tokens=budget, max_num_seqs=4)
     for _ in range(2):  # the second time with hits
-        assert tokens_of(llm.generate(prompts, greedy(6), use_tqdm=False)) == [reference(p, 6) for p in prompts]
+        outputs = llm.generate(prompts, greedy(6), use_tqdm=False)
+        assert tokens_of(outputs) == [reference(p, 6) for p in prompts]
+    assert [output.num_cached_tokens for output in outputs] == [64, 48, 64]
 
 
-def test_preemption_at_257_tokens(make_llm, reference):
+@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), on_gpu("cuda", 1)])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize(("lengths", "preempted_at"), [((251, 252), 258), ((251, 251), 257), ((256, 256), 257)])
+def test_preemption_at_257_tokens(
+    make_llm, reference, monkeypatch, lengths, preempted_at, enable_prefix_caching, device, depth
+):
     """The 257th token opens a second block of 256. There is none, so the sequence starts again from its prompt and the
     tokens it has generated; these were left out, or counted as prompt."""
-    llm = make_llm(kvcache_block_size=256, num_kvcache_blocks=3, max_num_batched_tokens=512, max_model_len=512)
-    prompts = [prompt_of(251), prompt_of(252)]
+    llm = make_llm(
+        device=device, kvcache_block_size=256, num_kvcache_blocks=3, max_num_batched_tokens=512, max_model_len=512,
+        enable_prefix_caching=enable_prefix_caching,
+    )  # fmt: skip
+    if depth:
+        run_ahead(llm)
+    preempt, preempted = llm.scheduler.preempt, []
+    monkeypatch.setattr(llm.scheduler, "preempt", lambda seq: (preempted.append(seq.num_tokens), preempt(seq)))
+    prompts = [prompt_of(length, seed=i) for i, length in enumerate(lengths)]
     outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
-    assert llm.scheduler.num_preemptions == 1
+    assert preempted == [preempted_at]
     assert tokens_of(outputs) == [reference(prompt, 20) for prompt in prompts]
-    assert [len(output.prompt_token_ids) for output in outputs] == [251, 252]
+    assert tuple(len(output.prompt_token_ids) for output in outputs) == lengths
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]  # of the prompt, when it came
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_preemption_again_and_again(make_llm, reference, enable_prefix_caching):
+def test_preemption_again_and_again(make_llm, reference, enable_prefix_caching, device):
     """Preempted by turns, sequences waited for each other; and what they had generated got lost."""
-    llm = make_llm(num_kvcache_blocks=6, max_num_seqs=6, enable_prefix_caching=enable_prefix_caching)
+    llm = make_llm(
+        device=device, num_kvcache_blocks=6, max_num_seqs=6, enable_prefix_caching=enable_prefix_caching
+    )
     prompts = [prompt_of(14 + i) for i in range(6)]
     outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
     assert tokens_of(outputs) == [reference(prompt, 40) for prompt in prompts]
@@ -228,9 +297,10 @@ def test_preemption_again_and_again(make_llm, reference, enable_prefix_caching):
     assert llm.scheduler.block_manager.num_available == 6
 
 
-def test_hit_on_a_block_in_flight(make_llm, reference):
+@pytest.mark.parametrize("device", DEVICES)
+def test_hit_on_a_block_in_flight(make_llm, reference, device):
     """A prompt arrives while the launch that fills its twin's blocks still runs: a hit, as launches run in order."""
-    llm = run_ahead(make_llm())
+    llm = run_ahead(make_llm(device=device))
     prompt = prompt_of(40)
     ids, finished, processed = [llm.add_request(prompt, greedy(6))], {}, []
     llm.step()
@@ -244,7 +314,8 @@ def test_hit_on_a_block_in_flight(make_llm, reference):
     assert finished == dict.fromkeys(ids, reference(prompt, 6))
 
 
-def test_stop_learnt_one_launch_late(make_llm, reference):
+@pytest.mark.parametrize("device", DEVICES)
+def test_stop_learnt_one_launch_late(make_llm, reference, device):
     """Run-ahead computes one token too many after a stop; it appeared in the output, or in the next owner's row."""
     prompts = [prompt_of(n) for n in (9, 10, 11, 12)]
     stops = [reference(prompt, 12)[i] for prompt, i in zip(prompts, (2, 5, 0, 7), strict=True)]
@@ -252,7 +323,7 @@ def test_stop_learnt_one_launch_late(make_llm, reference):
     for prompt, stop in zip(prompts, stops, strict=True):
         tokens = reference(prompt, 12)
         expected.append(tokens[: tokens.index(stop) + 1])
-    llm = run_ahead(make_llm(max_num_seqs=2))
+    llm = run_ahead(make_llm(device=device, max_num_seqs=2))
     outputs = llm.generate(prompts, [greedy(12, stop_token_ids=[stop]) for stop in stops], use_tqdm=False)
     assert tokens_of(outputs) == expected
     assert [output.outputs[0].stop_reason for output in outputs] == stops
@@ -264,11 +335,11 @@ def test_stop_learnt_one_launch_late(make_llm, reference):
 
 @pytest.mark.parametrize("where", ["run", "run_model"])
 @pytest.mark.parametrize("after", [1, 2, 4])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_keyboard_interrupt(make_llm, reference, where, after, depth, monkeypatch):
+@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), on_gpu("cuda", 1)])
+def test_keyboard_interrupt(make_llm, reference, where, after, device, depth, monkeypatch):
     """Ctrl-C in the middle of ``generate``: the next call waited for ever, answered the old prompts too, or decoded
     garbage since the host believed that the device had got the row updates of the launch that never was."""
-    llm = make_llm(max_num_seqs=4)
+    llm = make_llm(device=device, max_num_seqs=4)
     if depth:
         run_ahead(llm)
     original, calls = getattr(llm.model_runner, where), 0

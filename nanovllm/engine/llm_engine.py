@@ -79,7 +79,7 @@ class LLMEngine:
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:
-            raise EngineError("this engine was shut down by exit(); make a new LLM(...).")
+            raise EngineError("this engine is shut down; make a new LLM(...).")
 
     # ---------------------------------------------------------------- the loop, for people who drive it
 
@@ -165,7 +165,7 @@ class LLMEngine:
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
-        prompts = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
+        prompts = [prompts] if isinstance(prompts, str) else _as_list("prompts must be a string or a list", prompts)
         if prompts and isinstance(prompts[0], (int, np.integer)):
             prompts = [prompts]  # type: ignore[list-item]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
@@ -187,7 +187,7 @@ class LLMEngine:
             sampling_params, use_tqdm: as in ``generate``.
             **template_options: for the tokenizer's chat template, e.g. ``enable_thinking=False``.
         """
-        conversations = _as_list("messages", messages)
+        conversations = _as_list("messages must be a list", messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         for conversation in conversations:
@@ -206,7 +206,7 @@ class LLMEngine:
             raise EngineError("generate() needs an idle engine; finish the requests you added with step() first.")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(token_ids)
-        sampling_params = _as_list("sampling_params", sampling_params)
+        sampling_params = _as_list("sampling_params must be a SamplingParams or a list of them", sampling_params)
         if len(sampling_params) != len(token_ids):
             raise RequestError(
                 f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
@@ -251,7 +251,7 @@ class LLMEngine:
                     if now - shown > bar.mininterval:
                         shown = now
                         bar.set_postfix({k: f"{tokens[k] / (seconds[k] or 1):.0f}tok/s" for k in tokens}, refresh=False)
-                    bar.update(len(finished))
+                bar.update(len(finished))
             if use_tqdm:
                 bar.set_postfix({k: f"{tokens[k] / (seconds[k] or 1):.0f}tok/s" for k in tokens}, refresh=False)
         return futures
@@ -328,9 +328,9 @@ class LLMEngine:
             self.scheduler.add(seq)
 
 
-def _as_list(name: str, given: Any) -> list:
+def _as_list(rule: str, given: Any) -> list:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be a list, not {given!s:.100}.")
+        raise RequestError(f"{rule}, not {given!s:.100}.")
     return list(given)
 
 

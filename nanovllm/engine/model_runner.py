@@ -2,7 +2,7 @@
 
 Owns the device: the model, the KV pool, the row state, the sampler and the CUDA graphs. Knows
 nothing of queues. ``run`` launches and returns a handle at once; nothing here waits for the device
-but ``StepHandle.wait``.
+but ``StepHandle.wait`` and ``synchronize``.
 """
 
 from contextlib import contextmanager
@@ -77,14 +77,14 @@ class ModelRunner:
         self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), _shortage_as_ours():
             with self._defaults():
                 self.model = get_model_class(config.model_config.architecture)(config.model_config, self.backend, group)
                 self.sampler = Sampler(group)
-            if config.load_format == "dummy":
-                init_dummy_weights(self.model, config.seed + group.rank)
-            else:
-                load_model(self.model, config.model_path)
+                if config.load_format == "dummy":
+                    init_dummy_weights(self.model, config.seed + group.rank)
+                else:
+                    load_model(self.model, config.model_path)
             self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
             reserved = self.warmup_model()
@@ -94,7 +94,8 @@ class ModelRunner:
         pin = self.device.type == "cuda"
         # a launch writes the buffer that the launch before the last one was read from
         self._token_buffers = [
-            torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=pin) for _ in range(self.depth + 1)
+            torch.empty(config.max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=pin)
+            for _ in range(self.depth + 1)
         ]
         self._num_launches = 0
 
@@ -126,7 +127,7 @@ class ModelRunner:
         with set_context(context):
             hidden = self.model(ids, ids)
         # what takes most memory: with several ranks, filters gather the logits
-        self._sample(hidden[:num_seqs], self.row_state.batch_rows[: min(num_seqs, num_tokens)], has_filters=True)
+        self._sample(hidden[:num_seqs], self.row_state.batch_rows, has_filters=True)
         torch.cuda.synchronize()
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
@@ -408,10 +409,24 @@ def select_device(name: str, rank: int) -> torch.device:
 
 
 def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's, and float32 on the CPU."""
+    """The dtype to compute in; "auto" is the checkpoint's, float32 on the CPU, float16 on a GPU without bfloat16."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint
+        if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+            name = "float16"
     return getattr(torch, name)
+
+
+@contextmanager
+def _shortage_as_ours():
+    """Where the device runs out of memory while the engine is made, an error that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"no room for the model: {error}\nFree memory on the device, lower max_num_batched_tokens, max_num_seqs or "
+            "num_kvcache_blocks (if set), or spread the model over more devices (tensor_parallel_size)."
+        ) from error
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

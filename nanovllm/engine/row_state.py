@@ -17,6 +17,7 @@ from nanovllm.sampling_params import MAX_FORBIDDEN
 LAST_TOKEN, LENGTH, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, MIN_LENGTH, FORBIDDEN = 0, 1, 2, 3, 4, 5, 6, 8, 9
 BLOCK_TABLE = FORBIDDEN + MAX_FORBIDDEN
 INT32_MAX = 2**31 - 1  # stands for any larger number a user gives
+MAX_TEMPERATURE = 1e30  # so does this; its inverse is an fp32 number other than 0
 
 
 def _bits(*values: float) -> list[int]:
@@ -84,14 +85,15 @@ class RowUpdates:
     def enter(self, seq: Sequence) -> None:
         """A sequence got its row: everything about it."""
         params = seq.sampling_params
+        temperature = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
         filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.has_filters[seq.row] = filters and params.temperature > 0
+        self.has_filters[seq.row] = filters and not params.is_greedy
         forbidden = seq.forbidden_token_ids
         halves = np.array([seq.seed], np.uint64).view(np.int32).tolist()
         self._put(seq.row, LAST_TOKEN, [
             0,
             seq.num_tokens,
-            *_bits(params.temperature),
+            *_bits(temperature),
             min(max(params.top_k, 0), INT32_MAX),
             *_bits(params.top_p, params.min_p),
             *halves,

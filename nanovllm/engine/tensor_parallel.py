@@ -152,9 +152,9 @@ class Workers:
 
         self.wait_for_state("here")
         met: Future = Future()
-        arguments = (0, self._size, device, os.path.join(self._directory, "store"), STEP_TIMEOUT_S)
-        meet = lambda: _settle(met, ParallelGroup.connect, *arguments)  # noqa: E731
-        threading.Thread(target=meet, name="nanovllm-connect", daemon=True).start()
+        store_path = os.path.join(self._directory, "store")
+        arguments = (met, ParallelGroup.connect, 0, self._size, device, store_path, STEP_TIMEOUT_S)
+        threading.Thread(target=_settle, args=arguments, name="nanovllm-connect", daemon=True).start()
         self.wait_until(met.done)
         self.group = met.result()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -57,7 +57,11 @@ class Tokenization:
         tokenizer = self._required()
         if not tokenizer.chat_template:
             raise RequestError("chat() needs a tokenizer with a chat template; this model has none. Use generate().")
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+        kwargs.setdefault("add_generation_prompt", True)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+        except Exception as error:  # whatever the model's template makes of them
+            raise RequestError(f"the model's chat template cannot take these messages: {error}") from error
 
     def decode_later(self, token_ids: list[int]) -> "Future[str]":
         """The text of the ids, special tokens left out; "" without a tokenizer."""

@@ -8,12 +8,23 @@ from types import ModuleType
 
 import torch
 
+from nanovllm.errors import ConfigError
+
 
 def select(device_type: str | None = None) -> ModuleType:
-    """The module of operations for a device type; None means torch's current default device."""
-    if (device_type or torch.get_default_device().type) == "cuda":
-        from nanovllm.kernels import triton_ops
+    """The module of operations for a device type; None means torch's current default device.
 
+    Raises:
+        ConfigError: the device needs Triton, and it is not there.
+    """
+    if (device_type or torch.get_default_device().type) == "cuda":
+        try:
+            from nanovllm.kernels import triton_ops
+        except ImportError as error:
+            raise ConfigError(
+                f"a CUDA device needs Triton, which cannot be imported ({error}). Install the package triton "
+                "(on Windows triton-windows), or use device='cpu'."
+            ) from error
         return triton_ops
     from nanovllm.kernels import reference
 

@@ -56,11 +56,6 @@ def tiling(num_tokens, num_rows, num_channels):
     return None
 
 
-def prefers_fused(num_tokens, num_rows, num_channels):
-    """Whether fused_linear runs its own kernel at this shape, rather than cuBLAS with unfused neighbours."""
-    return tiling(num_tokens, num_rows, num_channels) is not None
-
-
 @triton.jit
 def weight_rows(tile, num_results, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
     """(weight rows i64, whether they exist) of a tile, [BLOCK_N]; with SILU_MUL half gate, then as many up rows."""

@@ -156,7 +156,7 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
 
     temperature, top_k = columns.temperature[rows], columns.top_k[rows]
     top_p, min_p = columns.top_p[rows], columns.min_p[rows]
-    thresholds = torch.full((len(rows),), -torch.inf, device=logits.device)
+    thresholds = torch.full((len(rows),), -torch.inf, dtype=torch.float32, device=logits.device)
     filtered = (temperature > 0) & (columns.length[rows] > 0)
     filtered &= ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
     if not filtered.any():

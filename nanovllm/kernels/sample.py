@@ -11,10 +11,6 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from .inputs import after_predecessor, launch_options, let_successor_start
-from .reference import SamplingColumns
-
-__all__ = ["SamplingColumns", "advance_rows", "logit_thresholds", "sample"]
-
 
 # A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
 # 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.

@@ -152,12 +152,14 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, block_size: 
     """The backend that ``attention_backend=name`` stands for; "auto" takes what measured fastest of what can run.
 
     Raises:
-        ConfigError: the backend cannot run here; the message says why and what can.
+        ConfigError: the backend or the head size cannot run here; the message says why and what can.
     """
     if device_type == "cpu":
         if name not in ("auto", "sdpa"):
             raise ConfigError(f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'.")
         return SDPABackend()
+    if head_dim & (head_dim - 1):
+        raise ConfigError(f"the model's head_dim={head_dim} is not a power of two: it runs only with device='cpu'.")
     if name == "sdpa":
         return SDPABackend()
     if name == "flash_attn":

@@ -96,6 +96,12 @@ class Qwen3Config:
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
         eos = raw.get("eos_token_id")
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise CheckpointError(f"config.json: dtype={dtype!r}; supported are bfloat16, float16 and float32.")
+        rope, max_position = RopeScaling.from_json(raw), raw.get("max_position_embeddings", 32768)
+        if rope.kind == "yarn":  # Qwen's recipe adds it to a config.json and leaves the shorter length there
+            max_position = max(max_position, int(rope.factor * rope.original_max_position))
         return cls(
             architecture=raw["architectures"][0],
             vocab_size=raw["vocab_size"],
@@ -105,12 +111,12 @@ class Qwen3Config:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            max_position_embeddings=raw.get("max_position_embeddings", 32768),
+            max_position_embeddings=max_position,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-            rope=RopeScaling.from_json(raw),
+            dtype=dtype,
+            rope=rope,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
         )
 

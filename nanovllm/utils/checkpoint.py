@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.qwen3_config import Qwen3Config
 
@@ -28,13 +28,14 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         weights: False fetches the small files only.
 
     Raises:
+        ConfigError: a revision of a directory.
         CheckpointError: no such directory, or the hub cannot provide it (the cache and
             ``HF_HUB_OFFLINE`` are honoured).
     """
-    if model is None:
-        return str(DEMO_MODEL)
-    path = Path(model).expanduser()
+    path = DEMO_MODEL if model is None else Path(model).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r}: {path} is a directory; only a model of the hub has revisions.")
         return str(path)
     if path.exists():
         raise CheckpointError(f"model={str(model)!r} is a file; give the directory that holds config.json.")
@@ -42,7 +43,7 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         raise CheckpointError(f"model={str(model)!r}: there is no such directory, and it is not a hub id.")
 
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*SMALL_FILES, "*.safetensors"] if weights else [*SMALL_FILES]
     try:
@@ -50,7 +51,7 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
     except LocalEntryNotFoundError as error:
         why = "it is not in the local cache and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
         raise CheckpointError(f"model={str(model)!r}: no such directory, and {why}.") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # errors of the HTTP client come through as they are, and versions use different ones
         raise CheckpointError(f"model={str(model)!r}: no such directory, and the hub says: {error}") from error
 
 
