@@ -7,6 +7,7 @@ Owns the options, their defaults and the checks that need no device. Reads the c
 import difflib
 import os
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -24,7 +25,7 @@ def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
 
 
 def _integer(name: str, given: object, at_least: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or given < at_least:
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < at_least:  # type: ignore[operator]
         raise ConfigError(f"{name}={given!r}: must be an integer >= {at_least}.")
 
 

@@ -73,7 +73,7 @@ def _slot_offsets(
 # its first tile to its last, and all programs end together.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [NB, BS, K, D]

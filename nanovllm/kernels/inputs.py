@@ -9,6 +9,10 @@ kernel writes (weights), and calls `after_predecessor` before it touches anythin
 predecessor has finished, and by the same rule everything before it: the chain holds as long as every program waits.
 Weights must be settled, then: a chain of kernels may not follow their writing without a synchronisation or an unchained
 launch in between, for a successor may start before its predecessor has waited.
+
+Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, and one that is not. Where this gains
+nothing and the integer changes from step to step (batch sizes, numbers of rows), kernels here opt out of it: every
+variant costs a second at start-up, or in the middle of serving.
 """
 
 import functools
@@ -41,7 +45,7 @@ def after_predecessor(CHAINED: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def decode_inputs_kernel(
     rows_ptr,  # i32[B]
     last_token_ptr,  # i32[R], strided
@@ -77,9 +81,11 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(rows, last_token, length, block_tables, block_size):
-    """See reference.decode_inputs. One launch; the four results are the rows of one i32[4, B]."""
+    """See reference.decode_inputs. One launch; the four results share one allocation."""
     (batch_size,) = rows.shape
-    results = torch.empty((4, batch_size), dtype=torch.int32, device=rows.device)
+    # Each begins at a multiple of 16 bytes: a pointer that does not makes Triton compile its readers anew.
+    padded = triton.cdiv(batch_size, 4) * 4
+    results = torch.empty((4, padded), dtype=torch.int32, device=rows.device)[:, :batch_size]
     if batch_size > 0:
         block = 128
         decode_inputs_kernel[(triton.cdiv(batch_size, block),)](

@@ -10,7 +10,7 @@ import triton.language as tl
 from .inputs import after_predecessor, launch_options, let_successor_start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [T, H, C], last dimension contiguous
     residual_ptr,  # [T * H, C], read and overwritten; only with HAS_RESIDUAL

@@ -77,8 +77,8 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
     """Write k, v [T, K, D] to slots of the caches [NB, BS, K, D]; slot = block * BS + offset, -1 = nowhere."""
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k[stored]
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v[stored]
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k[stored])
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[stored])
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, out=None):

@@ -265,7 +265,7 @@ def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr, COMPILED: tl.con
     return -fast_log(tl.where(is_lower & (tail < 0.03125), series, exponential), COMPILED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
 def sample_chunks_kernel(
     logits_ptr,  # [B, V], written by the LM head
     rows_ptr,  # i32[B]
@@ -427,7 +427,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     return value, token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def advance_rows_kernel(
     tokens_ptr,  # i32[B]
     rows_ptr,  # i32[B]

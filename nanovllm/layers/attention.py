@@ -81,8 +81,11 @@ class SDPABackend:
         for i, length in enumerate(lengths):
             blocks = tables[i][: -(-length // block_size)]
             if blocks:  # one block is a view of the pages; only longer contexts are copied together
+                rest = length - (len(blocks) - 1) * block_size
                 keys, values = (
-                    (cache[blocks[0]] if len(blocks) == 1 else torch.cat([cache[b] for b in blocks]))[:length]
+                    torch.cat([*(cache[b] for b in blocks[:-1]), cache[blocks[-1]][:rest]])
+                    if len(blocks) > 1
+                    else cache[blocks[0]][:rest]
                     for cache in (k_cache, v_cache)
                 )
                 keys, values = keys.transpose(0, 1), values.transpose(0, 1)  # [K, length, D]
