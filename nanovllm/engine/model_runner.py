@@ -177,7 +177,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             return
         most = min(self.config.max_num_batched_tokens, self.config.max_model_len)
-        for num_seqs, num_new in ((1, min(16, most)), (min(16, self.config.max_num_seqs), most // 16)):
+        for num_seqs, num_new in ((1, min(12, most)), (min(16, self.config.max_num_seqs), most // 16)):
             ends = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * num_new
             tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32, device=self.device)
             rows = torch.full_like(ends[1:], self.row_state.null_row)

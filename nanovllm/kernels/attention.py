@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .inputs import has_large_shared_memory
+
 LOG2_E = 1.4426950408889634
 # Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -363,6 +365,8 @@ def paged_decode_attention(
     assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
 
     config = decode_config(num_seqs, num_kv_heads, head_size, k_cache.element_size())
+    if not has_large_shared_memory(q.device):
+        config = config._replace(block_n=min(config.block_n, 64))
     if max_context is None:
         max_context = block_tables.shape[1] * block_size
     max_tiles = num_seqs * max(1, -(-max_context // config.block_n))

@@ -31,6 +31,12 @@ def launch_options(device):
     return {"CHAINED": False}
 
 
+@functools.cache
+def has_large_shared_memory(device):
+    """Whether a program may have the 148 KB that the largest tiles take: data-centre GPUs, not RTX 30 and 40."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 148 << 10
+
+
 @triton.jit
 def let_successor_start(CHAINED: tl.constexpr):
     """Once all programs of this kernel have called this, the next kernel may take what room is left."""

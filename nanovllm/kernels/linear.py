@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .activation import silu_and_mul
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, has_large_shared_memory, launch_options, let_successor_start
 from .norm import rms_norm
 
 
@@ -35,20 +35,21 @@ class Tiling(NamedTuple):
     num_warps: int
 
 
-def tiling(num_tokens, num_rows, num_channels):
-    """The choice measured on an NVIDIA H200, or None where cuBLAS with unfused neighbours is as good.
+def tiling(num_tokens, num_rows, num_channels, itemsize):
+    """The choice measured on an NVIDIA H200 with 16 bits, or None where cuBLAS with unfused neighbours is as good.
 
     Large weights are where cuBLAS has nothing left to gain: it streams them at nine tenths of the bandwidth.
     """
-    size = num_rows * num_channels
+    num_bytes = num_rows * num_channels * itemsize
     short = num_channels <= 1024
-    if num_tokens == 1 and size <= 64e6:
+    if num_tokens == 1 and num_bytes <= 128e6:
         if short:
             return Tiling("vector", 1, 4, 1024, 2) if num_rows <= 4096 else Tiling("vector", 1, 8, 1024, 4)
         if num_rows <= 1024:
             return Tiling("vector", 1, 8, 2048 if num_channels <= 2048 else 4096, 8)
         return Tiling("vector", 1, 4, 2048 if num_channels <= 4096 else 4096, 4)
-    if num_tokens <= 16 and size <= 8e6:
+    # Not for fp32: tensor cores do not multiply it in full, and its tiles would not fit.
+    if num_tokens <= 16 and num_bytes <= 16e6 and itemsize == 2:
         if not short:
             return Tiling("matrix", 8, 16, 2048, 8)
         block_m = 8 if num_tokens <= 8 else 16
@@ -199,7 +200,7 @@ def vector_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def matrix_kernel(
     x_ptr,  # [M, C], rows strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
@@ -283,8 +284,8 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     num_tokens, num_channels = x.shape
     num_rows = weight.shape[0]
     num_results = num_rows // 2 if silu_mul else num_rows
-    chosen = tiling(num_tokens, num_rows, num_channels)
-    if chosen is None:
+    chosen = tiling(num_tokens, num_rows, num_channels, weight.element_size())
+    if chosen is None or (chosen.kernel == "matrix" and not has_large_shared_memory(x.device)):
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
         if residual is not None and bias is None and not silu_mul:
