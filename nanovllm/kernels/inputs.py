@@ -34,7 +34,10 @@ def launch_options(device):
 @functools.cache
 def has_large_shared_memory(device):
     """Whether a program may have the 148 KB that the largest tiles take: data-centre GPUs, not RTX 30 and 40."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 148 << 10
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 148 << 10  # torch for ROCm does not say
 
 
 @triton.jit
