@@ -1,6 +1,6 @@
 """Triton: what the model reads in a decode step, gathered from the row table; and how launches chain.
 
-Owns `decode_inputs`, and the switch for programmatic dependent launch that all kernels of a step share. Knows
+Owns `decode_inputs`, and what all kernels of a step share: how they are launched, and what the device can take. Knows
 nothing of what the rows mean beyond the columns it is handed.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that its
