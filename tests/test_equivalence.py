@@ -270,10 +270,13 @@ def test_on_the_gpu_in_fp32(way, run_ahead, requests, expected):
 @pytest.mark.parametrize("eager", (False, True))
 @pytest.mark.parametrize("backend", ("triton", "sdpa", "flash_attn"))
 def test_on_the_gpu_in_bf16(backend, eager, answers):
-    """Every backend gives the demo model's answers word for word, alone, together and again from the cache."""
+    """Every backend gives the demo model's answers word for word, alone, together and again from the cache.
+
+    The answer of 391 tokens and the prompts of 548 are among them. Their smallest margins in fp32 are 9 logits
+    and more, so a difference here is a fault, not a rounding.
+    """
     if backend == "flash_attn":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    answers = answers[:-2]  # those behind a long prefix hang on roundings
     prompts, greedy = [prompt for prompt, _ in answers], SamplingParams(temperature=0, max_tokens=450)
     want = [answer for _, answer in answers]
     with demo(**ON_GPU, dtype="bfloat16", attention_backend=backend, enforce_eager=eager) as llm:
