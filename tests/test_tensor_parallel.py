@@ -203,6 +203,7 @@ def test_one_shot_all_reduce_between_streams():
     streams = [torch.cuda.Stream() for _ in range(world)]
     xs = [[worker_mains.sum_parts(n, rank).cuda() for n in worker_mains.SUM_SIZES] for rank in range(world)]
     outs = [[torch.full_like(x, float("nan")) for x in xs[rank]] for rank in range(world)]
+    end_of_time = torch.full(marks[0].shape, 1 << 62).pin_memory()
 
     def launch(rank, i):
         arguments = (*addresses, epochs[rank], capacity, rank, world)
@@ -223,7 +224,7 @@ def test_one_shot_all_reduce_between_streams():
     time.sleep(0.05)
     assert not streams[0].query()  # it waits for rank 1
     with torch.cuda.stream(streams[1]):
-        marks[0].fill_(1 << 62)
+        marks[0].copy_(end_of_time, non_blocking=True)
     torch.cuda.synchronize()
 
 

@@ -11,6 +11,12 @@ from .inputs import after_predecessor, launch_options, let_successor_start
 
 
 @triton.jit
+def _buffer(buffers_ptr, rank, dtype: tl.constexpr):
+    """A rank's buffer. Triton must be told that it is aligned, or it moves 2 bytes at a time instead of 16."""
+    return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def one_shot_all_reduce_kernel(
     x_ptr,  # [N], this rank's part of the sum
     out_ptr,  # [N], the sum, written here
@@ -37,7 +43,7 @@ def one_shot_all_reduce_kernel(
     after_predecessor(CHAINED)
     epoch = tl.load(epochs_ptr + program) + 1
     half = (epoch & 1) * capacity
-    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(dtype)) + half
+    mine = _buffer(buffers_ptr, RANK, dtype) + half
     for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         tl.store(mine + offs, tl.load(x_ptr + offs, mask=offs < numel), mask=offs < numel)
@@ -57,7 +63,7 @@ def one_shot_all_reduce_kernel(
         offs = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(WORLD):
-            part = tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)) + half
+            part = _buffer(buffers_ptr, rank, dtype) + half
             total += tl.load(part + offs, mask=offs < numel, other=0.0, cache_modifier=".cg").to(tl.float32)
         tl.store(out_ptr + offs, total.to(dtype), mask=offs < numel)
     tl.store(epochs_ptr + program, epoch)

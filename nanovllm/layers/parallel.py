@@ -149,6 +149,7 @@ class PeerMemory:
             self._handle = _SymmetricMemory.rendezvous(self._memory, name)
         self._marks = self._memory[:mark_bytes].view(torch.int64)
         self._release_stream = torch.cuda.Stream(device)
+        self._end_of_time = torch.full(self._marks.shape, 1 << 62, dtype=torch.int64, device="cpu").pin_memory()
         starts = torch.tensor(self._handle.buffer_ptrs)
         self._lanes = []  # (bytes, addresses of buffers, addresses of marks, epochs, block)
         mark, data = 0, mark_bytes
@@ -167,9 +168,13 @@ class PeerMemory:
         return self._kernel(x, torch.empty_like(x), buffers, marks, epochs, capacity, self._rank, self._size, block)
 
     def release(self) -> None:
-        """Let every launch of this rank pass, now and from now on: marks of the end of time, beside its stream."""
+        """Let every launch of this rank pass, now and from now on: marks of the end of time, beside its stream.
+
+        A copy and not a kernel: a kernel that was never run before must be loaded, and may have to wait for those
+        that are running, which wait for it.
+        """
         with torch.cuda.stream(self._release_stream), torch.inference_mode():
-            self._marks.fill_(1 << 62)
+            self._marks.copy_(self._end_of_time, non_blocking=True)
         self._release_stream.synchronize()
 
     def close(self) -> None:
