@@ -203,13 +203,17 @@ def test_one_shot_all_reduce_between_streams():
     streams = [torch.cuda.Stream() for _ in range(world)]
     xs = [[worker_mains.sum_parts(n, rank).cuda() for n in worker_mains.SUM_SIZES] for rank in range(world)]
     outs = [[torch.full_like(x, float("nan")) for x in xs[rank]] for rank in range(world)]
-    end_of_time = torch.full(marks[0].shape, 1 << 62).pin_memory()
+    released = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(world)]
 
     def launch(rank, i):
-        arguments = (*addresses, epochs[rank], capacity, rank, world)
+        arguments = (*addresses, epochs[rank], released[rank], capacity, rank, world)
         one_shot_all_reduce(xs[rank][i], outs[rank][i], *arguments, block=512, num_warps=4)
 
+    for rank in range(world):  # the driver loads no kernel while another runs: let both be loaded, and pass
+        launch(rank, 0)
     torch.cuda.synchronize()
+    for flag in released:
+        flag.zero_()
     for i in range(len(worker_mains.SUM_SIZES)):
         for rank in range(world):
             with torch.cuda.stream(streams[rank]):
@@ -223,8 +227,7 @@ def test_one_shot_all_reduce_between_streams():
         launch(0, 1)
     time.sleep(0.05)
     assert not streams[0].query()  # it waits for rank 1
-    with torch.cuda.stream(streams[1]):
-        marks[0].copy_(end_of_time, non_blocking=True)
+    released[0].fill_(1)
     torch.cuda.synchronize()
 
 

@@ -62,8 +62,8 @@ def sums(rank, buffers, marks, pipe):
     from nanovllm.kernels.all_reduce import one_shot_all_reduce
 
     addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in (buffers, marks)]
-    epochs = torch.zeros(SUM_PROGRAMS, dtype=torch.int64)
+    epochs, released = torch.zeros(SUM_PROGRAMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for n in SUM_SIZES:
         x, out = sum_parts(n, rank), torch.full((n,), float("nan"))
-        one_shot_all_reduce(x, out, *addresses, epochs, SUM_CAPACITY, rank, len(buffers), block=512)
+        one_shot_all_reduce(x, out, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), block=512)
         pipe.send(out.numpy())

@@ -23,12 +23,14 @@ def one_shot_all_reduce_kernel(
     buffers_ptr,  # i64[WORLD], addresses of every rank's buffer, [2, CAPACITY] of x's type
     marks_ptr,  # i64[WORLD], addresses of every rank's marks, i64[WORLD, PROGRAMS]
     epochs_ptr,  # i64[PROGRAMS], launches so far, of this rank
+    released_ptr,  # i64[1] in the host's memory: not 0 once nobody shall wait any more
     numel,
     capacity,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
@@ -55,8 +57,13 @@ def one_shot_all_reduce_kernel(
     my_marks = tl.load(marks_ptr + RANK).to(tl.pointer_type(tl.int64)) + program
     for rank in tl.static_range(WORLD):
         told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+        polls = 0
         while told < epoch:
             told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+            polls += 1
+            if polls % POLLS == 0:  # rarely: the host's memory is far away
+                if tl.load(released_ptr, volatile=True) != 0:
+                    told = epoch
     tl.debug_barrier()  # all threads load after one of them has seen the last mark
 
     for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
@@ -69,16 +76,18 @@ def one_shot_all_reduce_kernel(
     tl.store(epochs_ptr + program, epoch)
 
 
-def one_shot_all_reduce(x, out, buffers, marks, epochs, capacity, rank, world, block=2048, num_warps=8):
+def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank, world, block=2048, num_warps=8):
     """out = sum over ranks of x, any shape, contiguous.
 
     buffers, marks: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of its
     marks (i64[world, P], zero at first); epochs i64[P] zero at first. Every launch on these must have P programs,
-    and every rank the same launches in the same order. Marks of 2**62 let a rank's launches pass for ever.
+    and every rank the same launches in the same order.
+    released: i64[1] in pinned memory. Set to 1 it lets this rank's launches pass, with any result. The host sets it
+    without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
     """
     programs = epochs.numel()
     one_shot_all_reduce_kernel[(programs,)](
-        x, out, buffers, marks, epochs, x.numel(), capacity,
-        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, num_warps=num_warps, **launch_options(x.device),
+        x, out, buffers, marks, epochs, released, x.numel(), capacity,
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -147,9 +147,7 @@ class PeerMemory:
                 raise
             _SymmetricMemory.set_group_info(name, rank, size, store)  # older torch does not look at process groups
             self._handle = _SymmetricMemory.rendezvous(self._memory, name)
-        self._marks = self._memory[:mark_bytes].view(torch.int64)
-        self._release_stream = torch.cuda.Stream(device)
-        self._end_of_time = torch.full(self._marks.shape, 1 << 62, dtype=torch.int64, device="cpu").pin_memory()
+        self._released = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         starts = torch.tensor(self._handle.buffer_ptrs)
         self._lanes = []  # (bytes, addresses of buffers, addresses of marks, epochs, block)
         mark, data = 0, mark_bytes
@@ -165,23 +163,18 @@ class PeerMemory:
         """Sum over ranks, a new tensor."""
         lane_bytes, buffers, marks, epochs, block = next(lane for lane in self._lanes if x.nbytes <= lane[0])
         capacity = lane_bytes // x.itemsize
-        return self._kernel(x, torch.empty_like(x), buffers, marks, epochs, capacity, self._rank, self._size, block)
+        out = torch.empty_like(x)
+        return self._kernel(x, out, buffers, marks, epochs, self._released, capacity, self._rank, self._size, block)
 
     def release(self) -> None:
-        """Let every launch of this rank pass, now and from now on: marks of the end of time, beside its stream.
-
-        A copy and not a kernel: a kernel that was never run before must be loaded, and may have to wait for those
-        that are running, which wait for it.
-        """
-        with torch.cuda.stream(self._release_stream), torch.inference_mode():
-            self._marks.copy_(self._end_of_time, non_blocking=True)
-        self._release_stream.synchronize()
+        """Let every launch of this rank pass, now and from now on; from any thread, and without the driver."""
+        self._released.fill_(1)
 
     def close(self) -> None:
         from torch._C._distributed_c10d import _unregister_process_group
 
         _unregister_process_group(self._name)
-        for name in ("_handle", "_marks", "_memory"):
+        for name in ("_handle", "_memory"):
             self.__dict__.pop(name, None)
 
 
