@@ -33,24 +33,25 @@ class Tiling(NamedTuple):
     block_n: int  # weight rows of a program
     block_c: int  # channels of one step of its loop
     num_warps: int
+    max_registers: int | None = None  # of a thread
 
 
 def tiling(num_tokens, num_rows, num_channels, itemsize):
-    """The choice measured on an NVIDIA H200 with 16 bits, or None where cuBLAS with unfused neighbours is as good.
-
-    Large weights are where cuBLAS has nothing left to gain: it streams them at nine tenths of the bandwidth.
-    """
+    """The choice measured on an NVIDIA H200 with 16 bits, or None where cuBLAS with unfused neighbours is as good."""
     num_bytes = num_rows * num_channels * itemsize
-    short = num_channels <= 1024
-    if num_tokens == 1 and num_bytes <= 128e6:
-        if short:
-            return Tiling("vector", 1, 4, 1024, 2) if num_rows <= 4096 else Tiling("vector", 1, 8, 1024, 4)
-        if num_rows <= 1024:
-            return Tiling("vector", 1, 8, 2048 if num_channels <= 2048 else 4096, 8)
-        return Tiling("vector", 1, 4, 2048 if num_channels <= 4096 else 4096, 4)
+    block_c = triton.next_power_of_2(num_channels)
+    if num_tokens == 1:
+        # Many small programs for many rows: the more of the next kernel's are there early, the better.
+        if num_channels <= 1024:
+            return Tiling("vector", 1, 2, block_c, 1) if num_rows > 4096 else Tiling("vector", 1, 4, block_c, 4)
+        if num_bytes < 40e6:
+            return Tiling("vector", 1, 2, min(block_c, 4096), 4)
+        if num_rows < num_channels:
+            return Tiling("vector", 1, 2, 2048, 2)
+        return Tiling("vector", 1, 4, 512, 1) if num_bytes < 100e6 else Tiling("vector", 1, 2, 1024, 1, 96)
     # Not for fp32: tensor cores do not multiply it in full, and its tiles would not fit.
     if num_tokens <= 16 and num_bytes <= 16e6 and itemsize == 2:
-        if not short:
+        if num_channels > 1024:
             return Tiling("matrix", 8, 16, 2048, 8)
         block_m = 8 if num_tokens <= 8 else 16
         return Tiling("matrix", block_m, 16, 1024 if num_rows <= 4096 else 512, 4)
@@ -159,38 +160,43 @@ def vector_kernel(
     BLOCK_C: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: BLOCK_N weight rows, all channels, all tokens, by multiply and add."""
+    """One program: BLOCK_N weight rows, all channels, BLOCK_M tokens, by multiply and add.
+
+    Channels are taken VECTOR at a time, what one thread loads at once and adds up by itself: only one sum per vector
+    is kept, so a thread needs few registers, and much of the next kernel fits beside this one and loads its weights.
+    """
     let_successor_start(CHAINED)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tile = tl.program_id(1)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
+    VECTOR: tl.constexpr = 8
     rows, exists = weight_rows(tile, num_results, SILU_MUL, BLOCK_N)
-    c = tl.arange(0, BLOCK_C)
-    weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + c[None, :]
-    weight = tl.load(weight_ptrs, mask=exists[:, None] & (c < NUM_CHANNELS)[None, :], other=0.0)
+    c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
+    weight_ptrs = weight_ptr + rows[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
+    weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
     norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
 
     after_predecessor(CHAINED)
     residual = load_residual(
         residual_ptr, offs_m, tile, num_tokens, num_results, residual_stride, HAS_RESIDUAL, BLOCK_M, BLOCK_I
     )
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * x_stride
-    product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C), tl.float32)
-    squares = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    x_rows = x_ptr + offs_m.to(tl.int64)[:, None, None] * x_stride
+    product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C // VECTOR), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_C // VECTOR), tl.float32)
     for step in tl.static_range(STEPS):
-        is_x = (offs_m < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
-        x = tl.load(x_rows + c[None, :], mask=is_x, other=0.0).to(tl.float32)
+        is_x = (offs_m < num_tokens)[:, None, None] & (c < NUM_CHANNELS)[None, :, :]
+        x = tl.load(x_rows + c[None, :, :], mask=is_x, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_C/V, V]
         if HAS_NORM:
-            squares += x * x
-            x *= norm_weight[None, :]
+            squares += tl.sum(x * x, axis=2)
+            x *= norm_weight[None, :, :]
         this_weight = weight.to(tl.float32)
         c += BLOCK_C
         if step + 1 < STEPS:
             weight_ptrs += BLOCK_C
-            weight = tl.load(weight_ptrs, mask=exists[:, None] & (c < NUM_CHANNELS)[None, :], other=0.0)
+            weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
             norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-        product += x[:, None, :] * this_weight[None, :, :]
+        product += tl.sum(x[:, None, :, :] * this_weight[None, :, :, :], axis=3)
     rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / NUM_CHANNELS + eps)
@@ -311,6 +317,8 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
         kernel, extra = vector_kernel, {}
     else:
         kernel, extra = matrix_kernel, {"GROUPS": chosen.num_warps}
+    if chosen.max_registers is not None:
+        extra["maxnreg"] = chosen.max_registers
     grid = (triton.cdiv(num_tokens, chosen.block_m), triton.cdiv(weight.shape[0], chosen.block_n))
     kernel[grid](
         x,
