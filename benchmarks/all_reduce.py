@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-SHAPES = ((8, 1024), (16, 2048), (32, 4096), (64, 4096), (64, 8192), (128, 4096), (128, 8192))  # programs, block
+SHAPES = ((8, 1024), (16, 2048), (32, 2048), (32, 4096), (64, 2048), (64, 4096), (128, 4096))  # programs, block
 REPEATS = 50
 
 

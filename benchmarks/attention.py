@@ -92,13 +92,13 @@ class DecodeCase:
         self.q = packed[:, : num_heads * HEAD_SIZE].view(len(contexts), num_heads, HEAD_SIZE)
         self.out = torch.empty(len(contexts), num_heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
 
-    def launch(self, copy: int, op=None, pdl: bool = False) -> torch.Tensor:
+    def launch(self, copy: int, op=None, chained: bool = False) -> torch.Tensor:
         op = op or attention.paged_decode_attention
         args = (self.q, self.k, self.v, self.rows, self.context_lens, self.tables[copy], SCALE)
-        return op(*args, out=self.out, pdl=pdl)
+        return op(*args, out=self.out, chained=chained)
 
-    def time_us(self, pdl: bool = False) -> float:
-        return time_graph_us(lambda i: self.launch(i, pdl=pdl), self.copies)
+    def time_us(self, chained: bool = False) -> float:
+        return time_graph_us(lambda i: self.launch(i, chained=chained), self.copies)
 
     def time_flash_us(self) -> float:
         from flash_attn import flash_attn_with_kvcache
@@ -166,14 +166,14 @@ def decode_table() -> dict:
         case = DecodeCase(*spec)
         error = case.check()
         assert error < 0.02, f"{name}: differs from the reference by {error}"
-        us, pdl_us = case.time_us(), case.time_us(pdl=True)
+        us, chained_us = case.time_us(), case.time_us(chained=True)
         flash_us = case.time_flash_us() if has_flash else float("nan")
         peak = case.bytes / us * 1e6 / PEAK_BYTES_PER_S
         print(
-            f"{name:26}{us:9.2f}{pdl_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
+            f"{name:26}{us:9.2f}{chained_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
             f"{flash_us:9.2f}{flash_us / us:9.2f}{error:9.4f}"
         )
-        results[name] = {"us": us, "pdl_us": pdl_us, "share_of_peak": peak}
+        results[name] = {"us": us, "chained_us": chained_us, "share_of_peak": peak}
         if has_flash:
             results[name]["flash_attn_us"] = flash_us
         del case

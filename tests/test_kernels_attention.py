@@ -256,8 +256,8 @@ def test_prefill_at_size(block_size):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("pdl", [False, True])
-def test_decode_in_a_cuda_graph_follows_new_contexts(pdl):
+@pytest.mark.parametrize("chained", [False, True])
+def test_decode_in_a_cuda_graph_follows_new_contexts(chained):
     """A graph captured at short contexts is replayed at longer ones, and its counters survive each replay."""
     pages = Pages([900, 1300, 64, 2000], 8, 128, 256, torch.bfloat16)
     q = pages.queries(4, 16, 8)
@@ -267,9 +267,9 @@ def test_decode_in_a_cuda_graph_follows_new_contexts(pdl):
     attention.paged_decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        if pdl:  # the launch before, which `pdl` lets ours overlap with, writes q
+        if chained:  # the launch before, which ours overlaps with, writes q
             args[0].add_(0)
-        result = attention.paged_decode_attention(*args, pdl=pdl)
+        result = attention.paged_decode_attention(*args, chained=chained)
     for shorter_by in (0, 63, 0, 17):
         pages.context_lens.copy_(full - shorter_by)
         result.fill_(torch.nan)

@@ -61,7 +61,7 @@ def one_shot_all_reduce_kernel(
         while told < epoch:
             told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
             polls += 1
-            if polls % POLLS == 0:  # rarely: the host's memory is far away
+            if polls % POLLS == 0:  # rarely: the host's memory is far away  # noqa: SIM102 (`and` would load always)
                 if tl.load(released_ptr, volatile=True) != 0:
                     told = epoch
     tl.debug_barrier()  # all threads load after one of them has seen the last mark
@@ -88,6 +88,7 @@ def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank
     programs = epochs.numel()
     one_shot_all_reduce_kernel[(programs,)](
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
-        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, num_warps=num_warps, **launch_options(x.device),
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, num_warps=num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return out

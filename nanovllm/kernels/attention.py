@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import has_large_shared_memory
+from .inputs import after_predecessor, has_large_shared_memory, launch_options, let_successor_start
 
 LOG2_E = 1.4426950408889634
 # Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
@@ -107,7 +107,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -145,11 +145,9 @@ def _decode_kernel(
     pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # So far everything came from tables that the step began with; q and the newest keys and values come from
-    # the launches before this one. Only once these have ended may the next launch start early in its turn:
-    # otherwise it could run beside one before ours, whose end nobody waited for.
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # the launches before this one.
+    after_predecessor(CHAINED)
+    let_successor_start(CHAINED)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -336,7 +334,7 @@ def paged_decode_attention(
     scale: float,
     max_context: int | None = None,
     out: torch.Tensor | None = None,
-    pdl: bool = False,
+    chained: bool = False,
 ) -> torch.Tensor:
     """Attend one new token per sequence to its context. Can be captured in a CUDA graph: no host reads.
 
@@ -345,9 +343,8 @@ def paged_decode_attention(
     i32[R, max_blocks]. context_lens: i32[B], tokens to attend, the new one included; 0 gives zeros.
     scale: factor on q·k.
     max_context: no context is longer (default: what a table row holds); a hint that avoids idle programs.
-    pdl: start before the launch before has ended (programmatic dependent launch, Hopper and later). Only
-    where rows, context_lens and block_tables were written at least two launches ago, and every launch
-    between that starts its successor early does so after its own wait.
+    chained: start before the launch before has ended, where the hardware can (see inputs.py). Only where an
+    unchained launch lies between this one and the one that wrote rows, context_lens or block_tables.
     Returns [B, H, D] like q, or `out`.
 
     The cuts between shares depend on the whole batch, so batch mates may change the order of fp32 sums and
@@ -410,10 +407,9 @@ def paged_decode_attention(
         BLOCK_G=block_g,
         BLOCK_P=max(1, 4096 // (block_g * block_d)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **(launch_options(q.device) if chained else {"CHAINED": False}),
     )
     return out
 

@@ -118,8 +118,10 @@ class TritonBackend:
         )
 
     def decode(self, q, k_cache, v_cache, scale, context):
+        # Chained: the embedding, an ordinary launch, lies between this and what wrote lengths and tables.
         return self.kernels.paged_decode_attention(
-            q, k_cache, v_cache, context.rows, context.context_lens, context.block_tables, scale, context.max_context
+            q, k_cache, v_cache, context.rows, context.context_lens, context.block_tables, scale, context.max_context,
+            chained=True,
         )
 
 
