@@ -265,18 +265,18 @@ def test_fused_linear_writes_over_its_residual():
     assert_close(residual, expected, scale=4)
 
 
-@pytest.mark.parametrize("kernel", ["vector", "matrix"])
+@pytest.mark.parametrize("kernel, num_tokens", [("vector", 1), ("matrix", 5)])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_fused_linear_in_several_steps(kernel, options):
+def test_fused_linear_in_several_steps(kernel, num_tokens, options):
     """More channels than a program takes in one step, and more tokens than one program takes; multiples of neither."""
 
     def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
         y = torch.empty(x.shape[0], weight.shape[0] // (1 + silu_mul), dtype=x.dtype, device=x.device)
-        tiling = linear.Tiling(kernel, 4, 16, 128, 4)
+        tiling = linear.Tiling(kernel, num_tokens if kernel == "vector" else 4, 16, 128, 4)
         linear.launch(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul, y)
         return y
 
-    check_fused_linear(5, 72, 300, torch.float32, launch=launch, **options)
+    check_fused_linear(num_tokens, 72, 300, torch.float32, launch=launch, **options)
 
 
 @pytest.mark.gpu

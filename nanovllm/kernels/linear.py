@@ -28,7 +28,7 @@ from .norm import rms_norm
 class Tiling(NamedTuple):
     """How a product is cut into programs. None of it changes what is computed, save for the order of sums."""
 
-    kernel: str  # "vector": multiply and add; "matrix": tensor cores
+    kernel: str  # "vector": one token, multiply and add; "matrix": tensor cores
     block_m: int  # tokens of a program; where others take the rest, they read the same weights, from L2
     block_n: int  # weight rows of a program
     block_c: int  # channels of one step of its loop
@@ -138,36 +138,30 @@ def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def vector_kernel(
-    x_ptr,  # [M, C], rows strided, written by the kernel before
+    x_ptr,  # [1, C], written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
     norm_weight_ptr,  # [C], only with HAS_NORM
-    residual_ptr,  # [M, I], only with HAS_RESIDUAL; may be y
-    y_ptr,  # [M, I], written here
-    num_tokens,
+    residual_ptr,  # [1, I], only with HAS_RESIDUAL; may be y
+    y_ptr,  # [1, I], written here
     num_results,
-    x_stride,
-    residual_stride,
-    y_stride,
     eps,
     NUM_CHANNELS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SILU_MUL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: BLOCK_N weight rows, all channels, BLOCK_M tokens, by multiply and add.
+    """One program: BLOCK_N weight rows, all channels of the one token, by multiply and add.
 
-    Channels are taken VECTOR at a time, what one thread loads at once and adds up by itself: only one sum per vector
-    is kept, so a thread needs few registers, and much of the next kernel fits beside this one and loads its weights.
+    Channels are taken VECTOR at a time, what a thread loads at once and adds up by itself: it keeps one sum per vector
+    and row, needs few registers, and so much of the next kernel fits beside this one and loads its weights.
     """
     let_successor_start(CHAINED)
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
     VECTOR: tl.constexpr = 8
@@ -176,34 +170,35 @@ def vector_kernel(
     weight_ptrs = weight_ptr + rows[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
     weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
     norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
     after_predecessor(CHAINED)
-    residual = load_residual(
-        residual_ptr, offs_m, tile, num_tokens, num_results, residual_stride, HAS_RESIDUAL, BLOCK_M, BLOCK_I
-    )
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None, None] * x_stride
-    product = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C // VECTOR), tl.float32)
-    squares = tl.zeros((BLOCK_M, BLOCK_C // VECTOR), tl.float32)
+    residual = tl.zeros((BLOCK_I,), tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_results, other=0.0).to(tl.float32)
+    product = tl.zeros((BLOCK_N, BLOCK_C // VECTOR), tl.float32)
+    squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for step in tl.static_range(STEPS):
-        is_x = (offs_m < num_tokens)[:, None, None] & (c < NUM_CHANNELS)[None, :, :]
-        x = tl.load(x_rows + c[None, :, :], mask=is_x, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_C/V, V]
+        x = tl.load(x_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)
         if HAS_NORM:
-            squares += tl.sum(x * x, axis=2)
-            x *= norm_weight[None, :, :]
-        this_weight = weight.to(tl.float32)
+            squares += tl.sum(x * x, axis=1)
+            x *= norm_weight
+        this_weight = weight
         c += BLOCK_C
         if step + 1 < STEPS:
             weight_ptrs += BLOCK_C
             weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
             norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-        product += tl.sum(x[:, None, :, :] * this_weight[None, :, :, :], axis=3)
-    rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
+        product += tl.sum(x[None, :, :] * this_weight.to(tl.float32), axis=2)
+    total = tl.sum(product, axis=1)
     if HAS_NORM:
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / NUM_CHANNELS + eps)
-    finish(
-        tl.sum(product, axis=2), rstd, residual, bias_ptr, y_ptr, offs_m, tile, num_tokens, num_results, y_stride,
-        HAS_BIAS, SILU_MUL, BLOCK_M, BLOCK_N, BLOCK_I,
-    )  # fmt: skip
+        total *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
+    if SILU_MUL:
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_I)), (1, 0)))
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + offs_i, (total + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_results)
 
 
 @triton.jit
@@ -313,14 +308,25 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
     num_tokens, num_channels = x.shape
     assert x.stride(1) == 1 and y.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.stride(1) == 1
-    if chosen.kernel == "vector":
-        kernel, extra = vector_kernel, {}
-    else:
-        kernel, extra = matrix_kernel, {"GROUPS": chosen.num_warps}
+    num_tiles = triton.cdiv(weight.shape[0], chosen.block_n)
+    options = {
+        "NUM_CHANNELS": num_channels,
+        "HAS_BIAS": bias is not None,
+        "HAS_NORM": norm_weight is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "SILU_MUL": silu_mul,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_C": chosen.block_c,
+        "num_warps": chosen.num_warps,
+        **launch_options(x.device),
+    }
     if chosen.max_registers is not None:
-        extra["maxnreg"] = chosen.max_registers
-    grid = (triton.cdiv(num_tokens, chosen.block_m), triton.cdiv(weight.shape[0], chosen.block_n))
-    kernel[grid](
+        options["maxnreg"] = chosen.max_registers
+    if chosen.kernel == "vector":
+        assert num_tokens == 1
+        vector_kernel[(num_tiles,)](x, weight, bias, norm_weight, residual, y, y.shape[1], eps, **options)
+        return
+    matrix_kernel[(triton.cdiv(num_tokens, chosen.block_m), num_tiles)](
         x,
         weight,
         bias,
@@ -333,15 +339,7 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
         0 if residual is None else residual.stride(0),
         y.stride(0),
         eps,
-        NUM_CHANNELS=num_channels,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None,
-        SILU_MUL=silu_mul,
         BLOCK_M=chosen.block_m,
-        BLOCK_N=chosen.block_n,
-        BLOCK_C=chosen.block_c,
-        num_warps=chosen.num_warps,
-        **extra,
-        **launch_options(x.device),
+        GROUPS=chosen.num_warps,
+        **options,
     )
