@@ -6,8 +6,7 @@ batches and one decode step per token.
 
 Tolerances, on logits with a standard deviation (std) of about 0.8:
 
-    fp32, CPU      1e-4 absolute
-    fp32, GPU      1e-3 absolute
+    fp32           1e-4 absolute, on the CPU and on a GPU (with TF32 off, as torch has it by default)
     bf16           error against the fp32 logits at most 1.25 times that of Hugging Face's own bf16 forward
                    (root mean square over all logits), and every logit within 0.1 std + 0.05 |logit|
                    of Hugging Face's bf16 one, roundings in another order being the only difference;
@@ -151,7 +150,7 @@ def test_bf16_on_the_cpu(shape, make_checkpoint, make_llm):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ("triton", "sdpa"))
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "linear"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_on_the_gpu(shape, backend, make_checkpoint, make_llm):
     path, prompts = make_checkpoint(**SHAPES[shape]), make_prompts()
     llm = make_llm(model=path, device="cuda", dtype="float32", attention_backend=backend, enforce_eager=True,
@@ -159,7 +158,7 @@ def test_fp32_on_the_gpu(shape, backend, make_checkpoint, make_llm):
     completions, logits = generate_with_logits(llm, prompts)
     for prompt, completion, got in zip(prompts, completions, logits, strict=True):
         want = reference_for(path, prompt, completion)
-        assert (got - want).abs().max() < 1e-3
+        assert (got - want).abs().max() < 1e-4
         assert want.argmax(-1).tolist() == completion
 
 

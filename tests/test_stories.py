@@ -429,24 +429,31 @@ def test_exit_frees_though_the_engine_is_still_referenced(make_llm):
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_device_memory_does_not_grow(make_checkpoint, enforce_eager):
     """Ten engines one after another: graphs' pools or the KV cache stayed on the device."""
-    used = []
+    before, allocated, used = torch.cuda.memory_allocated(), [], []
     for _ in range(10):
         llm = LLM(
             make_checkpoint(),
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            num_kvcache_blocks=64,
+            num_kvcache_blocks=4096,
             max_num_seqs=8,
             enforce_eager=enforce_eager,
         )
         llm.generate([prompt_of(5)], greedy(2), use_tqdm=False)
-        del llm
+        model, pool = llm.model_runner.model, llm.model_runner.kv_cache
+        assert pool.nbytes == 512 << 20  # too large to be taken for anything else
+        held = weakref.ref(model), weakref.ref(pool)
+        del llm, model, pool
         gc.collect()
+        assert [ref() for ref in held] == [None] * 2
         torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
         free, total = torch.cuda.mem_get_info()
         used.append(total - free)
     assert max(used[2:]) - used[1] < 32 << 20, used
-    assert torch.cuda.memory_allocated() < 64 << 20
+    # torch makes its libraries' workspaces once, for each stream, and keeps them: 32 MiB on some GPUs
+    assert allocated[1] - before < 256 << 20, (before, allocated)
+    assert max(allocated[2:]) <= allocated[1], allocated
 
 
 HOLD = """
@@ -525,21 +532,26 @@ def test_interpreter_ends_with_an_engine_open(make_checkpoint):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_norm_leaves_the_residual_alone(device):
+@pytest.mark.parametrize("num_tokens", [1, 5])  # on a GPU the norm is part of the product, or a kernel before it
+def test_norm_leaves_the_residual_alone(device, num_tokens):
     """``x.float()`` is ``x`` itself in fp32, and the norm then scaled the residual stream in place."""
     torch.manual_seed(0)
     with torch.device(device):
         norm, linear = RMSNorm(64, eps=1e-6), ReplicatedLinear(64, 64)
         norm.weight.data.normal_()
         linear.weight.data.normal_()
-        x = torch.randn(5, 64)
+        x = torch.randn(num_tokens, 64)
     before = x.clone()
     expected = before * (before.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
     torch.testing.assert_close(norm(x), expected)
     assert torch.equal(x, before)
-    product = before + expected @ linear.weight.T
-    torch.testing.assert_close(linear(x, norm=norm, residual=x), product, rtol=1e-4, atol=1e-4)
+    product = expected @ linear.weight.T
+    torch.testing.assert_close(linear(x, norm=norm), product, rtol=1e-4, atol=1e-4)
     assert torch.equal(x, before)
+    # what is added is the stream itself; it may be overwritten, but only by the sum
+    total = linear(x, norm=norm, residual=x)
+    torch.testing.assert_close(total, before + product, rtol=1e-4, atol=1e-4)
+    assert torch.equal(x, before) or torch.equal(x, total)
 
 
 # ---------------------------------------------------------------- tokenizers and the hub
