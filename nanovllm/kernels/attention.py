@@ -409,7 +409,7 @@ def paged_decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **(launch_options(q.device) if chained else {"CHAINED": False}),
+        **launch_options(q.device, chained),
     )
     return out
 
@@ -494,7 +494,10 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    let_successor_start(CHAINED)
+    after_predecessor(CHAINED)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % num_kv_heads
     seq = tl.program_id(0) // num_kv_heads
@@ -628,5 +631,6 @@ def paged_prefill_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(q.device),
     )
     return out

@@ -24,11 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @functools.cache
-def launch_options(device):
-    """Keyword arguments of a launch on `device`: chained where the hardware can, plain elsewhere."""
+def launch_options(device, chained=True):
+    """Keyword arguments of a launch on `device`: chained if it may be and the hardware can, plain otherwise."""
     # a * b + c as one instruction: once the default, Triton 3.9 warns where nobody asks for it and 3.10 turns it off.
     options = {"CHAINED": False, "enable_fp_fusion": True}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if chained and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         options |= {"CHAINED": True, "launch_pdl": True}
     return options
 
