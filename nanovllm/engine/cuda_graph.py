@@ -11,7 +11,7 @@ import torch
 
 
 class DecodeGraphs:
-    """Graphs of ``decode(num_rows, max_context) -> tokens``, all sharing one memory pool.
+    """Graphs of ``decode(num_rows, max_context) -> result``, all sharing one memory pool.
 
     Args:
         decode: reads its inputs from, and writes its results to, tensors that stay where they are.
@@ -27,8 +27,8 @@ class DecodeGraphs:
             decode(size, max_context)  # compiles kernels and makes libraries choose theirs, outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                tokens = decode(size, max_context)
-            self.graphs[size] = graph, tokens
+                result = decode(size, max_context)
+            self.graphs[size] = graph, result
         torch.cuda.synchronize()
 
     @staticmethod
@@ -38,8 +38,14 @@ class DecodeGraphs:
         return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
     def replay(self, num_rows: int) -> torch.Tensor:
-        """Launch the graph for ``num_rows`` rows; its tokens, int32 [>= num_rows], are overwritten by the next."""
-        size = self.captured_sizes[bisect_left(self.captured_sizes, num_rows)]
-        graph, tokens = self.graphs[size]
+        """Launch the graph for ``num_rows`` rows; its result, [>= num_rows, ...], is overwritten by the next."""
+        graph, result = self.graphs[self._size_of(num_rows)]
         graph.replay()
-        return tokens
+        return result
+
+    def result(self, num_rows: int) -> torch.Tensor:
+        """Where ``replay(num_rows)`` leaves its result."""
+        return self.graphs[self._size_of(num_rows)][1]
+
+    def _size_of(self, num_rows: int) -> int:
+        return self.captured_sizes[bisect_left(self.captured_sizes, num_rows)]

@@ -90,7 +90,10 @@ class ModelRunner:
             reserved = self.warmup_model()
             self.allocate_kv_cache(reserved)
             self.compile_kernels()
-            self.graphs = self.capture_cudagraph() if self.use_graphs else None
+            self.graphs: DecodeGraphs | None = None
+            self.sampling_graphs: DecodeGraphs | None = None
+            if self.use_graphs:
+                self.capture_cudagraph()
         pin = self.device.type == "cuda"
         # a launch writes the buffer that the launch before the last one was read from
         self._token_buffers = [
@@ -132,7 +135,7 @@ class ModelRunner:
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
         # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
-        num_graphs = len(DecodeGraphs.sizes(num_seqs)) if self.use_graphs else 0
+        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) if self.use_graphs else 0
         graph_peak = num_graphs * GRAPH_BYTES + (prefill_peak if num_graphs else 0) * num_seqs // num_tokens
         logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if num_graphs else 0
         return prefill_peak + graph_peak + logits
@@ -193,14 +196,20 @@ class ModelRunner:
                 )  # fmt: skip
                 self._prefill(header, step)
 
-    def capture_cudagraph(self) -> DecodeGraphs:
+    def capture_cudagraph(self) -> None:
         """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size).
 
-        With several ranks the graphs end before the LM head: how ranks agree on a token depends on the
-        filters in the batch, and the few launches that follow are queued while the graph runs.
+        With several ranks in two parts, for how ranks agree on a token depends on the filters in the batch: up to the
+        hidden states, and sampling without filters. With filters, sampling is launched behind the first part.
         """
-        decode = self._decode if self.group.size == 1 else self._decode_hidden
-        return DecodeGraphs(decode, self.config.max_num_seqs, self.config.max_model_len)
+        sizes = self.config.max_num_seqs, self.config.max_model_len
+        if self.group.size == 1:
+            self.graphs = DecodeGraphs(self._decode, *sizes)
+        else:
+            self.graphs = DecodeGraphs(self._decode_hidden, *sizes)
+            hidden = self.graphs.result
+            rows = self.row_state.batch_rows
+            self.sampling_graphs = DecodeGraphs(lambda n, _: self._sample(hidden(n), rows[:n], False), *sizes)
 
     # ------------------------------------------------------------ a step
 
@@ -317,12 +326,14 @@ class ModelRunner:
             tokens = self._prefill(header, step)
         elif self.graphs is None:
             tokens = self._decode(header.num_sampled, header.max_context, bool(header.has_filters))
-        elif self.group.size == 1:
+        elif self.sampling_graphs is None:
             tokens = self.graphs.replay(header.num_sampled)
         else:
             hidden = self.graphs.replay(header.num_sampled)[: header.num_sampled]
-            rows = self.row_state.batch_rows[: header.num_sampled]
-            tokens = self._sample(hidden, rows, bool(header.has_filters))
+            if header.has_filters:
+                tokens = self._sample(hidden, self.row_state.batch_rows[: header.num_sampled], True)
+            else:
+                tokens = self.sampling_graphs.replay(header.num_sampled)
         return self._send(tokens, header.num_sampled)
 
     def _prefill(self, header: StepHeader, step: StepInput) -> torch.Tensor:
@@ -388,7 +399,7 @@ class ModelRunner:
             self.workers.dismiss()
             if not self.workers.join():
                 return  # the device hangs, and giving memory back would wait for it
-        self.graphs = None
+        self.graphs = self.sampling_graphs = None
         for name in ("model", "kv_cache", "row_state", "sampler", "backend"):
             self.__dict__.pop(name, None)
         self.group.close()  # after the graphs, which hold on to it

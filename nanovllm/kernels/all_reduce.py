@@ -31,6 +31,7 @@ def one_shot_all_reduce_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     POLLS: tl.constexpr,
+    THREADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
@@ -62,7 +63,8 @@ def one_shot_all_reduce_kernel(
             told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
             polls += 1
             if polls % POLLS == 0:  # rarely: the host's memory is far away  # noqa: SIM102 (`and` would load always)
-                if tl.load(released_ptr, volatile=True) != 0:
+                # The largest that any thread read: were they to disagree, some would wait here for the others for ever.
+                if tl.max(tl.load(released_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
                     told = epoch
     tl.debug_barrier()  # all threads load after one of them has seen the last mark
 
@@ -88,7 +90,7 @@ def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank
     programs = epochs.numel()
     one_shot_all_reduce_kernel[(programs,)](
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
-        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, num_warps=num_warps,
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, THREADS=32 * num_warps, num_warps=num_warps,
         **launch_options(x.device),
     )  # fmt: skip
     return out

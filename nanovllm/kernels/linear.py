@@ -45,7 +45,7 @@ def tiling(num_tokens, num_rows, num_channels, itemsize):
         if num_channels <= 1024:
             return Tiling("vector", 1, 2, block_c, 1) if num_rows > 4096 else Tiling("vector", 1, 4, block_c, 4)
         if num_bytes < 40e6:
-            return Tiling("vector", 1, 2, min(block_c, 4096), 4)
+            return Tiling("vector", 1, 2, 2048 if num_channels % 2048 == 0 else min(block_c, 4096), 4)
         if num_rows < num_channels:
             return Tiling("vector", 1, 2, 2048, 2)
         return Tiling("vector", 1, 4, 512, 1) if num_bytes < 100e6 else Tiling("vector", 1, 2, 1024, 1, 96)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 # largest sum, in bytes, that is faster through memory read directly than through NCCL, by number of ranks
-PEER_SUM_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
+PEER_SUM_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
 # (bytes, programs, elements per program and turn): few programs have fewer marks to exchange, many move more
-LANES = ((64 << 10, 16, 2048), (1 << 20, 64, 4096))
+LANES = ((64 << 10, 16, 2048), (256 << 10, 32, 4096), (4 << 20, 64, 4096))
 
 # A collective that fails is the engine's business: it ends its workers and raises. Left alone, torch's
 # watchdog would end the user's process instead, and would keep asking a store that is gone by then.
