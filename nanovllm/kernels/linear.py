@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .activation import silu_and_mul
-from .inputs import after_predecessor, has_large_shared_memory, launch_options, let_successor_start
+from .inputs import after_predecessor, has_large_shared_memory, launch_options, launcher, let_successor_start
 from .norm import rms_norm
 
 
@@ -320,7 +320,7 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
     if chosen.max_registers is not None:
         extra["maxnreg"] = chosen.max_registers
     grid = (triton.cdiv(num_tokens, chosen.block_m), triton.cdiv(weight.shape[0], chosen.block_n))
-    kernel[grid](
+    launcher(kernel, grid)(
         x,
         weight,
         bias,
