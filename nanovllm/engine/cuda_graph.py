@@ -24,7 +24,7 @@ class DecodeGraphs:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
-            decode(size, max_context)  # compiles kernels and makes libraries choose theirs, outside the capture
+            decode(size, max_context)  # libraries choose and load their kernels, outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 result = decode(size, max_context)

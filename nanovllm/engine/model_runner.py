@@ -6,6 +6,8 @@ but ``StepHandle.wait`` and ``synchronize``.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
 GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
+# a kernel is chosen by which power of two the number of tokens reaches, and compiled anew for multiples of 16
+REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512)
 NONE = np.empty(0, np.int32)
 
 
@@ -78,18 +82,16 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), _shortage_as_ours():
-            with self._defaults():
-                self.model = get_model_class(config.model_config.architecture)(config.model_config, self.backend, group)
-                self.sampler = Sampler(group)
-                if config.load_format == "dummy":
-                    init_dummy_weights(self.model, config.seed + group.rank)
-                else:
-                    load_model(self.model, config.model_path)
             self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+            with self._defaults():
+                self.sampler = Sampler(group)
+            with self.ops.compiling_ahead(self.device):
+                if self.device.type == "cuda":
+                    self.compile_kernels()
+                self.load_weights()  # while they compile
             reserved = self.warmup_model()
             self.allocate_kv_cache(reserved)
-            self.compile_kernels()
             self.graphs: DecodeGraphs | None = None
             self.sampling_graphs: DecodeGraphs | None = None
             if self.use_graphs:
@@ -112,6 +114,52 @@ class ModelRunner:
                 yield
         finally:
             torch.set_default_dtype(before)
+
+    # ------------------------------------------------------------ kernels and weights
+
+    def compile_kernels(self) -> None:
+        """Rehearse all launches of a start and of a run, so that none compiles a kernel later: for `compiling_ahead`.
+
+        The stage is a model of one layer and a pool of one block, because all layers and blocks need the same kernels.
+        Its weights are whatever lies in memory; its sequences are the null row, and store nothing.
+        """
+        config, state, device = self.config, self.row_state, self.device
+        self.model = self._make_model(num_layers=1)
+        self.warmup_model()
+        self._make_pages(1)
+        for num_rows in DecodeGraphs.sizes(config.max_num_seqs):
+            hidden = self._decode_hidden(num_rows, config.max_model_len)
+            for has_filters in (False, True):
+                self._sample(hidden, state.batch_rows[:num_rows], has_filters)
+        for num_tokens in (n for n in REHEARSED_PREFILLS if n <= config.max_num_batched_tokens):
+            tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+            row, ends = tokens[:1] + state.null_row, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+            step = StepInput(
+                cells=ends[:0], values=ends[:0], input_ids=tokens, positions=tokens, slot_mapping=tokens - 1,
+                rows=row, context_lens=ends[1:].clone(), cu_seqlens_q=ends, cu_seqlens_k=ends,
+                sampled_tokens=tokens[:1], sampled_rows=row,
+            )  # fmt: skip
+            header = StepHeader(
+                is_prefill=1, num_sampled=1, num_updates=0, num_tokens=num_tokens, num_seqs=1,
+                max_seqlen_q=num_tokens, max_context=num_tokens, has_prefix=0, has_filters=0,
+            )  # fmt: skip
+            self._prefill(header, step)
+        del self.model, self.kv_cache
+
+    def load_weights(self) -> None:
+        """Make the model and read its checkpoint."""
+        config = self.config
+        self.model = self._make_model(config.model_config.num_hidden_layers)
+        with self._defaults():
+            if config.load_format == "dummy":
+                init_dummy_weights(self.model, config.seed + self.group.rank)
+            else:
+                load_model(self.model, config.model_path)
+
+    def _make_model(self, num_layers: int) -> Any:
+        model_config = replace(self.config.model_config, num_hidden_layers=num_layers)
+        with self._defaults():
+            return get_model_class(model_config.architecture)(model_config, self.backend, self.group)
 
     # ------------------------------------------------------------ memory
 
@@ -142,10 +190,8 @@ class ModelRunner:
 
     def allocate_kv_cache(self, reserved: int) -> None:
         """Size the KV pool from what memory is left and hand each layer its pages."""
-        config, model = self.config, self.config.model_config
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        shape = (self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
-        block_bytes = 2 * len(layers) * int(np.prod(shape)) * self.dtype.itemsize
+        config = self.config
+        block_bytes = int(np.prod(self._pages_shape(1))) * self.dtype.itemsize
         needed_blocks = self.max_blocks  # the longest sequence, alone
         num_blocks = config.num_kvcache_blocks
         if num_blocks == -1 and self.device.type == "cpu":
@@ -166,35 +212,24 @@ class ModelRunner:
                     "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs."
                 )
         config.num_kvcache_blocks = num_blocks
-        self.kv_cache = _zeros((2, model.num_hidden_layers, num_blocks, *shape), self.dtype, self.device)
-        for i, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+        self._make_pages(num_blocks)
+
+    def _attention_layers(self) -> list[Attention]:
+        return [module for module in self.model.modules() if isinstance(module, Attention)]
+
+    def _pages_shape(self, num_blocks: int) -> tuple[int, ...]:
+        layers = self._attention_layers()
+        return 2, len(layers), num_blocks, self.block_size, layers[0].num_kv_heads, layers[0].head_dim
+
+    def _make_pages(self, num_blocks: int) -> None:
+        self.kv_cache = _zeros(self._pages_shape(num_blocks), self.dtype, self.device)
+        for layer, k_cache, v_cache in zip(self._attention_layers(), *self.kv_cache, strict=True):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
 
     def _least_over_ranks(self, number: int) -> int:
         if self.group.size == 1:
             return number
         return int(self.group.all_gather(torch.tensor(number, device=self.device)).min())
-
-    def compile_kernels(self) -> None:
-        """Prefill a few lines of the null row, which leaves no trace: kernels compile now, not under a request."""
-        if self.device.type == "cpu":
-            return
-        most = min(self.config.max_num_batched_tokens, self.config.max_model_len)
-        for num_seqs, num_new in ((1, min(12, most)), (min(16, self.config.max_num_seqs), most // 16)):
-            ends = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * num_new
-            tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32, device=self.device)
-            rows = torch.full_like(ends[1:], self.row_state.null_row)
-            for has_prefix in (0, 1) if num_new else ():
-                step = StepInput(
-                    cells=ends[:0], values=ends[:0], input_ids=tokens, positions=tokens, slot_mapping=tokens - 1,
-                    rows=rows, context_lens=torch.full_like(rows, num_new), cu_seqlens_q=ends, cu_seqlens_k=ends,
-                    sampled_tokens=ends[1:] - 1, sampled_rows=rows,
-                )  # fmt: skip
-                header = StepHeader(
-                    is_prefill=1, num_sampled=num_seqs, num_updates=0, num_tokens=len(tokens), num_seqs=num_seqs,
-                    max_seqlen_q=num_new, max_context=num_new, has_prefix=has_prefix, has_filters=0,
-                )  # fmt: skip
-                self._prefill(header, step)
 
     def capture_cudagraph(self) -> None:
         """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size).

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def silu_and_mul(x):
     y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(intermediate_size))
-        silu_and_mul_kernel[(num_tokens, triton.cdiv(intermediate_size, block))](
+        launcher(silu_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)))(
             x,
             y,
             x.stride(0),

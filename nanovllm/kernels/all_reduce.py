@@ -7,7 +7,7 @@ Owns the protocol between the ranks' kernels. Knows nothing of how that memory c
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank
     without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
     """
     programs = epochs.numel()
-    one_shot_all_reduce_kernel[(programs,)](
+    launcher(one_shot_all_reduce_kernel, (programs,))(
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, THREADS=32 * num_warps, num_warps=num_warps,
         **launch_options(x.device),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, has_large_shared_memory, launch_options, let_successor_start
+from .inputs import after_predecessor, has_large_shared_memory, launch_options, launcher, let_successor_start
 
 LOG2_E = 1.4426950408889634
 # Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
@@ -375,7 +375,7 @@ def paged_decode_attention(
     part_stat = torch.empty((*part_shape, 2), dtype=torch.float32, device=q.device)
     block_d = triton.next_power_of_2(head_size)
     block_g = triton.next_power_of_2(group)
-    _decode_kernel[(num_kv_heads, num_shares)](
+    launcher(_decode_kernel, (num_kv_heads, num_shares))(
         q,
         k_cache,
         v_cache,
@@ -603,7 +603,7 @@ def paged_prefill_attention(
 
     config = prefill_config(max_seqlen_q * group, head_size, k_cache.element_size())
     tokens_per_program = config.block_m // group
-    _prefill_kernel[(num_seqs * num_kv_heads, -(-max_seqlen_q // tokens_per_program))](
+    launcher(_prefill_kernel, (num_seqs * num_kv_heads, -(-max_seqlen_q // tokens_per_program)))(
         q,
         k_cache,
         v_cache,

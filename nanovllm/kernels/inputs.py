@@ -1,7 +1,7 @@
 """Triton: what the model reads in a decode step, gathered from the row table; and how launches chain.
 
-Owns `decode_inputs`, and what all kernels of a step share: how they are launched, and what the device can take. Knows
-nothing of what the rows mean beyond the columns it is handed.
+Owns `decode_inputs`, and what all kernels of a step share: how they are compiled and launched, and what the device can
+take. Knows nothing of what the rows mean beyond the columns it is handed.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that its
 start-up overlaps. Every kernel launched with `launch_options` first calls `let_successor_start`, may then load what no
@@ -12,15 +12,59 @@ launch in between, for a successor may start before its predecessor has waited.
 
 Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, and one that is not. Where this gains
 nothing and the integer changes from step to step (batch sizes, numbers of rows), kernels here opt out of it: every
-variant costs a second at start-up, or in the middle of serving.
+variant costs a second at start-up, or in the middle of serving. At start-up the variants are compiled side by side
+(`compiling_ahead`); for this, kernels are launched through `launcher`.
 """
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_compiling_ahead: ContextVar[bool] = ContextVar("compiling_ahead", default=False)  # of this thread: others may serve
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that make kernels ready to launch."""
+
+    def submit(self, compile_kernel):  # type: ignore[override]
+        def make_ready():
+            kernel = compile_kernel()
+            # Loads it. To some versions of Triton, 3.6 among them, this also means to have a C compiler make a program
+            # that launches it, which takes as long again and would otherwise be done at the first launch.
+            _ = kernel.run
+            return kernel
+
+        return super().submit(make_ready)
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Launches within do not run: their kernels are compiled side by side on threads, which the end waits for.
+
+    What a launch would have written stays as it was, so nothing within may depend on it.
+    """
+    token = _compiling_ahead.set(True)
+    try:
+        with (
+            _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as compilers,
+            # Triton before 3.5 has no such mode: it compiles at once, one kernel after the other.
+            triton.AsyncCompileMode(compilers) if hasattr(triton, "AsyncCompileMode") else nullcontext(),
+        ):
+            yield
+    finally:
+        _compiling_ahead.reset(token)
+
+
+def launcher(kernel, grid):
+    """What launches `kernel` as `kernel[grid]` does, or within `compiling_ahead` has it compiled for its arguments."""
+    return functools.partial(kernel.run, grid=grid, warmup=_compiling_ahead.get())
 
 
 @functools.cache
@@ -96,10 +140,12 @@ def decode_inputs(rows, last_token, length, block_tables, block_size):
     (batch_size,) = rows.shape
     # Each begins at a multiple of 16 bytes: a pointer that does not makes Triton compile its readers anew.
     padded = triton.cdiv(batch_size, 4) * 4
-    results = torch.empty((4, padded), dtype=torch.int32, device=rows.device)[:, :batch_size]
+    # Zeros where the kernel does not run: the embedding and flash-attn follow the results nevertheless.
+    allocate = torch.zeros if _compiling_ahead.get() else torch.empty
+    results = allocate((4, padded), dtype=torch.int32, device=rows.device)[:, :batch_size]
     if batch_size > 0:
         block = 128
-        decode_inputs_kernel[(triton.cdiv(batch_size, block),)](
+        launcher(decode_inputs_kernel, (triton.cdiv(batch_size, block),))(
             rows,
             last_token,
             length,

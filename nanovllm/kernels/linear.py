@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .activation import silu_and_mul
-from .inputs import after_predecessor, has_large_shared_memory, launch_options, let_successor_start
+from .inputs import after_predecessor, has_large_shared_memory, launch_options, launcher, let_successor_start
 from .norm import rms_norm
 
 
@@ -324,9 +324,9 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
         options["maxnreg"] = chosen.max_registers
     if chosen.kernel == "vector":
         assert num_tokens == 1
-        vector_kernel[(num_tiles,)](x, weight, bias, norm_weight, residual, y, y.shape[1], eps, **options)
+        launcher(vector_kernel, (num_tiles,))(x, weight, bias, norm_weight, residual, y, y.shape[1], eps, **options)
         return
-    matrix_kernel[(triton.cdiv(num_tokens, chosen.block_m), num_tiles)](
+    launcher(matrix_kernel, (triton.cdiv(num_tokens, chosen.block_m), num_tiles))(
         x,
         weight,
         bias,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -58,7 +58,7 @@ def _launch(x, residual, weight, eps):
         return y
     block_c = triton.next_power_of_2(num_channels)
     block_r = max(1, 1024 // block_c)
-    rms_norm_kernel[(triton.cdiv(num_rows, block_r),)](
+    launcher(rms_norm_kernel, (triton.cdiv(num_rows, block_r),))(
         x,
         residual,
         weight,

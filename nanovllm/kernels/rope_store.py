@@ -7,7 +7,7 @@ slots, not blocks or sequences; reference.py has the plain twins.
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def norm_rope_store(
     if num_tokens > 0:
         # Few tokens: spread a token's heads over programs for latency. Many: fewer, larger programs.
         block_h = 4 if num_tokens <= 64 else 16
-        norm_rope_store_kernel[(num_tokens, triton.cdiv(num_all_heads, block_h))](
+        launcher(norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)))(
             qkv,
             q_weight,
             k_weight,
@@ -155,7 +155,7 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.stride(2) == 1 and v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     if num_tokens > 0:
-        store_kvcache_kernel[(num_tokens,)](
+        launcher(store_kvcache_kernel, (num_tokens,))(
             k,
             v,
             k_cache,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .inputs import after_predecessor, launch_options, let_successor_start
+from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
 # A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
 # 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.
@@ -207,7 +207,7 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
     block = 4096
     scratch = torch.empty((batch_size, block), dtype=logits.dtype, device=logits.device)
     num_forbidden = columns.forbidden.shape[1]
-    logit_thresholds_kernel[(batch_size,)](
+    launcher(logit_thresholds_kernel, (batch_size,))(
         logits,
         rows,
         columns.temperature,
@@ -384,7 +384,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
     options = launch_options(device)
-    sample_chunks_kernel[(num_chunks, batch_size)](
+    launcher(sample_chunks_kernel, (num_chunks, batch_size))(
         logits,
         rows,
         columns.temperature,
@@ -405,7 +405,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         **options,
     )
     last_token, new_length = advance if advance is not None else (columns.length, columns.length)
-    sample_combine_kernel[(batch_size,)](
+    launcher(sample_combine_kernel, (batch_size,))(
         values,
         tokens,
         rows,
@@ -455,7 +455,7 @@ def advance_rows(tokens, rows, last_token, length):
     (batch_size,) = rows.shape
     if batch_size > 0:
         block = 128
-        advance_rows_kernel[(triton.cdiv(batch_size, block),)](
+        launcher(advance_rows_kernel, (triton.cdiv(batch_size, block),))(
             tokens,
             rows,
             last_token,
