@@ -162,13 +162,14 @@ def test_channel_waits_for_the_slowest_reader_and_says_so():
 
 
 def check_sums(results, world):
-    for n, result in zip(worker_mains.SUM_SIZES, results, strict=True):
-        expected = sum(worker_mains.sum_parts(n, rank) for rank in range(world))
-        torch.testing.assert_close(torch.as_tensor(result), expected, rtol=0, atol=1e-6)
+    for n, (result, gathered) in zip(worker_mains.SUM_SIZES, results, strict=True):
+        parts = torch.stack([worker_mains.sum_parts(n, rank) for rank in range(world)])
+        torch.testing.assert_close(torch.as_tensor(result), parts.sum(0), rtol=0, atol=1e-6)
+        assert torch.equal(torch.as_tensor(gathered), parts)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_one_shot_all_reduce_between_processes():
+def test_one_shot_between_processes():
     pytest.importorskip("triton")
     context, world = torch.multiprocessing.get_context("spawn"), 2
     buffers = [torch.zeros(2 * worker_mains.SUM_CAPACITY).share_memory_() for _ in range(world)]
@@ -180,20 +181,21 @@ def test_one_shot_all_reduce_between_processes():
         pipes.append(ours)
         with tensor_parallel._without_main_module():
             processes[-1].start()
-    for pipe in pipes:
-        results = []
-        for _ in worker_mains.SUM_SIZES:
+    results: list[list] = [[] for _ in pipes]
+    for _ in worker_mains.SUM_SIZES:  # in turn: a full pipe would stop its rank, and the other one with it
+        for pipe, received in zip(pipes, results, strict=True):
             assert pipe.poll(60)
-            results.append(pipe.recv())
-        check_sums(results, world)
+            received.append(pipe.recv())
+    for received in results:
+        check_sums(received, world)
     for process in processes:
         process.join(10)
 
 
 @pytest.mark.gpu
-def test_one_shot_all_reduce_between_streams():
+def test_one_shot_between_streams():
     """Two ranks on one GPU; then one whose peer is gone, and which is released by hand."""
-    from nanovllm.kernels.all_reduce import one_shot_all_reduce
+    from nanovllm.kernels.all_reduce import one_shot
 
     world, programs, capacity = 2, worker_mains.SUM_PROGRAMS, worker_mains.SUM_CAPACITY
     buffers = [torch.zeros(2 * capacity, device="cuda") for _ in range(world)]
@@ -202,12 +204,13 @@ def test_one_shot_all_reduce_between_streams():
     epochs = [torch.zeros(programs, dtype=torch.int64, device="cuda") for _ in range(world)]
     streams = [torch.cuda.Stream() for _ in range(world)]
     xs = [[worker_mains.sum_parts(n, rank).cuda() for n in worker_mains.SUM_SIZES] for rank in range(world)]
-    outs = [[torch.full_like(x, float("nan")) for x in xs[rank]] for rank in range(world)]
+    outs = [[torch.full((world + 1, *x.shape), float("nan"), device="cuda") for x in xs[rank]] for rank in range(world)]
     released = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(world)]
 
     def launch(rank, i):
         arguments = (*addresses, epochs[rank], released[rank], capacity, rank, world)
-        one_shot_all_reduce(xs[rank][i], outs[rank][i], *arguments, block=512, num_warps=4)
+        one_shot(xs[rank][i], outs[rank][i][0], *arguments, block=512, num_warps=4)
+        one_shot(xs[rank][i], outs[rank][i][1:], *arguments, gather=True, block=512, num_warps=4)
 
     for rank in range(world):  # the driver loads no kernel while another runs: let both be loaded, and pass
         launch(rank, 0)
@@ -220,7 +223,7 @@ def test_one_shot_all_reduce_between_streams():
                 launch(rank, i)
     torch.cuda.synchronize()
     for rank in range(world):
-        check_sums([out.cpu() for out in outs[rank]], world)
+        check_sums([(out[0].cpu(), out[1:].cpu()) for out in outs[rank]], world)
 
     with torch.cuda.stream(streams[0]):
         launch(0, 0)

@@ -56,14 +56,16 @@ def sum_parts(num_elements, rank):
 
 
 def sums(rank, buffers, marks, pipe):
-    """Take part in all-reduces through shared memory, with Triton's interpreter, and report the results."""
+    """Take part in sums and gathers through shared memory, with Triton's interpreter, and report the results."""
     import torch
 
-    from nanovllm.kernels.all_reduce import one_shot_all_reduce
+    from nanovllm.kernels.all_reduce import one_shot
 
     addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in (buffers, marks)]
     epochs, released = torch.zeros(SUM_PROGRAMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for n in SUM_SIZES:
         x, out = sum_parts(n, rank), torch.full((n,), float("nan"))
-        one_shot_all_reduce(x, out, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), block=512)
-        pipe.send(out.numpy())
+        one_shot(x, out, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), block=512)
+        gathered = torch.full((len(buffers), n), float("nan"))
+        one_shot(x, gathered, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), gather=True, block=512)
+        pipe.send((out.numpy(), gathered.numpy()))

@@ -1,7 +1,7 @@
-"""Triton: the sum over ranks of a small tensor, in one launch, through memory that the GPUs of a host read directly.
+"""Triton: small tensors of all ranks added up or gathered, in one launch, through memory that the GPUs read directly.
 
 Owns the protocol between the ranks' kernels. Knows nothing of how that memory came to be shared
-(``layers/parallel.py``); its plain twin is any all-reduce.
+(``layers/parallel.py``); its plain twins are any all-reduce and all-gather.
 """
 
 import triton
@@ -17,9 +17,9 @@ def _buffer(buffers_ptr, rank, dtype: tl.constexpr):
 
 
 @triton.jit
-def one_shot_all_reduce_kernel(
+def one_shot_kernel(
     x_ptr,  # [N], this rank's part of the sum
-    out_ptr,  # [N], the sum, written here
+    out_ptr,  # [N], the sum, or [WORLD, N], written here
     buffers_ptr,  # i64[WORLD], addresses of every rank's buffer, [2, CAPACITY] of x's type
     marks_ptr,  # i64[WORLD], addresses of every rank's marks, i64[WORLD, PROGRAMS]
     epochs_ptr,  # i64[PROGRAMS], launches so far, of this rank
@@ -32,9 +32,12 @@ def one_shot_all_reduce_kernel(
     BLOCK: tl.constexpr,
     POLLS: tl.constexpr,
     THREADS: tl.constexpr,
+    GATHER: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
+
+    Or, with GATHER, copy them side by side.
 
     A program publishes, and reads from the others, the same pieces, so programs wait only for their namesakes.
     Launches take the two halves of the buffer in turn: who publishes in launch n + 2 has heard from everybody in
@@ -72,14 +75,20 @@ def one_shot_all_reduce_kernel(
         offs = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(WORLD):
-            part = _buffer(buffers_ptr, rank, dtype) + half
-            total += tl.load(part + offs, mask=offs < numel, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(out_ptr + offs, total.to(dtype), mask=offs < numel)
+            part = tl.load(
+                _buffer(buffers_ptr, rank, dtype) + half + offs, mask=offs < numel, other=0, cache_modifier=".cg"
+            )
+            if GATHER:
+                tl.store(out_ptr + rank * numel + offs, part, mask=offs < numel)
+            else:
+                total += part.to(tl.float32)
+        if not GATHER:
+            tl.store(out_ptr + offs, total.to(dtype), mask=offs < numel)
     tl.store(epochs_ptr + program, epoch)
 
 
-def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank, world, block=2048, num_warps=8):
-    """out = sum over ranks of x, any shape, contiguous.
+def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, gather=False, block=2048, num_warps=8):
+    """out = sum over ranks of x, any shape, contiguous; with `gather` out [world, ...] = the x of each rank.
 
     buffers, marks: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of its
     marks (i64[world, P], zero at first); epochs i64[P] zero at first. Every launch on these must have P programs,
@@ -88,9 +97,9 @@ def one_shot_all_reduce(x, out, buffers, marks, epochs, released, capacity, rank
     without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
     """
     programs = epochs.numel()
-    launcher(one_shot_all_reduce_kernel, (programs,))(
+    launcher(one_shot_kernel, (programs,))(
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
-        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, THREADS=32 * num_warps, num_warps=num_warps,
-        **launch_options(x.device),
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, THREADS=32 * num_warps, GATHER=gather,
+        num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -81,6 +81,8 @@ class ParallelGroup:
         """[...] of every rank -> [size, ...], the same on every rank."""
         if self.size == 1:
             return x.unsqueeze(0)
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.all_gather(x)
         out = x.new_empty(self.size, *x.shape)
         flat = x.contiguous().view(-1)
         _finish(self.backend._allgather_base(out.view(-1), flat, _in_order("AllgatherOptions")))
@@ -90,6 +92,8 @@ class ParallelGroup:
         """Make collectives that wait for a dead rank end, with any result; from any thread."""
         if self.peers is not None:
             self.peers.release()
+            # NCCL's kernels that were queued behind must have begun before their communicator is taken away
+            self.drain(1.0)
         if isinstance(self.backend, _nccl()):
             self.backend.abort()
 
@@ -128,11 +132,11 @@ class PeerMemory:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        from nanovllm.kernels.all_reduce import one_shot_all_reduce
+        from nanovllm.kernels.all_reduce import one_shot
 
         # read by torch before it shares memory; multicast would be set up and never used
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._kernel, self._name, self._rank, self._size = one_shot_all_reduce, name, rank, size
+        self._kernel, self._name, self._rank, self._size = one_shot, name, rank, size
         self._process_group = dist.ProcessGroup(store, rank, size)  # only lends its store to the name
         self._process_group._set_group_name(name)
         _register_process_group(name, self._process_group)
@@ -161,10 +165,18 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, a new tensor."""
+        return self._launch(x, torch.empty_like(x), gather=False)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank -> [size, ...]."""
+        return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         lane_bytes, buffers, marks, epochs, block = next(lane for lane in self._lanes if x.nbytes <= lane[0])
-        capacity = lane_bytes // x.itemsize
-        out = torch.empty_like(x)
-        return self._kernel(x, out, buffers, marks, epochs, self._released, capacity, self._rank, self._size, block)
+        return self._kernel(
+            x, out, buffers, marks, epochs, self._released, lane_bytes // x.itemsize, self._rank, self._size,
+            gather=gather, block=block,
+        )  # fmt: skip
 
     def release(self) -> None:
         """Let every launch of this rank pass, now and from now on; from any thread, and without the driver."""
