@@ -81,8 +81,9 @@ class ParallelGroup:
         """[...] of every rank -> [size, ...], the same on every rank."""
         if self.size == 1:
             return x.unsqueeze(0)
+        # single numbers are exchanged at start only, and are not worth compiling a kernel
         if self.peers is not None and self.peers.takes(x) and x.numel() > 1:
-            return self.peers.all_gather(x)  # single numbers are exchanged at start only: not worth a kernel of their own
+            return self.peers.all_gather(x)
         out = x.new_empty(self.size, *x.shape)
         flat = x.contiguous().view(-1)
         _finish(self.backend._allgather_base(out.view(-1), flat, _in_order("AllgatherOptions")))
