@@ -14,16 +14,19 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import worker_mains
 
 from nanovllm import LLM, ConfigError, EngineError, SamplingParams, WorkerError
 from nanovllm.engine import tensor_parallel
 from nanovllm.engine.channel import Backoff, Channel
+from nanovllm.layers import parallel
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
@@ -212,11 +215,16 @@ def test_one_shot_between_streams():
         one_shot(xs[rank][i], outs[rank][i][0], *arguments, block=512, num_warps=4)
         one_shot(xs[rank][i], outs[rank][i][1:], *arguments, gather=True, block=512, num_warps=4)
 
-    for rank in range(world):  # the driver loads no kernel while another runs: let both be loaded, and pass
-        launch(rank, 0)
+    for i in range(len(worker_mains.SUM_SIZES)):  # the driver loads no kernel while another runs: let all be loaded
+        for rank in range(world):
+            launch(rank, i)
     torch.cuda.synchronize()
-    for flag in released:
+    for flag, mark in zip(released, marks, strict=True):
         flag.zero_()
+        mark.zero_()
+    for epoch in epochs:
+        epoch.zero_()
+    torch.cuda.synchronize()
     for i in range(len(worker_mains.SUM_SIZES)):
         for rank in range(world):
             with torch.cuda.stream(streams[rank]):
@@ -232,6 +240,24 @@ def test_one_shot_between_streams():
     assert not streams[0].query()  # it waits for rank 1
     released[0].fill_(1)
     torch.cuda.synchronize()
+
+
+def test_ranks_meet_whatever_they_did_before(tmp_path):
+    """Symmetric memory numbers its keys by process: a second engine waited for its new workers for ever."""
+    stores = [parallel._CountedFromZero(dist.FileStore(str(tmp_path / "store"), 2)) for _ in range(2)]
+    for store in stores:
+        store._store.set_timeout(timedelta(seconds=2))
+    for step in range(3):
+        keys = [f"Exchange/{7 * (rank == 0) + step}" for rank in range(2)]  # rank 0 has met others seven times
+        for rank, store in enumerate(stores):
+            store.set(f"{keys[rank]}/{rank}", b"%d of step %d" % (rank, step))
+        for rank, store in enumerate(stores):
+            peer = f"{keys[rank]}/{1 - rank}"
+            store.wait([peer])
+            assert store.check([peer]) and store.get(peer) == b"%d of step %d" % (1 - rank, step)
+            assert store.add(f"{keys[rank]}/barrier", 1) == rank + 1
+    stores[0].set("Exchange/other", b"no number")
+    assert stores[1].get("Exchange/other") == b"no number"
 
 
 # ------------------------------------------------------------------------------------------- failures

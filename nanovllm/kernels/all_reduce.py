@@ -65,10 +65,11 @@ def one_shot_kernel(
         while told < epoch:
             told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
             polls += 1
-            if polls % POLLS == 0:  # rarely: the host's memory is far away  # noqa: SIM102 (`and` would load always)
+            if polls % POLLS == 0:  # every 30 ms or so: the host's memory is far away  # noqa: SIM102 (`and` would load always)
                 # The largest that any thread read: were they to disagree, some would wait here for the others for ever.
                 if tl.max(tl.load(released_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
                     told = epoch
+                    tl.store(my_marks + rank * PROGRAMS, 1 << 62)  # later launches need not ask again
     tl.debug_barrier()  # all threads load after one of them has seen the last mark
 
     for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
@@ -99,7 +100,7 @@ def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, ga
     programs = epochs.numel()
     launcher(one_shot_kernel, (programs,))(
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
-        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1024, THREADS=32 * num_warps, GATHER=gather,
+        RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out

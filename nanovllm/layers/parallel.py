@@ -120,6 +120,41 @@ class ParallelGroup:
 ALONE = ParallelGroup()
 
 
+class _CountedFromZero(getattr(dist, "Store", object)):  # type: ignore[misc]
+    """A store for the rendezvous of symmetric memory, which numbers its keys by process: "name/number/...".
+
+    A process that has met others before counts on, and a new one begins at 0: they would wait for each other's keys
+    for ever. Here the numbers that a process uses become 0, 1, 2, ... in the order of their first use.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, dict[str, int]] = {}
+
+    def _renumbered(self, key: str) -> str:
+        name, *rest = key.split("/")
+        if rest and rest[0].isdigit():
+            numbers = self._numbers.setdefault(name, {})
+            rest[0] = str(numbers.setdefault(rest[0], len(numbers)))
+        return "/".join([name, *rest])
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumbered(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._renumbered(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._renumbered(key) for key in keys])
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
+
+
 class PeerMemory:
     """Memory on each GPU of one host that the others read over NVLink: small sums in one launch.
 
@@ -138,6 +173,7 @@ class PeerMemory:
         # read by torch before it shares memory; multicast would be set up and never used
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._kernel, self._name, self._rank, self._size = one_shot, name, rank, size
+        self._store = store = _CountedFromZero(store)
         self._process_group = dist.ProcessGroup(store, rank, size)  # only lends its store to the name
         self._process_group._set_group_name(name)
         _register_process_group(name, self._process_group)
