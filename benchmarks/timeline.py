@@ -63,6 +63,7 @@ class Timeline:
         self.steps: list[Step] = []
         self.loops: list[Span] = []  # one round of schedule, run, postprocess
         self._launching: Step | None = None  # whose launch is being issued
+        self._last_wait: Span | None = None
         self._step_of_batch: dict[int, Step] = {}
 
     def _now(self) -> float:
@@ -131,11 +132,13 @@ class Timeline:
         @wraps(run)
         def wrapper(batch):
             self._launching = step = self._step_of_batch[id(batch)]
-            start = self._now()
+            start, self._last_wait = self._now(), None
             handle = run(batch)
-            # from the batch to the packed step, then the launch (on the CPU that is the computation)
+            # from the batch to the packed step, then the launch (on the CPU that is the computation); with several
+            # ranks a prefill waits between the two for the launch before
             launch = next((span for span in step.spans if span.name == "launch"), None)
-            step.spans.append(Span("prepare", start, launch.start if launch else self._now()))
+            end = launch.start if launch else self._now()
+            step.spans.append(Span("prepare", start, min(end, self._last_wait.start) if self._last_wait else end))
             handle.timeline_step = step
             return handle
 
@@ -164,7 +167,8 @@ class Timeline:
             tokens = wait(handle)
             step = getattr(handle, "timeline_step", None)
             if step is not None:
-                step.spans.append(Span("wait", start, self._now()))
+                self._last_wait = Span("wait", start, self._now())
+                step.spans.append(self._last_wait)
             return tokens
 
         return wrapper
