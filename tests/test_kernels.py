@@ -108,21 +108,6 @@ def test_rms_norm_of_strided_heads(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
-def test_add_rms_norm(num_tokens, num_channels, dtype):
-    x = randn(num_tokens, num_channels + 3, dtype=dtype)[:, :num_channels]
-    residual = randn(num_tokens, num_channels, dtype=dtype)
-    weight = torch.rand(num_channels, device=DEVICE).to(dtype)
-    expected, expected_sum = reference.add_rms_norm(x, residual, weight, EPS)
-    y, new_residual = norm.add_rms_norm(x, residual, weight, EPS)
-    assert_close(y, expected)
-    if DEVICE == "cuda" or dtype == torch.float32:
-        assert torch.equal(new_residual, expected_sum)
-    else:  # Triton's interpreter truncates to bf16 where the hardware rounds
-        assert_close(new_residual, expected_sum)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
 def test_silu_and_mul(num_tokens, size, dtype):
     x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 4)[:, : 2 * size]

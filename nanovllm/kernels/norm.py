@@ -1,6 +1,7 @@
-"""Triton: RMSNorm, alone and fused with the residual add before it.
+"""Triton: RMSNorm.
 
-Owns `rms_norm` and `add_rms_norm`. Knows nothing of layers; reference.py has the plain twins.
+Owns `rms_norm`. Knows nothing of layers; reference.py has the plain twin. The residual addition before a norm is done
+by the product before it (linear.py).
 """
 
 import torch
@@ -13,17 +14,14 @@ from .inputs import after_predecessor, launch_options, launcher, let_successor_s
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [T, H, C], last dimension contiguous
-    residual_ptr,  # [T * H, C], read and overwritten; only with HAS_RESIDUAL
     weight_ptr,  # [C]
     y_ptr,  # [T * H, C] contiguous, written here
     num_rows,
     num_heads,
     x_stride_t,
     x_stride_h,
-    residual_stride,
     num_channels,
     eps,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -36,11 +34,6 @@ def rms_norm_kernel(
     after_predecessor(CHAINED)
     x_row = (offs_r // num_heads) * x_stride_t + (offs_r % num_heads) * x_stride_h
     x = tl.load(x_ptr + x_row + offs_c, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + offs_r * residual_stride + offs_c
-        # The sum is rounded to the storage type first: that is what the next layer will add to.
-        x = (x.to(tl.float32) + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptrs, x, mask=mask)
     wide = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
     normalized = (wide * rstd).to(x.dtype)
@@ -48,7 +41,8 @@ def rms_norm_kernel(
     tl.store(y_ptr + offs_r * num_channels + offs_c, y, mask=mask)
 
 
-def _launch(x, residual, weight, eps):
+def rms_norm(x, weight, eps):
+    """See reference.rms_norm."""
     num_channels = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
@@ -60,31 +54,17 @@ def _launch(x, residual, weight, eps):
     block_r = max(1, 1024 // block_c)
     launcher(rms_norm_kernel, (triton.cdiv(num_rows, block_r),))(
         x,
-        residual,
         weight,
         y,
         num_rows,
         num_heads,
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
-        0 if residual is None else residual.stride(0),
         num_channels,
         eps,
-        HAS_RESIDUAL=residual is not None,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=min(16, max(1, block_r * block_c // 256)),
         **launch_options(x.device),
     )
     return y
-
-
-def rms_norm(x, weight, eps):
-    """See reference.rms_norm."""
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(x, residual, weight, eps):
-    """See reference.add_rms_norm. Overwrites `residual` with the sum and returns it."""
-    assert x.dim() == 2 and x.shape == residual.shape and residual.stride(-1) == 1
-    return _launch(x, residual, weight, eps), residual

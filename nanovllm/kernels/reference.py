@@ -32,15 +32,6 @@ def rms_norm(x, weight, eps):
     return normalized.to(x.dtype) * weight
 
 
-def add_rms_norm(x, residual, weight, eps):
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x.dtype before it is normalised.
-
-    The Triton twin writes the sum over `residual`; this one returns a new tensor.
-    """
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
-
-
 def silu_and_mul(x):
     """x [T, 2I] -> silu(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
     gate, up = x.chunk(2, dim=-1)

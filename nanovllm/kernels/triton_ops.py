@@ -4,12 +4,11 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.attention import paged_decode_attention, paged_prefill_attention
 from nanovllm.kernels.inputs import compiling_ahead, decode_inputs
 from nanovllm.kernels.linear import fused_linear
-from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.norm import rms_norm
 from nanovllm.kernels.rope_store import norm_rope_store, store_kvcache
 from nanovllm.kernels.sample import advance_rows, logit_thresholds, sample
 
 __all__ = [
-    "add_rms_norm",
     "advance_rows",
     "compiling_ahead",
     "decode_inputs",
