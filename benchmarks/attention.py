@@ -6,7 +6,7 @@
 Each figure is the median over replays of a CUDA graph that holds several launches, each over keys and values
 of its own, 256 MB and more together: no launch finds in the L2 cache what the last one left there, as between
 the layers of a model. Bandwidth counts the keys and values of every sequence once, against 4.3 TB/s, the copy
-bandwidth of an H200; sequences that share pages may exceed it. "PDL" is the same with every launch allowed to
+bandwidth of an H200; sequences that share pages may exceed it. "chained" is the same with every launch allowed to
 start before the one before has ended.
 """
 
@@ -160,7 +160,7 @@ def time_eager_us(launch, repeats: int = 15) -> float:
 def decode_table() -> dict:
     has_flash = importlib.util.find_spec("flash_attn") is not None
     results = {}
-    columns = ("us", "PDL us", "GB/s", "% peak", "flash us", "ratio", "error")
+    columns = ("us", "chained", "GB/s", "% peak", "flash us", "ratio", "error")
     print(f"{'decode (B x context)':26}" + "".join(f"{column:>9}" for column in columns))
     for name, spec in DECODE_CASES.items():
         case = DecodeCase(*spec)

@@ -260,18 +260,20 @@ def test_prefill_at_size(block_size):
 def test_decode_in_a_cuda_graph_follows_new_contexts(chained):
     """A graph captured at short contexts is replayed at longer ones, and its counters survive each replay."""
     pages = Pages([900, 1300, 64, 2000], 8, 128, 256, torch.bfloat16)
-    q = pages.queries(4, 16, 8)
-    full = pages.context_lens.clone()
+    source = pages.queries(4, 16, 8)
+    q, full = source.clone(), pages.context_lens.clone()
     args = (q, pages.k, pages.v, pages.rows, pages.context_lens, pages.block_tables, pages.scale)
     pages.context_lens.fill_(1)
     attention.paged_decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         if chained:  # the launch before, which ours overlaps with, writes q
-            args[0].add_(0)
+            q.copy_(source)
         result = attention.paged_decode_attention(*args, chained=chained)
     for shorter_by in (0, 63, 0, 17):
         pages.context_lens.copy_(full - shorter_by)
         result.fill_(torch.nan)
+        if chained:
+            q.fill_(torch.nan)
         graph.replay()
-        check(pages, result, reference_attention.paged_decode_attention(*args))
+        check(pages, result, reference_attention.paged_decode_attention(source, *args[1:]))

@@ -390,6 +390,21 @@ def test_a_worker_that_fails_at_start(start, monkeypatch, main, text):
         start()
 
 
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_exit_while_a_worker_does_not_hear(make_checkpoint, monkeypatch, signal_number):
+    """A dead or stopped worker was asked to leave, and rank 0's device waited for it for ever, with all its memory."""
+    aborted = []
+    monkeypatch.setattr(tensor_parallel, "LEAVE_S", 1.0)
+    monkeypatch.setattr(parallel.ParallelGroup, "drain", lambda self, timeout_s: bool(aborted))  # a device that waits
+    monkeypatch.setattr(parallel.ParallelGroup, "abort", lambda self: aborted.append(self))
+    llm = LLM(make_checkpoint(), **options("cpu", 2))
+    runner, worker = llm.model_runner, workers_of(llm)[0]
+    os.kill(worker.pid, signal_number)
+    llm.exit()
+    assert aborted and not hasattr(runner, "model")
+    assert worker not in multiprocessing.active_children()
+
+
 def test_ctrl_c(start):
     """The engine is shut down: nobody knows which ranks the interrupted step has reached."""
     llm = start()

@@ -118,7 +118,7 @@ class ModelRunner:
     # ------------------------------------------------------------ kernels and weights
 
     def compile_kernels(self) -> None:
-        """Rehearse all launches of a start and of a run, so that none compiles a kernel later: for `compiling_ahead`.
+        """Rehearse the launches of a start and of a run, so that they find their kernels: for `compiling_ahead`.
 
         The stage is a model of one layer and a pool of one block, because all layers and blocks need the same kernels.
         Its weights are whatever lies in memory; its sequences are the null row, and store nothing.
@@ -127,6 +127,8 @@ class ModelRunner:
         self.model = self._make_model(num_layers=1)
         self.warmup_model()
         self._make_pages(1)
+        if self.group.peers is not None:
+            self.group.peers.rehearse(self.dtype)
         for num_rows in DecodeGraphs.sizes(config.max_num_seqs):
             hidden = self._decode_hidden(num_rows, config.max_model_len)
             for has_filters in (False, True):

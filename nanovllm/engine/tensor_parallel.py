@@ -205,6 +205,9 @@ class Workers:
         idle = self.group is None or self.group.drain(2 * LEAVE_S)
         if os.getpid() == self._owner:
             self._thread.join(4 * LEAVE_S)
+            if not idle and self.group is not None:
+                self.group.abort()  # it waits for a rank that did not hear that it should leave, and is gone by now
+                idle = self.group.drain(LEAVE_S)
         return idle
 
     # ------------------------------------------------------------ the watch thread

@@ -9,6 +9,8 @@ kernel writes (weights), and calls `after_predecessor` before it touches anythin
 predecessor has finished, and by the same rule everything before it: the chain holds as long as every program waits.
 Weights must be settled, then: a chain of kernels may not follow their writing without a synchronisation or an unchained
 launch in between, for a successor may start before its predecessor has waited.
+Decode attention reads lengths and tables early under the same condition. Its programs without work end without waiting,
+which is safe because one always has work; and it lets its successor start only after its own wait.
 
 Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, and one that is not. Where this gains
 nothing and the integer changes from step to step (batch sizes, numbers of rows), kernels here opt out of it: every
@@ -46,11 +48,13 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Launches within do not run: their kernels are compiled side by side on threads, which the end waits for.
+    """Launches within, through `launcher`, do not run: their kernels are compiled side by side on threads.
 
-    What a launch would have written stays as it was, so nothing within may depend on it.
+    The end waits for the threads. What a launch would have written stays as it was, so nothing within may depend on it.
     """
     token = _compiling_ahead.set(True)
+    active_mode = triton.runtime._async_compile.active_mode if hasattr(triton, "AsyncCompileMode") else None
+    mode_before = None if active_mode is None else active_mode.get()
     try:
         with (
             _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as compilers,
@@ -60,6 +64,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
             yield
     finally:
         _compiling_ahead.reset(token)
+        if active_mode is not None:
+            active_mode.set(mode_before)  # Triton 3.6 leaves its own where a compilation failed, and refuses all others
 
 
 def launcher(kernel, grid):
@@ -72,7 +78,8 @@ def launch_options(device, chained=True):
     """Keyword arguments of a launch on `device`: chained if it may be and the hardware can, plain otherwise."""
     # a * b + c as one instruction: once the default, Triton 3.9 warns where nobody asks for it and 3.10 turns it off.
     options = {"CHAINED": False, "enable_fp_fusion": True}
-    if chained and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if chained and is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
         options |= {"CHAINED": True, "launch_pdl": True}
     return options
 

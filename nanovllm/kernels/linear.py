@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
 def tiling(num_tokens, num_rows, num_channels, itemsize):
     """The choice measured on an NVIDIA H200 with 16 bits, or None where cuBLAS with unfused neighbours is as good."""
     num_bytes = num_rows * num_channels * itemsize
-    block_c = triton.next_power_of_2(num_channels)
+    block_c = max(8, triton.next_power_of_2(num_channels))
     if num_tokens == 1:
         # Many small programs for many rows: the more of the next kernel's are there early, the better.
         if num_channels <= 1024:
@@ -320,7 +320,7 @@ def launch(chosen, x, weight, bias, norm_weight, eps, residual, silu_mul, y):
         "num_warps": chosen.num_warps,
         **launch_options(x.device),
     }
-    if chosen.max_registers is not None:
+    if chosen.max_registers is not None and torch.version.hip is None:
         options["maxnreg"] = chosen.max_registers
     if chosen.kernel == "vector":
         assert num_tokens == 1

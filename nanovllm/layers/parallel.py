@@ -1,12 +1,13 @@
 """What the layers know of the other tensor-parallel ranks: who they are, and how to add up and gather with them.
 
-Owns the exchange of tensors: gloo between CPUs, NCCL between GPUs, and for the small sums of a decode
+Owns the exchange of tensors: gloo between CPUs, NCCL between GPUs, and for the small ones of a decode
 step memory that the GPUs of one host read directly. Knows nothing of processes or of what is exchanged.
 The backends are used without ``torch.distributed``'s default process group, which belongs to the user.
 """
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-# largest sum, in bytes, that is faster through memory read directly than through NCCL, by number of ranks
+# largest sum, in bytes, that is faster through memory read directly than through NCCL, by number of ranks; the limit of
+# gathers too, which were not measured
 PEER_SUM_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
 # (bytes, programs, elements per program and turn): few programs have fewer marks to exchange, many move more
 LANES = ((64 << 10, 16, 2048), (256 << 10, 32, 4096), (4 << 20, 64, 4096))
@@ -93,8 +95,11 @@ class ParallelGroup:
         """Make collectives that wait for a dead rank end, with any result; from any thread."""
         if self.peers is not None:
             self.peers.release()
-            # NCCL's kernels that were queued behind must have begun before their communicator is taken away
-            self.drain(1.0)
+            # NCCL's kernels that were queued behind must have begun before their communicator is taken away. On a
+            # thread, because NCCL must be aborted even where the driver blocks.
+            waiting = threading.Thread(target=self.drain, args=(1.0,), daemon=True)
+            waiting.start()
+            waiting.join(1.5)
         if isinstance(self.backend, _nccl()):
             self.backend.abort()
 
@@ -102,12 +107,16 @@ class ParallelGroup:
         """Wait for the device's work, if it has any, without being blocked by it; whether it came to its end."""
         if not isinstance(self.backend, _nccl()):
             return True
-        done, limit = torch.cuda.Event(), time.monotonic() + timeout_s
-        done.record()
-        while not done.query():
-            if time.monotonic() > limit:
-                return False
-            time.sleep(1e-4)
+        try:
+            with torch.cuda.device(self.rank):
+                done, limit = torch.cuda.Event(), time.monotonic() + timeout_s
+                done.record()
+                while not done.query():
+                    if time.monotonic() > limit:
+                        return False
+                    time.sleep(1e-4)
+        except RuntimeError:  # the device has failed; whoever uses it next is told
+            return False
         return True
 
     def close(self) -> None:
@@ -120,7 +129,7 @@ class ParallelGroup:
 ALONE = ParallelGroup()
 
 
-class _CountedFromZero(getattr(dist, "Store", object)):  # type: ignore[misc]
+class _CountedFromZero(dist.Store):
     """A store for the rendezvous of symmetric memory, which numbers its keys by process: "name/number/...".
 
     A process that has met others before counts on, and a new one begins at 0: they would wait for each other's keys
@@ -139,7 +148,7 @@ class _CountedFromZero(getattr(dist, "Store", object)):  # type: ignore[misc]
             rest[0] = str(numbers.setdefault(rest[0], len(numbers)))
         return "/".join([name, *rest])
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch says str and sends bytes
         self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
@@ -204,6 +213,12 @@ class PeerMemory:
         """Sum over ranks, a new tensor."""
         return self._launch(x, torch.empty_like(x), gather=False)
 
+    def rehearse(self, dtype: torch.dtype) -> None:
+        """Launch the kernel of each lane, with a sum as large as it takes: for `compiling_ahead`."""
+        for lane_bytes, buffers, *_ in self._lanes:
+            num_bytes = min(lane_bytes, PEER_SUM_BYTES[self._size])
+            self.all_reduce(torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=buffers.device))
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...]."""
         return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
@@ -238,7 +253,7 @@ def _connect_peers(backend: Any, store: dist.Store, rank: int, size: int, device
         try:
             peers = PeerMemory(store, rank, size, device, name)
         except (RuntimeError, ImportError, AttributeError) as error:
-            logger.warning("small all-reduces go through NCCL, peer memory is not available: %s", error)
+            logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
     able.fill_(peers is not None)
     backend.allreduce([able]).wait()
     return peers if able.item() == size else None
