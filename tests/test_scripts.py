@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*argv: str, check: bool = True) -> subprocess.CompletedProcess:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+def run(*argv: str, check: bool = True, path: str = "") -> subprocess.CompletedProcess:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stderr
     return done
@@ -75,6 +75,34 @@ def test_bench_says_that_vllm_is_missing():
         pytest.skip("vLLM is installed")
     done = run("bench.py", "--engine", "vllm", check=False)
     assert done.returncode != 0 and "Install it" in done.stderr and "Traceback" not in done.stderr
+
+
+VLLM_STAND_IN = """
+from types import SimpleNamespace as Object
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert ignore_eos and detokenize
+        self.temperature, self.max_tokens = temperature, max_tokens
+
+class LLM:
+    def __init__(self, model, *, dtype, tensor_parallel_size, enforce_eager, max_model_len, max_num_seqs):
+        assert (dtype, tensor_parallel_size, max_model_len, max_num_seqs) == ("auto", 1, 4096, 5)
+        self.llm_engine = Object(model_config=Object(get_vocab_size=lambda: 1000))
+
+    def generate(self, prompts, sampling_params, *, use_tqdm):
+        for prompt in prompts:
+            assert list(prompt) == ["prompt_token_ids"] and max(prompt["prompt_token_ids"]) < 1000
+        return [Object(outputs=[Object(token_ids=(7,) * params.max_tokens)]) for params in sampling_params]
+"""
+
+
+def test_bench_calls_vllm_as_it_is_defined(tmp_path):
+    """vLLM needs a GPU and its own torch; what bench.py uses of its interface (version 0.33) stands in for it."""
+    (tmp_path / "vllm.py").write_text(VLLM_STAND_IN)
+    argv = ("bench.py", "--engine", "vllm", "--workload", "single", "--scale", "32", "--max-num-seqs", "5")
+    (engine,) = report_of(run(*argv, path=str(tmp_path)))["engines"]
+    assert engine["engine"] == "vllm" and engine["workloads"][0]["output_tokens"] == 16
 
 
 @pytest.mark.parametrize("script", ["example.py", "bench.py", "benchmarks/host_overhead.py"])
