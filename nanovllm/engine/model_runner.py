@@ -231,7 +231,10 @@ class ModelRunner:
     def _least_over_ranks(self, number: int) -> int:
         if self.group.size == 1:
             return number
-        return int(self.group.all_gather(torch.tensor(number, device=self.device)).min())
+        least = int(self.group.all_gather(torch.tensor(number, device=self.device)).min())
+        if self.workers is not None:
+            self.workers.check()  # with a rank dead it is any number
+        return least
 
     def capture_cudagraph(self) -> None:
         """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size).
