@@ -15,6 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from nanovllm.kernels import activation, inputs, linear, norm, reference, rope_store  # noqa: E402
+from nanovllm.kernels.norm import PendingSum  # noqa: E402
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -105,6 +106,21 @@ def test_rms_norm_of_strided_heads(dtype):
     x = randn(7, 10, 16, dtype=dtype)[:, 2:5]  # [T, H, D], neither T nor H contiguous
     weight = torch.rand(16, device=DEVICE).to(dtype)
     assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts, num_tokens, num_channels", [(1, 1, 64), (4, 5, 100), (2, 3, 1030)])
+def test_rms_norm_makes_a_pending_sum(num_parts, num_tokens, num_channels, dtype):
+    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
+    beside, stream = packed[:, num_channels:].clone(), packed[:, :num_channels]
+    pending = PendingSum(stream, randn(num_parts, num_tokens, num_channels))
+    weight = torch.rand(num_channels, device=DEVICE).to(dtype)
+    expected = (stream.float() + pending.parts.sum(0)).to(dtype)
+    y = norm.rms_norm(pending, weight, EPS)
+    assert pending.parts is None and pending.stream is stream
+    assert_close(stream, expected)
+    assert_close(y, reference.rms_norm(stream, weight, EPS))
+    assert torch.equal(packed[:, num_channels:], beside)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,7 +219,7 @@ def test_decode_inputs(batch_size):
 
 
 def check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul=False, norm=False, bias=False,
-                       residual=False, launch=linear.fused_linear):  # fmt: skip
+                       residual=False, launch=linear.fused_linear, **more):  # fmt: skip
     num_results = num_rows // 2 if silu_mul else num_rows
     x = randn(num_tokens, num_channels + 8, dtype=dtype)[:, :num_channels]
     weight = (randn(num_rows, num_channels) / num_channels**0.5).to(dtype)
@@ -213,9 +229,14 @@ def check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul=False
         eps=EPS,
         residual=randn(num_tokens, num_results, dtype=dtype) if residual else None,
         silu_mul=silu_mul,
+        **more,
     )
     expected = reference.fused_linear(x, weight, **options)
     y = launch(x, weight, **options)
+    if isinstance(y, PendingSum):
+        ones = torch.ones(num_results, dtype=dtype, device=DEVICE)
+        assert_close(reference.rms_norm(expected, ones, EPS), y.rms_norm(ones, EPS), scale=4)
+        y = y.stream
     assert y.shape == (num_tokens, num_results)
     assert_close(y, expected, scale=4)
     return y
@@ -238,30 +259,65 @@ def test_fused_linear(shape, options):
 
 def test_fused_linear_in_16_bits():
     check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, silu_mul=True)
-    # The interpreter's dot knows no bf16; model sizes test that on the GPU.
-    check_fused_linear(5, 24, 96, torch.float16, norm=True, silu_mul=True)
 
 
-def test_fused_linear_writes_over_its_residual():
-    x, weight, residual = randn(2, 64), randn(24, 64), randn(2, 24)
-    expected = reference.fused_linear(x, weight, residual=residual)
-    y = linear.fused_linear(x, weight, residual=residual, out=residual)
-    assert y is residual
-    assert_close(residual, expected, scale=4)
+def test_a_pending_sum_is_input_and_residual_of_what_follows():
+    """As in a layer: the product that left the sum, one that reads its norm, one that adds to it."""
+    stream, parts = randn(3, 64), randn(2, 3, 64)
+    norm_weight, weight, back = torch.rand(64, device=DEVICE), randn(24, 64), randn(64, 24)
+    summed = stream + parts.sum(0)
+    expected_hidden = reference.fused_linear(summed, weight, norm_weight=norm_weight, eps=EPS)
+    expected = reference.fused_linear(expected_hidden, back, residual=summed)
+    pending = PendingSum(stream, parts)
+    with pytest.raises(AssertionError):
+        linear.fused_linear(randn(3, 24), back, residual=pending)  # not yet
+    hidden = linear.fused_linear(pending, weight, norm_weight=norm_weight, eps=EPS)
+    y = linear.fused_linear(hidden, back, residual=pending)
+    assert_close(hidden, expected_hidden, scale=4)
+    assert_close(y, expected, scale=40)
 
 
-@pytest.mark.parametrize("kernel, num_tokens", [("vector", 1), ("matrix", 5)])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_fused_linear_in_several_steps(kernel, num_tokens, options):
-    """More channels than a program takes in one step, and more tokens than one program takes; multiples of neither."""
+def test_vector_product_in_several_steps(options):
+    """More channels than a program takes in one step, and not a multiple of it."""
 
     def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
-        y = torch.empty(x.shape[0], weight.shape[0] // (1 + silu_mul), dtype=x.dtype, device=x.device)
-        tiling = linear.Tiling(kernel, num_tokens if kernel == "vector" else 4, 16, 128, 4)
-        linear.launch(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul, y)
-        return y
+        tiling = linear.VectorTiling(16, 128, 4)
+        return linear.vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
 
-    check_fused_linear(num_tokens, 72, 300, torch.float32, launch=launch, **options)
+    check_fused_linear(1, 72, 300, torch.float32, launch=launch, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows, num_channels", [(192, 512), (1000, 1024), (64, 192)])
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 33, 64, 100, 200])
+def test_ring_product(num_tokens, num_rows, num_channels, dtype):
+    """Every tile, more stages than steps and fewer, several splits; rows and tokens that fill no tile."""
+    ring_linear = pytest.importorskip("nanovllm.kernels.ring_linear")
+    if not ring_linear.is_supported(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    block_c = 128 if num_channels % 128 == 0 else 64
+    splits = [1, 2, 4] if num_channels % (4 * block_c) == 0 else [1]
+    for block_m, block_n, num_warps in ((16, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 8), (128, 128, 8)):
+        for split in splits:
+            for stages in (2, 3):
+                tiling = ring_linear.RingTiling(block_m, block_n, block_c, split, stages, num_warps)
+
+                def launch(x, weight, bias, residual, silu_mul, tiling=tiling, **_):
+                    num_results = len(weight) // 2 if silu_mul else len(weight)
+                    if tiling.splits > 1:
+                        parts = torch.empty(tiling.splits, len(x), num_results, device=DEVICE)
+                        return ring_linear.ring_product(tiling, x, weight, parts).sum(0).to(x.dtype)
+                    y = torch.empty(len(x), num_results, dtype=x.dtype, device=DEVICE)
+                    return ring_linear.ring_product(tiling, x, weight, y, bias, residual, silu_mul)
+
+                shape = (num_tokens, num_rows, num_channels, dtype)
+                check_fused_linear(*shape, launch=launch)
+                if split == 1:
+                    check_fused_linear(*shape, launch=launch, bias=True, residual=True)
+                    check_fused_linear(*shape, launch=launch, silu_mul=True)
+                    check_fused_linear(*shape, launch=launch, silu_mul=True, bias=True, residual=True)
 
 
 @pytest.mark.gpu
@@ -271,14 +327,16 @@ def test_fused_linear_in_several_steps(kernel, num_tokens, options):
     [
         (4096, 1024, dict(norm=True)),
         (1024, 2048, dict(residual=True)),
+        (1024, 2048, dict(residual=True, may_defer=True)),
         (6144, 1024, dict(norm=True, silu_mul=True)),
-        (1024, 3072, dict(residual=True)),
+        (1024, 3072, dict(residual=True, may_defer=True)),
         (151936, 1024, dict(norm=True)),
         (4096, 12288, dict(residual=True)),
+        (4096, 12288, dict(residual=True, may_defer=True)),
     ],
 )
 def test_fused_linear_at_model_size(num_tokens, num_rows, num_channels, options):
-    """Also: the same result in every run, whoever of a tile's programs arrives last."""
+    """Also: the same result in every run."""
     results = []
     for _ in range(3):
         torch.manual_seed(1)

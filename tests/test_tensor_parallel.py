@@ -297,10 +297,16 @@ class Failure:
         return True
 
 
+def used_memory() -> list[int]:
+    """Bytes of each CUDA device that are not free, whoever holds them."""
+    return [total - free for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]
+
+
 @pytest.fixture
 def start(device, make_checkpoint):
     """start(num_ranks) -> an engine whose workers a test may harm."""
     others, made = multiprocessing.active_children(), []
+    memory = used_memory() if device == "cuda" else []
 
     def start(num_ranks=2, **changes):
         llm = LLM(make_checkpoint(), **options(device, num_ranks, **changes))
@@ -312,6 +318,9 @@ def start(device, make_checkpoint):
         llm.exit()
         llm.exit()
     assert [p for p in multiprocessing.active_children() if p not in others] == []
+    if device == "cuda":  # a worker's process alone takes more than this; the first engine's libraries stay
+        grown = [(after - before) >> 20 for before, after in zip(memory, used_memory(), strict=True)]
+        assert max(grown) < 400, f"MiB: {grown}"
 
 
 def workers_of(llm: LLM) -> list:

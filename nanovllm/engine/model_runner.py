@@ -31,7 +31,7 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
 GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
 # a kernel is chosen by which power of two the number of tokens reaches, and compiled anew for multiples of 16
-REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512)
+REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512)
 NONE = np.empty(0, np.int32)
 
 

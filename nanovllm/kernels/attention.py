@@ -16,7 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, has_large_shared_memory, launch_options, launcher, let_successor_start
+from .inputs import (
+    after_predecessor,
+    has_large_shared_memory,
+    launch_options,
+    launcher,
+    let_successor_start,
+    num_multiprocessors,
+)
 
 LOG2_E = 1.4426950408889634
 # Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
@@ -71,9 +78,6 @@ def _slot_offsets(
 # shares that touch sequence s are consecutive, hence share i keeps its part of s in scratch slot i + s: no
 # two meet there, and the parts of one sequence lie side by side.
 #
-# Only a share's first and last sequence can be parts. A program attends those two before the whole ones, so that
-# parts are added up while the memory is busy with whole sequences, and not when everything else has ended.
-#
 # There are just as many programs as run at once: a program's loads then run ahead of its arithmetic from
 # its first tile to its last, and all programs end together.
 
@@ -119,7 +123,6 @@ def _decode_kernel(
     # i32[BLOCK_B]: tiles per sequence. An empty context has one too, or nobody would write its zeros.
     offs_b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
-    rows = tl.load(rows_ptr + offs_b, mask=offs_b < num_seqs, other=0)
     tiles = tl.where(offs_b < num_seqs, tl.maximum(tl.cdiv(lens, BLOCK_N), 1), 0)
     tile_ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
@@ -139,97 +142,95 @@ def _decode_kernel(
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
-    # In tiles, from the first sequence's begin to the last one's end; `begin` and `end` lie within the two.
+    # Only the first and the last sequence of a share can be split. From and to which tile they go is looked up
+    # now, because nobody waits for it here.
     first_seq_begin = tl.max(tl.where(offs_b < first_seq, tile_ends, 0), 0)
     first_seq_end = tl.max(tl.where(offs_b <= first_seq, tile_ends, 0), 0)
     last_seq_begin = tl.max(tl.where(offs_b < last_seq, tile_ends, 0), 0)
     last_seq_end = tl.max(tl.where(offs_b <= last_seq, tile_ends, 0), 0)
-    # Three runs of tiles: of the last sequence, of the first one, and of those between; or of the only one.
-    for run in range(tl.where(first_seq == last_seq, 1, 3)):
-        seq = tl.where(run == 0, last_seq, tl.where(run == 1, first_seq, first_seq + 1))
-        seq_begin = tl.where(run == 0, last_seq_begin, tl.where(run == 1, first_seq_begin, first_seq_end))
-        run_end = tl.where(run == 0, end, tl.where(run == 1, first_seq_end, last_seq_begin))
-        # Where the run begins: in sequence `seq`, whose tiles end at `seq_end`, at its token `first`.
-        run_begin = tl.maximum(begin, seq_begin)
-        first = (run_begin - seq_begin) * BLOCK_N
-        context = tl.load(context_lens_ptr + seq)
-        row = tl.load(rows_ptr + seq)
-        seq_end = seq_begin + tl.maximum(tl.cdiv(context, BLOCK_N), 1)
+
+    # Where the share begins: in sequence `seq`, whose tiles end at `seq_end`, at its token `first`.
+    seq = first_seq
+    seq_end = first_seq_end
+    context = tl.load(context_lens_ptr + seq)
+    row = tl.load(rows_ptr + seq)
+    first = (begin - first_seq_begin) * BLOCK_N
+    pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
+
+    # So far everything came from tables that the step began with; q and the newest keys and values come from
+    # the launches before this one.
+    after_predecessor(CHAINED)
+    let_successor_start(CHAINED)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    # Summed over the columns at a sequence's end only: a sum across threads per tile would cost time.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # One loop over tiles, whichever sequences they belong to, so that loads run ahead across borders too.
+    for tile in range(begin, end):
+        # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
+        # Loaded for every tile, 16 rows from the L2 cache at most: so it is pipelined like keys and values.
+        q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
+        q = tl.load(q_ptrs + offs_d[None, :], mask=group_mask, other=0.0)
+        # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
+        offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+        in_context = first + offs_n < context
+        tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+        scores = tl.where(in_context[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        sums = sums * correction[:, None] + p
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        row_max = new_max
+
+        ended = tile + 1 == seq_end
+        if ended | (tile + 1 == end):
+            row_sum = tl.sum(sums, 1)
+            begun = tile - first // BLOCK_N >= begin
+            if begun & ended:
+                result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+                out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
+                tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)
+            else:
+                part = ((share + seq) * num_kv_heads + kv_head) * GROUP + offs_m
+                tl.store(part_acc_ptr + part[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask)
+                tl.store(part_stat_ptr + part * 2, row_max, mask=offs_m < GROUP)
+                tl.store(part_stat_ptr + part * 2 + 1, row_sum, mask=offs_m < GROUP)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+        # On to the next tile, of this sequence or of the next one.
+        seq += ended.to(tl.int32)
+        first = tl.where(ended, 0, first + BLOCK_N)
+        fetch = ended & (seq < num_seqs)
+        context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
+        row = tl.where(ended, tl.load(rows_ptr + seq, mask=fetch, other=0), row)
+        seq_end += tl.where(ended, tl.maximum(tl.cdiv(context, BLOCK_N), 1), 0)
         pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
-        # So far everything came from tables that the step began with; q and the newest keys and values come from
-        # the launches before this one.
-        after_predecessor(CHAINED)
-        let_successor_start(CHAINED)
-
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        # Summed over the columns at a sequence's end only: a sum across threads per tile would cost time.
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        # One loop over tiles, whichever sequences they belong to, so that loads run ahead across borders too.
-        for tile in range(run_begin, run_end):
-            # [BLOCK_M, BLOCK_D]: the query heads of this KV head, padded with zero rows to what a dot takes.
-            # Loaded for every tile, 16 rows from the L2 cache at most: so it is pipelined like keys and values.
-            q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
-            q = tl.load(q_ptrs + offs_d[None, :], mask=group_mask, other=0.0)
-            # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
-            offs = _slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-            in_context = first + offs_n < context
-            tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
-            k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
-            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-            scores = tl.where(in_context[None, :], scores, -float("inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-            correction = tl.exp2(row_max - new_max)
-            sums = sums * correction[:, None] + p
-            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
-            row_max = new_max
-
-            ended = tile + 1 == seq_end
-            if ended | (tile + 1 == run_end):
-                row_sum = tl.sum(sums, 1)
-                begun = tile - first // BLOCK_N >= begin
-                if begun & ended:
-                    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-                    out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
-                    tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)
-                else:
-                    part = ((share + seq) * num_kv_heads + kv_head) * GROUP + offs_m
-                    tl.store(part_acc_ptr + part[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask)
-                    tl.store(part_stat_ptr + part * 2, row_max, mask=offs_m < GROUP)
-                    tl.store(part_stat_ptr + part * 2 + 1, row_sum, mask=offs_m < GROUP)
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-                sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-
-            # On to the next tile, of this sequence or of the next one.
-            seq += ended.to(tl.int32)
-            first = tl.where(ended, 0, first + BLOCK_N)
-            fetch = ended & (seq < num_seqs)
-            context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
-            row = tl.where(ended, tl.load(rows_ptr + seq, mask=fetch, other=0), row)
-            seq_end += tl.where(ended, tl.maximum(tl.cdiv(context, BLOCK_N), 1), 0)
-            pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
-
-        part_seq = tl.where(run == 0, last_seq, first_seq)
-        part_end = tl.where(run == 0, last_seq_end, first_seq_end)
-        if (run < 2) & ((seq_begin < begin) | (part_end > end)):
+    # The stores of all threads come before the release by one of them, or the share that finishes last might miss
+    # some.
+    tl.debug_barrier()
+    for seq in range(first_seq, last_seq + 1, tl.maximum(last_seq - first_seq, 1)):
+        seq_begin = tl.where(seq == first_seq, first_seq_begin, last_seq_begin)
+        seq_end = tl.where(seq == last_seq, last_seq_end, first_seq_end)
+        if seq_begin < begin or seq_end > end:
             first_share = seq_begin // share_tiles
-            last_share = (part_end - 1) // share_tiles
-            counter_ptr = counters_ptr + part_seq * num_kv_heads + kv_head
-            # The stores of all threads come before the release by one of them, or the share that finishes last
-            # might miss some.
-            tl.debug_barrier()
+            last_share = (seq_end - 1) // share_tiles
+            counter_ptr = counters_ptr + seq * num_kv_heads + kv_head
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if arrived == last_share - first_share:
                 _add_parts(
                     part_acc_ptr,
                     part_stat_ptr,
-                    out_ptr + part_seq * stride_out_seq + kv_head * GROUP * stride_out_head,
-                    first_share + part_seq,
-                    last_share + part_seq + 1,
+                    out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head,
+                    first_share + seq,
+                    last_share + seq + 1,
                     kv_head,
                     num_kv_heads,
                     stride_out_head,
@@ -332,10 +333,6 @@ def _zero_counters(num: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num, dtype=torch.int32, device=device)
 
 
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -379,7 +376,7 @@ def paged_decode_attention(
     if max_context is None:
         max_context = block_tables.shape[1] * block_size
     max_tiles = num_seqs * max(1, -(-max_context // config.block_n))
-    num_shares = config.programs_per_sm * _num_multiprocessors(q.device) // num_kv_heads
+    num_shares = config.programs_per_sm * num_multiprocessors(q.device) // num_kv_heads
     num_shares = max(1, min(num_shares, max_tiles))
 
     part_shape = (num_shares + num_seqs, num_kv_heads, group)

@@ -85,6 +85,12 @@ def launch_options(device, chained=True):
 
 
 @functools.cache
+def num_multiprocessors(device):
+    """How many programs run at once, at one to a multiprocessor; a small number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
 def has_large_shared_memory(device):
     """Whether a program may have the 148 KB that the largest tiles take: data-centre GPUs, not RTX 30 and 40."""
     if device.type != "cuda":

@@ -1,8 +1,10 @@
-"""Triton: RMSNorm.
+"""Triton: RMSNorm, and the sum before it where a product left one to be made.
 
-Owns `rms_norm`. Knows nothing of layers; reference.py has the plain twin. The residual addition before a norm is done
-by the product before it (linear.py).
+Owns `rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twin. Most products add to the
+residual stream by themselves (linear.py).
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -41,8 +43,82 @@ def rms_norm_kernel(
     tl.store(y_ptr + offs_r * num_channels + offs_c, y, mask=mask)
 
 
+@triton.jit
+def add_rms_norm_kernel(
+    parts_ptr,  # f32[P, T, C] contiguous, written by the kernel before
+    stream_ptr,  # [T, C], rows strided; the parts are added to it here
+    weight_ptr,  # [C]
+    y_ptr,  # [T, C] contiguous, written here
+    part_stride,
+    stream_stride,
+    eps,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program: one token, all of whose loads are under way before the first sum."""
+    let_successor_start(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
+    stream_ptrs = stream_ptr + token * stream_stride + offs_c
+    parts_ptrs = parts_ptr + token * NUM_CHANNELS + offs_c
+    after_predecessor(CHAINED)
+    before = tl.load(stream_ptrs, mask=mask, other=0.0)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        total += tl.load(parts_ptrs + part * part_stride, mask=mask, other=0.0)
+    stream = (before.to(tl.float32) + total).to(before.dtype)
+    tl.store(stream_ptrs, stream, mask=mask)
+    wide = stream.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
+    normalized = (wide * rstd).to(before.dtype)
+    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
+    tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
+
+
+@dataclass
+class PendingSum:
+    """A residual stream to which a product's result is still to be added: the norm that reads it next does that.
+
+    stream: [T, C]; the sum, once ``parts`` is None.
+    parts: fp32 [P, T, C], the result in P parts; None when they have been added.
+    """
+
+    stream: torch.Tensor
+    parts: torch.Tensor | None
+
+    def rms_norm(self, weight, eps):
+        """Make the sum, in place, and return its norm."""
+        assert self.parts is not None
+        num_parts, num_tokens, num_channels = self.parts.shape
+        assert self.stream.stride(1) == 1 and self.parts.is_contiguous() and weight.is_contiguous()
+        y = torch.empty((num_tokens, num_channels), dtype=self.stream.dtype, device=self.stream.device)
+        block_c = triton.next_power_of_2(num_channels)
+        launcher(add_rms_norm_kernel, (num_tokens,))(
+            self.parts,
+            self.stream,
+            weight,
+            y,
+            num_tokens * num_channels,
+            self.stream.stride(0),
+            eps,
+            NUM_CHANNELS=num_channels,
+            NUM_PARTS=num_parts,
+            BLOCK_C=block_c,
+            num_warps=min(16, max(1, block_c // 128)),
+            **launch_options(self.stream.device),
+        )
+        self.parts = None
+        return y
+
+
 def rms_norm(x, weight, eps):
-    """See reference.rms_norm."""
+    """See reference.rms_norm. A PendingSum as `x` becomes the sum."""
+    if isinstance(x, PendingSum):
+        return x.rms_norm(weight, eps)
     num_channels = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads

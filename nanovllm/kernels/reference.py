@@ -78,21 +78,20 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[stored])
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, out=None):
+def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, may_defer=False):
     """[residual +] [silu_and_mul] ([rms_norm] (x) @ weight.T [+ bias]); x [T, C], weight [N, C] as nn.Linear has it.
 
     With `norm_weight` [C], x is normalised first. With `silu_mul`, weight is [2I, C] (gate rows, then up rows)
-    and the result [T, I]. The fused twin keeps what lies between in fp32 and may, without `out`, write the result
-    over `residual`; this one rounds after each step and leaves `residual` alone.
+    and the result [T, I]. The fused twin keeps what lies between in fp32 and may write the result over `residual`;
+    this one rounds after each step and leaves `residual` alone. With `may_defer` the fused twin may leave it to the
+    next norm to add to the residual, and return what only `rms_norm` and this function understand.
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     y = F.linear(x, weight, bias)
     if silu_mul:
         y = silu_and_mul(y)
-    if residual is not None:
-        y = residual + y
-    return y if out is None else out.copy_(y)
+    return y if residual is None else residual + y
 
 
 def decode_inputs(rows, last_token, length, block_tables, block_size):

@@ -7,8 +7,8 @@ A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's part of 
     RowParallel     splits input features: weight columns; the ranks' outputs are added up
 
 A product takes its neighbours along: the norm before it, the gated activation or the residual
-addition after it. With few tokens one kernel does all of them (``kernels/linear.py``); with many,
-cuBLAS and the separate kernels do.
+addition after it. With few tokens they are done by one kernel, or with the next product's norm
+(``kernels/linear.py``); with many, cuBLAS and the separate kernels do.
 """
 
 import torch
@@ -40,7 +40,11 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, input_size] -> residual + act_fn(norm(x) W^T + b), [T, output_size], half as wide with ``act_fn``."""
+        """x [T, input_size] -> residual + act_fn(norm(x) W^T + b), [T, output_size], half as wide with ``act_fn``.
+
+        With ``residual`` the result is a residual stream, of which the sum may still have to be made: it is for norms,
+        and for the residual of a layer behind a norm of it.
+        """
         return self.ops.fused_linear(
             x,
             self.weight,
@@ -49,6 +53,7 @@ class ReplicatedLinear(nn.Module):
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
             silu_mul=act_fn is not None,
+            may_defer=self.group.size == 1,  # ranks add up the whole
         )
 
 

@@ -85,11 +85,11 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions [T] -> hidden states before the last norm [T, C]."""
+        """input_ids, positions [T] -> hidden states [T, C]."""
         stream = self.embed_tokens(input_ids)
         for layer in self.layers:
             stream = layer(positions, stream)
-        return stream
+        return self.norm(stream)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -117,4 +117,4 @@ class Qwen3ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What forward gave for S tokens [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
-        return self.lm_head(self.model.norm(hidden))
+        return self.lm_head(hidden)
