@@ -46,10 +46,12 @@ def norm_rope_store_kernel(
         k_weight_1 = tl.load(k_weight_ptr + offs_d).to(tl.float32)
         k_weight_2 = tl.load(k_weight_ptr + HALF + offs_d).to(tl.float32)
 
-    after_predecessor(CHAINED)
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d)  # [1, D/2]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs_d)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64) if HAS_CACHE else -1
+
+    after_predecessor(CHAINED)
     # The two halves of each head, [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
     head_ptrs = qkv_ptr + token * qkv_stride + head * HEAD_DIM + offs_d
     raw_1 = tl.load(head_ptrs, mask=mask, other=0.0)
@@ -68,7 +70,6 @@ def norm_rope_store_kernel(
     tl.store(head_ptrs + HALF, y_2, mask=mask & ~is_v)
 
     if HAS_CACHE:
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if slot >= 0:
             is_k = ~is_q & ~is_v
             k_offs = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + offs_d
@@ -82,7 +83,10 @@ def norm_rope_store_kernel(
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
-    """See reference.norm_rope_store. Overwrites q and k in `qkv`; what it returns are views of it."""
+    """See reference.norm_rope_store. Overwrites q and k in `qkv`; what it returns are views of it.
+
+    Positions and slots are read early: an unchained launch has to lie between this one and the one that wrote them.
+    """
     num_tokens = qkv.shape[0]
     num_all_heads = num_heads + 2 * num_kv_heads
     head_dim = qkv.shape[1] // num_all_heads
