@@ -219,9 +219,9 @@ def test_decode_inputs(batch_size):
 
 
 def check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul=False, norm=False, bias=False,
-                       residual=False, launch=linear.fused_linear, **more):  # fmt: skip
+                       residual=False, launch=linear.fused_linear, padding=16, **more):  # fmt: skip
     num_results = num_rows // 2 if silu_mul else num_rows
-    x = randn(num_tokens, num_channels + 8, dtype=dtype)[:, :num_channels]
+    x = randn(num_tokens, num_channels + padding, dtype=dtype)[:, :num_channels]
     weight = (randn(num_rows, num_channels) / num_channels**0.5).to(dtype)
     options = dict(
         bias=randn(num_rows, dtype=dtype) if bias else None,
@@ -331,6 +331,7 @@ def test_ring_product(num_tokens, num_rows, num_channels, dtype):
         (6144, 1024, dict(norm=True, silu_mul=True)),
         (1024, 3072, dict(residual=True, may_defer=True)),
         (151936, 1024, dict(norm=True)),
+        (4096, 1024, dict(residual=True, padding=1)),
         (4096, 12288, dict(residual=True)),
         (4096, 12288, dict(residual=True, may_defer=True)),
     ],

@@ -56,13 +56,9 @@ def vector_tiling(num_rows, num_channels, itemsize):
 def choose_ring(x, weight, may_split):
     """The tiling of a ring product, or None where cuBLAS with unfused neighbours is as good or has to do."""
     num_tokens, num_channels = x.shape
-    if ring_linear is None or not 2 <= num_tokens <= 256 or x.element_size() != 2 or x.stride(0) % 8:
+    if ring_linear is None or not 2 <= num_tokens <= 256 or not ring_linear.takes(x):
         return None
-    if not ring_linear.is_supported(x.device):
-        return None
-    return ring_linear.ring_tiling(
-        num_tokens, weight.shape[0], num_channels, may_split, num_multiprocessors(x.device)
-    )
+    return ring_linear.ring_tiling(num_tokens, weight.shape[0], num_channels, may_split, num_multiprocessors(x.device))
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def multiply(weights, xs, slot, product, SWAP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def ring_kernel(
-    x_ptr,  # [M, C], rows strided by a multiple of 8, written by the kernel before
+    x_ptr,  # [M, C], rows strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], rows strided, only with HAS_RESIDUAL
@@ -216,11 +216,11 @@ def ring_kernel(
 def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False):
     """y = [residual +] [silu_and_mul] (x W^T [+ bias]), written to y [M, I] or, with several splits, in parts.
 
-    x [M, C] and weight [N, C] of 16 bits, y like x. The parts are fp32 [splits, M, N], the result is their sum over
+    weight [N, C] and y are of x's dtype. The parts are fp32 [splits, M, N], the result is their sum over
     splits, and bias, residual and activation are not for them.
     """
     num_tokens, num_channels = x.shape
-    assert x.stride(1) == 1 and x.stride(0) % 8 == 0 and weight.is_contiguous() and y.is_contiguous()
+    assert takes(x) and weight.is_contiguous() and y.is_contiguous()
     assert residual is None or residual.stride(1) == 1
     assert tiling.splits == 1 or (bias is None and residual is None and not silu_mul and len(y) == tiling.splits)
     grid = triton.cdiv(num_tokens, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n), tiling.splits
@@ -250,5 +250,11 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
 
 
 def is_supported(device):
-    """Whether `ring_product` runs there: Hopper's tensor cores and its shared memory."""
+    """Hopper, for its tensor cores and its shared memory."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes(x):
+    """Whether `ring_product` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return aligned and x.element_size() == 2 and is_supported(x.device)
