@@ -49,7 +49,8 @@ def norm_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d)  # [1, D/2]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs_d)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64) if HAS_CACHE else -1
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
 
     after_predecessor(CHAINED)
     # The two halves of each head, [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
@@ -70,8 +71,8 @@ def norm_rope_store_kernel(
     tl.store(head_ptrs + HALF, y_2, mask=mask & ~is_v)
 
     if HAS_CACHE:
+        is_k = ~is_q & ~is_v
         if slot >= 0:
-            is_k = ~is_q & ~is_v
             k_offs = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + offs_d
             v_offs = k_offs - NUM_KV_HEADS * HEAD_DIM
             tl.store(k_cache_ptr + k_offs, y_1.to(k_cache_ptr.dtype.element_ty), mask=is_k)
