@@ -142,22 +142,19 @@ def _decode_kernel(
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
-    # The first and the last sequence of a share can be split: what that takes is worked out now, while the launch
-    # before still runs. [2] each, the second of the two masked where there is but one sequence.
-    offs_2 = tl.arange(0, 2)
-    end_seqs = tl.where(offs_2 == 0, first_seq, last_seq)
-    end_begins = tl.max(tl.where(offs_b[:, None] < end_seqs[None, :], tile_ends[:, None], 0), 0)
-    end_ends = tl.max(tl.where(offs_b[:, None] <= end_seqs[None, :], tile_ends[:, None], 0), 0)
-    is_split = ((end_begins < begin) | (end_ends > end)) & (offs_2 <= last_seq - first_seq)
-    first_shares = end_begins // share_tiles
-    last_shares = (end_ends - 1) // share_tiles
+    # Only the first and the last sequence of a share can be split. From and to which tile they go is looked up
+    # now, because nobody waits for it here.
+    first_seq_begin = tl.max(tl.where(offs_b < first_seq, tile_ends, 0), 0)
+    first_seq_end = tl.max(tl.where(offs_b <= first_seq, tile_ends, 0), 0)
+    last_seq_begin = tl.max(tl.where(offs_b < last_seq, tile_ends, 0), 0)
+    last_seq_end = tl.max(tl.where(offs_b <= last_seq, tile_ends, 0), 0)
 
     # Where the share begins: in sequence `seq`, whose tiles end at `seq_end`, at its token `first`.
     seq = first_seq
-    seq_end = tl.sum(tl.where(offs_2 == 0, end_ends, 0), 0)
+    seq_end = first_seq_end
     context = tl.load(context_lens_ptr + seq)
     row = tl.load(rows_ptr + seq)
-    first = (begin - tl.sum(tl.where(offs_2 == 0, end_begins, 0), 0)) * BLOCK_N
+    first = (begin - first_seq_begin) * BLOCK_N
     pages = _pages(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # So far everything came from tables that the step began with; q and the newest keys and values come from
@@ -219,29 +216,31 @@ def _decode_kernel(
     # The stores of all threads come before the release by one of them, or the share that finishes last might miss
     # some.
     tl.debug_barrier()
-    counter_ptrs = counters_ptr + end_seqs * num_kv_heads + kv_head
-    arrived = tl.atomic_add(counter_ptrs, 1, mask=is_split, sem="acq_rel")
-    finishes = is_split & (arrived == last_shares - first_shares)
-    for i in range(2):
-        if tl.sum((finishes & (offs_2 == i)).to(tl.int32), 0) > 0:
-            seq = tl.where(i == 0, first_seq, last_seq)
-            _add_parts(
-                part_acc_ptr,
-                part_stat_ptr,
-                out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head,
-                tl.sum(tl.where(offs_2 == i, first_shares, 0), 0) + seq,
-                tl.sum(tl.where(offs_2 == i, last_shares, 0), 0) + seq + 1,
-                kv_head,
-                num_kv_heads,
-                stride_out_head,
-                GROUP,
-                HEAD_SIZE,
-                BLOCK_D,
-                BLOCK_G,
-                BLOCK_P,
-            )
-    # as the next launch, or the next replay of a graph, expects them
-    tl.store(counter_ptrs, 0, mask=finishes)
+    for seq in range(first_seq, last_seq + 1, tl.maximum(last_seq - first_seq, 1)):
+        seq_begin = tl.where(seq == first_seq, first_seq_begin, last_seq_begin)
+        seq_end = tl.where(seq == last_seq, last_seq_end, first_seq_end)
+        if seq_begin < begin or seq_end > end:
+            first_share = seq_begin // share_tiles
+            last_share = (seq_end - 1) // share_tiles
+            counter_ptr = counters_ptr + seq * num_kv_heads + kv_head
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if arrived == last_share - first_share:
+                _add_parts(
+                    part_acc_ptr,
+                    part_stat_ptr,
+                    out_ptr + seq * stride_out_seq + kv_head * GROUP * stride_out_head,
+                    first_share + seq,
+                    last_share + seq + 1,
+                    kv_head,
+                    num_kv_heads,
+                    stride_out_head,
+                    GROUP,
+                    HEAD_SIZE,
+                    BLOCK_D,
+                    BLOCK_G,
+                    BLOCK_P,
+                )
+                tl.store(counter_ptr, 0)  # as the next launch, or the next replay of a graph, expects it
 
 
 @triton.jit
