@@ -48,10 +48,13 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
 
     from nanovllm import SamplingParams
 
-    llm = make_llm(model=make_checkpoint(num_hidden_layers=1), device="cuda", enforce_eager=enforce_eager)
+    llm = make_llm(
+        model=make_checkpoint(num_hidden_layers=1, hidden_size=128, head_dim=128), device="cuda",
+        enforce_eager=enforce_eager, kvcache_block_size=256, max_num_batched_tokens=2048, dtype="bfloat16",
+    )  # fmt: skip
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *, repr, **_: compiled.append(repr))
-    for length in (1, 7, 12, 16, 33, 63):
+    for length in (1, 7, 12, 16, 33, 63, 1000, 1100):
         for params in (SamplingParams(temperature=0, max_tokens=3), SamplingParams(top_k=5, top_p=0.9, max_tokens=3)):
             llm.generate([[5] * length] * 3, params, use_tqdm=False)
     assert compiled == []

@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import attention, reference_attention  # noqa: E402
+from nanovllm.kernels import attention, inputs, reference_attention  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: too large for the interpreter")
 BF16 = pytest.param(
@@ -252,6 +252,37 @@ def test_decode_at_size(contexts, dtype):
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_prefill_at_size(block_size):
     check_prefill([(700, 700), (64, 1088), (1, 1500), (333, 900)], 16, 8, 128, block_size, torch.bfloat16)
+
+
+# (new tokens, context): whole prompts, prefixes, chunks, one token, nothing new; longest below and above 1024
+HOPPER_SPANS = {
+    "short": [(70, 70), (64, 300), (1, 77), (0, 16), (33, 97), (5, 5)],
+    "ragged": [(700, 700), (64, 1088), (1, 1500), (333, 900), (128, 128), (129, 129)],
+    "long": [(2048, 2048), (1024, 3000), (17, 17)],
+    "many": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(256)],
+}
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", HOPPER_SPANS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
+def test_hopper_prefill(spans, group, dtype, block_size):
+    hopper_prefill = pytest.importorskip("nanovllm.kernels.hopper_prefill")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    spans = HOPPER_SPANS[spans]
+    _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
+    q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
+    by_other = group == 1 and max_seqlen_q < 1024  # its tiles would be shorter than a run
+    assert hopper_prefill.takes(q, k, len(spans), max_seqlen_q) != by_other
+    first = attention.paged_prefill_attention(*args, max_seqlen_q)
+    for _ in range(3):  # no race, and nothing is left from launch to launch
+        assert torch.equal(attention.paged_prefill_attention(*args, max_seqlen_q), first)
+    if not by_other:
+        torch.cuda.synchronize()
+        assert inputs.zero_counters(1, q.device).count_nonzero() == 0
 
 
 @needs_gpu

@@ -30,8 +30,8 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
 GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
-# a kernel is chosen by which power of two the number of tokens reaches, and compiled anew for multiples of 16
-REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512)
+# a kernel is chosen by the number of tokens, with borders at multiples of 64 and at powers of two
+REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024)
 NONE = np.empty(0, np.int32)
 
 

@@ -23,7 +23,13 @@ from .inputs import (
     launcher,
     let_successor_start,
     num_multiprocessors,
+    zero_counters,
 )
+
+try:
+    from . import hopper_prefill
+except (ImportError, AttributeError):  # Triton before 3.6
+    hopper_prefill = None  # type: ignore[assignment]
 
 LOG2_E = 1.4426950408889634
 # Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
@@ -317,22 +323,6 @@ def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: in
     return config._replace(block_n=max(16, block_n))
 
 
-# Counters of a device, kept for good: captured graphs hold their address.
-_NUM_COUNTERS = 1 << 16
-_counters: dict[torch.device, torch.Tensor] = {}
-
-
-def _zero_counters(num: int, device: torch.device) -> torch.Tensor:
-    """At least `num` zeros, i32. Every launch leaves them zero: one set serves all launches of a stream."""
-    if num <= _NUM_COUNTERS:
-        if device in _counters:
-            return _counters[device]
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
-    # Not worth keeping, or allocated inside a capture, where zeros only come true on replay: this call's own.
-    return torch.zeros(num, dtype=torch.int32, device=device)
-
-
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -394,7 +384,7 @@ def paged_decode_attention(
         out,
         part_acc,
         part_stat,
-        _zero_counters(num_seqs * num_kv_heads, q.device),
+        zero_counters(num_seqs * num_kv_heads, q.device),
         num_seqs,
         scale * LOG2_E,
         q.stride(0),
@@ -609,6 +599,10 @@ def paged_prefill_attention(
         return out
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
+    if hopper_prefill is not None and hopper_prefill.takes(q, k_cache, num_seqs, max_seqlen_q):
+        return hopper_prefill.hopper_prefill_attention(
+            q, k_cache, v_cache, cu_seqlens_q, rows, context_lens, block_tables, scale, max_seqlen_q, out
+        )
 
     config = prefill_config(max_seqlen_q * group, head_size, k_cache.element_size())
     tokens_per_program = config.block_m // group

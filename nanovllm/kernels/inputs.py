@@ -100,6 +100,22 @@ def has_large_shared_memory(device):
     return getattr(properties, "shared_memory_per_block_optin", 0) >= 148 << 10  # torch for ROCm does not say
 
 
+# Counters of a device, kept for good: captured graphs hold their address.
+_NUM_COUNTERS = 1 << 16
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def zero_counters(num: int, device: torch.device) -> torch.Tensor:
+    """At least `num` zeros, i32. Every launch leaves them zero: one set serves all launches of a stream."""
+    if num <= _NUM_COUNTERS:
+        if device in _counters:
+            return _counters[device]
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
+    # Not worth keeping, or allocated inside a capture, where zeros only come true on replay: this call's own.
+    return torch.zeros(num, dtype=torch.int32, device=device)
+
+
 @triton.jit
 def let_successor_start(CHAINED: tl.constexpr):
     """Once all programs of this kernel have called this, the next kernel may take what room is left."""

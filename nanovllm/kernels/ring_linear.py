@@ -20,16 +20,18 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_names import (
+    async_load,
+    commit_group,
+    fence_async_shared,
+    wait_group,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from .inputs import launch_options, launcher
-
-# its name since Triton 3.7, and before
-async_load = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
-commit_group, wait_group = hopper.async_copy.commit_group, hopper.async_copy.wait_group
-warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-warpgroup_mma_init, fence_async_shared = hopper.warpgroup_mma_init, hopper.fence_async_shared
 
 RING_BYTES = 200 << 10  # of the 227 KB that a program may have
 PROGRAM_BYTES = 1.6e6  # of x and weights, that a program reads one stage after the other: beyond, cuBLAS is faster
