@@ -106,7 +106,7 @@ def main(model: str, num_ranks: int) -> None:
     kernels.select = model_runner.select = lambda device_type=None: triton_ops
     model_runner.select_backend = lambda *_: TritonBackend()
     if linear.ring_linear is not None:
-        linear.ring_linear.is_supported = lambda device: True
+        linear.ring_linear.is_hopper = lambda device: True
         linear.num_multiprocessors = lambda device: 132
     group = ALONE if num_ranks == 1 else ParallelGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, group)

@@ -270,7 +270,7 @@ HOPPER_SPANS = {
 @pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
 def test_hopper_prefill(spans, group, dtype, block_size):
     hopper_prefill = pytest.importorskip("nanovllm.kernels.hopper_prefill")
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not inputs.is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     spans = HOPPER_SPANS[spans]
     _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)

@@ -29,7 +29,6 @@ position is that of its row 0, and each tile is one use of the K ring and one of
 T packed query tokens, S sequences, H query heads, K KV heads, GROUP = H / K, NB blocks of BS tokens, D = 128.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -46,7 +45,7 @@ from .gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .inputs import launch_options, launcher, num_multiprocessors, zero_counters
+from .inputs import is_hopper, launch_options, launcher, num_multiprocessors, zero_counters
 
 HEAD_SIZE = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -412,9 +411,7 @@ def takes(q, k_cache, num_seqs, max_seqlen_q):
     group = num_heads // num_kv_heads
     block_n, _ = tiles(max_seqlen_q)
     return (
-        q.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        is_hopper(q.device)
         and q.element_size() == 2
         and q.dtype == k_cache.dtype
         and head_size == 128

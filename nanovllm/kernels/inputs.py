@@ -86,6 +86,12 @@ def launch_options(device, chained=True):
 
 
 @functools.cache
+def is_hopper(device):
+    """Whether the kernels in Gluon run there: they need its tensor cores and its shared memory."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
 def num_multiprocessors(device):
     """How many programs run at once, at one to a multiprocessor; a small number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

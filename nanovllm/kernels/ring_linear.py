@@ -16,7 +16,6 @@ M rows of x (tokens), N rows of the weight, C channels; I results per token: N, 
 
 from typing import NamedTuple
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +30,7 @@ from .gluon_names import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from .inputs import launch_options, launcher
+from .inputs import is_hopper, launch_options, launcher
 
 RING_BYTES = 200 << 10  # of the 227 KB that a program may have
 PROGRAM_BYTES = 1.6e6  # of x and weights, that a program reads one stage after the other: beyond, cuBLAS is faster
@@ -251,12 +250,7 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
     return y
 
 
-def is_supported(device):
-    """Hopper, for its tensor cores and its shared memory."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def takes(x):
     """Whether `ring_product` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
     aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.element_size() == 2 and is_supported(x.device)
+    return aligned and x.element_size() == 2 and is_hopper(x.device)
