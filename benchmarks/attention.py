@@ -323,7 +323,9 @@ def sweep_decode(shapes, programs, names) -> None:
 
 
 def sweep_prefill(shapes) -> None:
-    original = attention.prefill_config
+    """Of the kernel in Triton; the one for Hopper, which would take its place there, stands aside."""
+    original, hopper_prefill = attention.prefill_config, attention.hopper_prefill
+    attention.hopper_prefill = None
     print("\nprefill TFLOP/s by block_m/block_n/warps/stages")
     for name, spec in PREFILL_CASES.items():
         case = PrefillCase(*spec)
@@ -334,7 +336,7 @@ def sweep_prefill(shapes) -> None:
             except Exception as failure:
                 figure = type(failure).__name__
             print(f"{name:26}{'/'.join(map(str, shape)):16}{figure:>8}", flush=True)
-    attention.prefill_config = original
+    attention.prefill_config, attention.hopper_prefill = original, hopper_prefill
 
 
 def main() -> None:
