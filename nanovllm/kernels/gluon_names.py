@@ -1,10 +1,14 @@
-"""What the Gluon kernels use of Gluon, under one name in all versions of Triton: 3.6 to 3.9 compile them.
+"""What the Gluon kernels use of Gluon, under one name in Triton 3.6 to 3.9, which were seen to compile them.
 
-Importing it raises ImportError or AttributeError where Triton has no Gluon, or has it otherwise.
+Importing it raises ImportError with any other version: Gluon is still changing. Plain kernels do the work then.
 """
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+
+if not (3, 6) <= tuple(int(number) for number in triton.__version__.split(".")[:2]) <= (3, 9):
+    raise ImportError(f"the Gluon kernels were not tried with Triton {triton.__version__}")
 
 async_load = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
