@@ -4,6 +4,7 @@ Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a 
 that an element it forgets to write cannot pass.
 """
 
+import functools
 import os
 
 import pytest
@@ -113,13 +114,13 @@ def test_rms_norm_of_strided_heads(dtype):
 def test_rms_norm_makes_a_pending_sum(num_parts, num_tokens, num_channels, dtype):
     packed = randn(num_tokens, num_channels + 6, dtype=dtype)
     beside, stream = packed[:, num_channels:].clone(), packed[:, :num_channels]
-    pending = PendingSum(stream, randn(num_parts, num_tokens, num_channels))
-    weight = torch.rand(num_channels, device=DEVICE).to(dtype)
-    expected = (stream.float() + pending.parts.sum(0)).to(dtype)
+    parts, weight = randn(num_parts, num_tokens, num_channels), torch.rand(num_channels, device=DEVICE).to(dtype)
+    expected = reference.add_rms_norm(parts, stream, weight, EPS)
+    pending = PendingSum(stream, functools.partial(norm.add_rms_norm, parts, stream))
     y = norm.rms_norm(pending, weight, EPS)
-    assert pending.parts is None and pending.stream is stream
-    assert_close(stream, expected)
-    assert_close(y, reference.rms_norm(stream, weight, EPS))
+    assert pending.sum_and_norm is None and pending.stream is stream
+    assert_close(stream, expected[0])
+    assert_close(y, expected[1])
     assert torch.equal(packed[:, num_channels:], beside)
 
 
@@ -268,7 +269,7 @@ def test_a_pending_sum_is_input_and_residual_of_what_follows():
     summed = stream + parts.sum(0)
     expected_hidden = reference.fused_linear(summed, weight, norm_weight=norm_weight, eps=EPS)
     expected = reference.fused_linear(expected_hidden, back, residual=summed)
-    pending = PendingSum(stream, parts)
+    pending = PendingSum(stream, functools.partial(norm.add_rms_norm, parts, stream))
     with pytest.raises(AssertionError):
         linear.fused_linear(randn(3, 24), back, residual=pending)  # not yet
     hidden = linear.fused_linear(pending, weight, norm_weight=norm_weight, eps=EPS)

@@ -1,9 +1,10 @@
 """Triton: RMSNorm, and the sum before it where a product left one to be made.
 
-Owns `rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twin. Most products add to the
-residual stream by themselves (linear.py).
+Owns `rms_norm`, `add_rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twins. Most
+products add to the residual stream by themselves (linear.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,39 +80,45 @@ def add_rms_norm_kernel(
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
 
 
+def add_rms_norm(parts, stream, weight, eps):
+    """See reference.add_rms_norm. In place: what it returns first is `stream`."""
+    num_parts, num_tokens, num_channels = parts.shape
+    assert stream.stride(1) == 1 and parts.is_contiguous() and weight.is_contiguous()
+    y = torch.empty((num_tokens, num_channels), dtype=stream.dtype, device=stream.device)
+    block_c = triton.next_power_of_2(num_channels)
+    launcher(add_rms_norm_kernel, (num_tokens,))(
+        parts,
+        stream,
+        weight,
+        y,
+        num_tokens * num_channels,
+        stream.stride(0),
+        eps,
+        NUM_CHANNELS=num_channels,
+        NUM_PARTS=num_parts,
+        BLOCK_C=block_c,
+        num_warps=min(16, max(1, block_c // 128)),
+        **launch_options(stream.device),
+    )
+    return stream, y
+
+
 @dataclass
 class PendingSum:
-    """A residual stream to which a product's result is still to be added: the norm that reads it next does that.
+    """A residual stream that is still to be summed up: the norm that reads it next does that.
 
-    stream: [T, C]; the sum, once ``parts`` is None.
-    parts: fp32 [P, T, C], the result in P parts; None when they have been added.
+    stream: [T, C]; the sum once ``sum_and_norm`` is None.
+    sum_and_norm: what makes the sum: (weight, eps) -> (sum, its norm).
     """
 
     stream: torch.Tensor
-    parts: torch.Tensor | None
+    sum_and_norm: Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] | None
 
     def rms_norm(self, weight, eps):
-        """Make the sum, in place, and return its norm."""
-        assert self.parts is not None
-        num_parts, num_tokens, num_channels = self.parts.shape
-        assert self.stream.stride(1) == 1 and self.parts.is_contiguous() and weight.is_contiguous()
-        y = torch.empty((num_tokens, num_channels), dtype=self.stream.dtype, device=self.stream.device)
-        block_c = triton.next_power_of_2(num_channels)
-        launcher(add_rms_norm_kernel, (num_tokens,))(
-            self.parts,
-            self.stream,
-            weight,
-            y,
-            num_tokens * num_channels,
-            self.stream.stride(0),
-            eps,
-            NUM_CHANNELS=num_channels,
-            NUM_PARTS=num_parts,
-            BLOCK_C=block_c,
-            num_warps=min(16, max(1, block_c // 128)),
-            **launch_options(self.stream.device),
-        )
-        self.parts = None
+        """Make the sum, and return its norm."""
+        assert self.sum_and_norm is not None
+        self.stream, y = self.sum_and_norm(weight, eps)
+        self.sum_and_norm = None
         return y
 
 

@@ -32,6 +32,12 @@ def rms_norm(x, weight, eps):
     return normalized.to(x.dtype) * weight
 
 
+def add_rms_norm(parts, stream, weight, eps):
+    """(stream + the sum of parts, its rms_norm); parts fp32 [P, T, C], stream [T, C], which this one leaves alone."""
+    stream = (stream.float() + parts.sum(0)).to(stream.dtype)
+    return stream, rms_norm(stream, weight, eps)
+
+
 def silu_and_mul(x):
     """x [T, 2I] -> silu(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
     gate, up = x.chunk(2, dim=-1)
