@@ -6,7 +6,6 @@ and killed. The same tests run on GPUs with ``-m multigpu``.
 
 import _thread
 import ctypes
-import math
 import multiprocessing
 import os
 import signal
@@ -27,7 +26,6 @@ import worker_mains
 from nanovllm import LLM, ConfigError, EngineError, SamplingParams, WorkerError
 from nanovllm.engine import tensor_parallel
 from nanovllm.engine.channel import Backoff, Channel
-from nanovllm.kernels import reference
 from nanovllm.layers import parallel
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -167,16 +165,10 @@ def test_channel_waits_for_the_slowest_reader_and_says_so():
 
 
 def check_sums(results, world):
-    sums, norms = results[: len(worker_mains.SUM_SIZES)], results[len(worker_mains.SUM_SIZES) :]
-    for n, (result, gathered) in zip(worker_mains.SUM_SIZES, sums, strict=True):
+    for n, (result, gathered) in zip(worker_mains.SUM_SIZES, results, strict=True):
         parts = torch.stack([worker_mains.sum_parts(n, rank) for rank in range(world)])
         torch.testing.assert_close(torch.as_tensor(result), parts.sum(0), rtol=0, atol=1e-6)
         assert torch.equal(torch.as_tensor(gathered), parts)
-    for (rows, columns), (result, y) in zip(worker_mains.NORM_SHAPES, norms, strict=True):
-        total = sum(worker_mains.sum_parts(rows * columns, rank) for rank in range(world)).view(rows, columns)
-        torch.testing.assert_close(torch.as_tensor(result), total, rtol=0, atol=1e-6)
-        expected = reference.rms_norm(total, worker_mains.norm_weight(columns), 1e-6)
-        torch.testing.assert_close(torch.as_tensor(y), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -193,8 +185,7 @@ def test_one_shot_between_processes():
         with tensor_parallel._without_main_module():
             processes[-1].start()
     results: list[list] = [[] for _ in pipes]
-    # in turn: a full pipe would stop its rank, and the other one with it
-    for _ in (*worker_mains.SUM_SIZES, *worker_mains.NORM_SHAPES):
+    for _ in worker_mains.SUM_SIZES:  # in turn: a full pipe would stop its rank, and the other one with it
         for pipe, received in zip(pipes, results, strict=True):
             assert pipe.poll(60)
             received.append(pipe.recv())
@@ -215,25 +206,16 @@ def test_one_shot_between_streams():
     addresses = [torch.tensor([t.data_ptr() for t in tensors], device="cuda") for tensors in (buffers, marks)]
     epochs = [torch.zeros(programs, dtype=torch.int64, device="cuda") for _ in range(world)]
     streams = [torch.cuda.Stream() for _ in range(world)]
-    shapes = [*((n,) for n in worker_mains.SUM_SIZES), *worker_mains.NORM_SHAPES]
-    xs = [
-        [worker_mains.sum_parts(math.prod(shape), rank).view(shape).cuda() for shape in shapes] for rank in range(world)
-    ]
+    xs = [[worker_mains.sum_parts(n, rank).cuda() for n in worker_mains.SUM_SIZES] for rank in range(world)]
     outs = [[torch.full((world + 1, *x.shape), float("nan"), device="cuda") for x in xs[rank]] for rank in range(world)]
-    weights = {columns: worker_mains.norm_weight(columns).cuda() for _, columns in worker_mains.NORM_SHAPES}
     released = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(world)]
 
     def launch(rank, i):
         arguments = (*addresses, epochs[rank], released[rank], capacity, rank, world)
-        x, out = xs[rank][i], outs[rank][i]
-        if x.dim() == 2:
-            norm = {"norm_weight": weights[x.shape[1]], "eps": 1e-6, "y": out[1]}
-            one_shot(x, out[0], *arguments, **norm, num_warps=4)
-        else:
-            one_shot(x, out[0], *arguments, block=512, num_warps=4)
-            one_shot(x, out[1:], *arguments, gather=True, block=512, num_warps=4)
+        one_shot(xs[rank][i], outs[rank][i][0], *arguments, block=512, num_warps=4)
+        one_shot(xs[rank][i], outs[rank][i][1:], *arguments, gather=True, block=512, num_warps=4)
 
-    for i in range(len(shapes)):  # the driver loads no kernel while another runs: let all be loaded
+    for i in range(len(worker_mains.SUM_SIZES)):  # the driver loads no kernel while another runs: let all be loaded
         for rank in range(world):
             launch(rank, i)
     torch.cuda.synchronize()
@@ -243,13 +225,13 @@ def test_one_shot_between_streams():
     for epoch in epochs:
         epoch.zero_()
     torch.cuda.synchronize()
-    for i in range(len(shapes)):
+    for i in range(len(worker_mains.SUM_SIZES)):
         for rank in range(world):
             with torch.cuda.stream(streams[rank]):
                 launch(rank, i)
     torch.cuda.synchronize()
     for rank in range(world):
-        check_sums([(out[0].cpu(), (out[1] if out.dim() == 3 else out[1:]).cpu()) for out in outs[rank]], world)
+        check_sums([(out[0].cpu(), out[1:].cpu()) for out in outs[rank]], world)
 
     with torch.cuda.stream(streams[0]):
         launch(0, 0)

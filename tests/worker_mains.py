@@ -46,7 +46,6 @@ def echo(memory, rank, size, pipe):
 
 
 SUM_SIZES = (100, 4096, 5000, 1, 3000, 4999)  # in turn, so that both halves of the buffer see every shape
-NORM_SHAPES = ((3, 100), (7, 64), (1, 1030))
 SUM_CAPACITY, SUM_PROGRAMS = 5000, 3
 
 
@@ -56,14 +55,8 @@ def sum_parts(num_elements, rank):
     return torch.randn(num_elements, generator=torch.Generator().manual_seed(num_elements + rank))
 
 
-def norm_weight(size):
-    import torch
-
-    return torch.linspace(0.5, 1.5, size)
-
-
 def sums(rank, buffers, marks, pipe):
-    """Take part in sums, gathers and norms through shared memory, with Triton's interpreter; report the results."""
+    """Take part in sums and gathers through shared memory, with Triton's interpreter, and report the results."""
     import torch
 
     from nanovllm.kernels.all_reduce import one_shot
@@ -76,9 +69,3 @@ def sums(rank, buffers, marks, pipe):
         gathered = torch.full((len(buffers), n), float("nan"))
         one_shot(x, gathered, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), gather=True, block=512)
         pipe.send((out.numpy(), gathered.numpy()))
-    for rows, columns in NORM_SHAPES:
-        x = sum_parts(rows * columns, rank).view(rows, columns)
-        out, y = torch.full((2, rows, columns), float("nan"))
-        options = {"norm_weight": norm_weight(columns), "eps": 1e-6, "y": y}
-        one_shot(x, out, *addresses, epochs, released, SUM_CAPACITY, rank, len(buffers), **options)
-        pipe.send((out.numpy(), y.numpy()))

@@ -24,11 +24,7 @@ def one_shot_kernel(
     marks_ptr,  # i64[WORLD], addresses of every rank's marks, i64[WORLD, PROGRAMS]
     epochs_ptr,  # i64[PROGRAMS], launches so far, of this rank
     released_ptr,  # i64[1] in the host's memory: not 0 once nobody shall wait any more
-    norm_weight_ptr,  # [PIECE], only with NORM
-    y_ptr,  # [N], only with NORM: the norm of each piece of the sum, written here
     numel,
-    piece,  # elements that a program takes at a time: BLOCK, or with NORM a row
-    eps,
     capacity,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -37,12 +33,11 @@ def one_shot_kernel(
     POLLS: tl.constexpr,
     THREADS: tl.constexpr,
     GATHER: tl.constexpr,
-    NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
 
-    Or, with GATHER, copy them side by side. With NORM, take the root-mean-square norm of each row of the sum as well.
+    Or, with GATHER, copy them side by side.
 
     A program publishes, and reads from the others, the same pieces, so programs wait only for their namesakes.
     Launches take the two halves of the buffer in turn: who publishes in launch n + 2 has heard from everybody in
@@ -55,10 +50,9 @@ def one_shot_kernel(
     epoch = tl.load(epochs_ptr + program) + 1
     half = (epoch & 1) * capacity
     mine = _buffer(buffers_ptr, RANK, dtype) + half
-    lane = tl.arange(0, BLOCK)
-    for start in range(program * piece, numel, PROGRAMS * piece):
-        offs, mask = start + lane, (lane < piece) & (start + lane < numel)
-        tl.store(mine + offs, tl.load(x_ptr + offs, mask=mask), mask=mask)
+    for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(mine + offs, tl.load(x_ptr + offs, mask=offs < numel), mask=offs < numel)
     tl.debug_barrier()  # all threads have stored before one of them says so
 
     for rank in tl.static_range(WORLD):
@@ -78,31 +72,24 @@ def one_shot_kernel(
                     tl.store(my_marks + rank * PROGRAMS, 1 << 62)  # later launches need not ask again
     tl.debug_barrier()  # all threads load after one of them has seen the last mark
 
-    for start in range(program * piece, numel, PROGRAMS * piece):
-        offs, mask = start + lane, (lane < piece) & (start + lane < numel)
+    for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(WORLD):
-            part = tl.load(_buffer(buffers_ptr, rank, dtype) + half + offs, mask=mask, other=0, cache_modifier=".cg")
+            part = tl.load(
+                _buffer(buffers_ptr, rank, dtype) + half + offs, mask=offs < numel, other=0, cache_modifier=".cg"
+            )
             if GATHER:
-                tl.store(out_ptr + rank * numel + offs, part, mask=mask)
+                tl.store(out_ptr + rank * numel + offs, part, mask=offs < numel)
             else:
                 total += part.to(tl.float32)
         if not GATHER:
-            tl.store(out_ptr + offs, total.to(dtype), mask=mask)
-        if NORM:
-            wide = total.to(dtype).to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / piece + eps)
-            weight = tl.load(norm_weight_ptr + lane, mask=lane < piece, other=0).to(tl.float32)
-            y = (wide * rstd).to(dtype).to(tl.float32) * weight
-            tl.store(y_ptr + offs, y.to(dtype), mask=mask)
+            tl.store(out_ptr + offs, total.to(dtype), mask=offs < numel)
     tl.store(epochs_ptr + program, epoch)
 
 
-def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, gather=False, norm_weight=None, eps=0.0,
-             y=None, block=2048, num_warps=8):
+def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, gather=False, block=2048, num_warps=8):
     """out = sum over ranks of x, any shape, contiguous; with `gather` out [world, ...] = the x of each rank.
-
-    With `norm_weight` [C], x is [T, C] and y becomes reference.rms_norm(out, norm_weight, eps).
 
     buffers, marks: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of its
     marks (i64[world, P], zero at first); epochs i64[P] zero at first. Every launch on these must have P programs,
@@ -110,12 +97,10 @@ def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, ga
     released: i64[1] in pinned memory. Set to 1 it lets this rank's launches pass, with any result. The host sets it
     without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
     """
-    programs, piece = epochs.numel(), block
-    if norm_weight is not None:
-        piece, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    programs = epochs.numel()
     launcher(one_shot_kernel, (programs,))(
-        x, out, buffers, marks, epochs, released, norm_weight, y, x.numel(), piece, eps, capacity,
+        x, out, buffers, marks, epochs, released, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
-        NORM=norm_weight is not None, num_warps=num_warps, **launch_options(x.device),
+        num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out

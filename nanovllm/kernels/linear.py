@@ -13,7 +13,6 @@ N rows of the weight (outputs; twice as many as results where SiLU and a product
 I results per token: N, or N / 2 with silu_mul.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ import triton.language as tl
 
 from .activation import silu_and_mul
 from .inputs import after_predecessor, launch_options, launcher, let_successor_start, num_multiprocessors
-from .norm import PendingSum, add_rms_norm, rms_norm
+from .norm import PendingSum, rms_norm
 
 try:
     from . import ring_linear
@@ -158,7 +157,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     num_rows, num_channels = weight.shape
     num_tokens = x.stream.shape[0] if isinstance(x, PendingSum) else x.shape[0]
     if isinstance(residual, PendingSum):
-        assert residual.sum_and_norm is None
+        assert residual.parts is None
         residual = residual.stream
     if num_tokens == 1:
         tiling = vector_tiling(num_rows, num_channels, weight.element_size())
@@ -169,8 +168,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     ring = choose_ring(x, weight, may_split=adds_only and may_defer)
     if ring is not None and ring.splits > 1:
         parts = torch.empty((ring.splits, num_tokens, num_rows), dtype=torch.float32, device=x.device)
-        ring_linear.ring_product(ring, x, weight, parts)
-        return PendingSum(residual, functools.partial(add_rms_norm, parts, residual))
+        return PendingSum(residual, ring_linear.ring_product(ring, x, weight, parts))
     if ring is not None:
         num_results = num_rows // 2 if silu_mul else num_rows
         y = torch.empty((num_tokens, num_results), dtype=x.dtype, device=x.device)

@@ -4,7 +4,6 @@ Owns `rms_norm`, `add_rms_norm` and `PendingSum`. Knows nothing of layers; refer
 products add to the residual stream by themselves (linear.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,20 +104,20 @@ def add_rms_norm(parts, stream, weight, eps):
 
 @dataclass
 class PendingSum:
-    """A residual stream that is still to be summed up: the norm that reads it next does that.
+    """A residual stream to which a product's result is still to be added: the norm that reads it next does that.
 
-    stream: [T, C]; the sum once ``sum_and_norm`` is None.
-    sum_and_norm: what makes the sum: (weight, eps) -> (sum, its norm).
+    stream: [T, C]; the sum, once ``parts`` is None.
+    parts: fp32 [P, T, C], the result in P parts; None when they have been added.
     """
 
     stream: torch.Tensor
-    sum_and_norm: Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] | None
+    parts: torch.Tensor | None
 
     def rms_norm(self, weight, eps):
         """Make the sum, and return its norm."""
-        assert self.sum_and_norm is not None
-        self.stream, y = self.sum_and_norm(weight, eps)
-        self.sum_and_norm = None
+        assert self.parts is not None
+        self.stream, y = add_rms_norm(self.parts, self.stream, weight, eps)
+        self.parts = None
         return y
 
 

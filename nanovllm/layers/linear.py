@@ -121,5 +121,4 @@ class RowParallelLinear(ReplicatedLinear):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with x [T, input_size / size]; the ranks' products are added up, the residual once, by rank 0."""
-        product = super().forward(x, norm, act_fn, residual if self.group.rank == 0 else None)
-        return self.group.all_reduce(product) if residual is None else self.group.all_reduce_before_norm(product)
+        return self.group.all_reduce(super().forward(x, norm, act_fn, residual if self.group.rank == 0 else None))

@@ -5,7 +5,6 @@ step memory that the GPUs of one host read directly. Knows nothing of processes 
 The backends are used without ``torch.distributed``'s default process group, which belongs to the user.
 """
 
-import functools
 import logging
 import os
 import threading
@@ -79,15 +78,6 @@ class ParallelGroup:
             return self.peers.all_reduce(x)
         _finish(self.backend.allreduce([x], _in_order("AllreduceOptions")))
         return x
-
-    def all_reduce_before_norm(self, x: torch.Tensor) -> Any:
-        """Sum over ranks of a residual stream [T, C]; may be left to the norm that reads it next (`PendingSum`)."""
-        # a product of one token takes the norm along by itself
-        if self.peers is not None and self.peers.takes(x) and x.shape[0] > 1:
-            from nanovllm.kernels.norm import PendingSum  # which needs Triton, as peers do
-
-            return PendingSum(x, functools.partial(self.peers.sum_and_norm, x))
-        return self.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...], the same on every rank."""
@@ -221,12 +211,7 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, a new tensor."""
-        return self._launch(x, torch.empty_like(x))
-
-    def sum_and_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, C] -> the sum over ranks and its root-mean-square norm, new tensors."""
-        y = torch.empty_like(x)
-        return self._launch(x, torch.empty_like(x), norm_weight=weight, eps=eps, y=y), y
+        return self._launch(x, torch.empty_like(x), gather=False)
 
     def rehearse(self, dtype: torch.dtype) -> None:
         """Launch the kernel of each lane, with a sum as large as it takes: for `compiling_ahead`."""
@@ -238,11 +223,11 @@ class PeerMemory:
         """[...] of every rank -> [size, ...]."""
         return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
 
-    def _launch(self, x: torch.Tensor, out: torch.Tensor, **what: Any) -> torch.Tensor:
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         lane_bytes, buffers, marks, epochs, block = next(lane for lane in self._lanes if x.nbytes <= lane[0])
         return self._kernel(
             x, out, buffers, marks, epochs, self._released, lane_bytes // x.itemsize, self._rank, self._size,
-            block=block, **what,
+            gather=gather, block=block,
         )  # fmt: skip
 
     def release(self) -> None:
