@@ -14,7 +14,7 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from nanovllm.kernels import activation, inputs, linear, norm, reference, rope_store  # noqa: E402
+from nanovllm.kernels import activation, attention, inputs, linear, norm, reference, rope_store  # noqa: E402
 from nanovllm.kernels.norm import PendingSum  # noqa: E402
 
 EPS = 1e-6
@@ -286,6 +286,14 @@ def test_vector_product_in_several_steps(options):
         return linear.vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
 
     check_fused_linear(1, 72, 300, torch.float32, launch=launch, **options)
+
+
+def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
+    """A mistake in them would otherwise pass for a Triton without them, and be slow in silence."""
+    import triton
+
+    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
+    assert ((3, 6) <= version <= (3, 9)) == (linear.ring_linear is not None) == (attention.hopper_prefill is not None)
 
 
 @pytest.mark.gpu

@@ -260,6 +260,7 @@ HOPPER_SPANS = {
     "ragged": [(700, 700), (64, 1088), (1, 1500), (333, 900), (128, 128), (129, 129)],
     "long": [(2048, 2048), (1024, 3000), (17, 17)],
     "many": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(256)],
+    "more than a launch takes": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(600)],
 }
 
 
@@ -276,7 +277,7 @@ def test_hopper_prefill(spans, group, dtype, block_size):
     _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
     q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
     by_other = group == 1 and max_seqlen_q < 1024  # its tiles would be shorter than a run
-    assert hopper_prefill.takes(q, k, len(spans), max_seqlen_q) != by_other
+    assert hopper_prefill.takes(q, k, max_seqlen_q) != by_other
     first = attention.paged_prefill_attention(*args, max_seqlen_q)
     for _ in range(3):  # no race, and nothing is left from launch to launch
         assert torch.equal(attention.paged_prefill_attention(*args, max_seqlen_q), first)

@@ -350,6 +350,9 @@ def worker_main(rank: int, config: Config, memory: Any, pipe: connection.Connect
         pipe.send(("failed", time.time(), traceback.format_exc()))
         pipe.close()
         os._exit(1)  # an ordinary end would wait for whatever waits for the other ranks
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an ordinary end stops the beat thread wherever it is, and now and then libraries abort over that
 
 
 def _beat(channel: Channel, directory: str) -> None:

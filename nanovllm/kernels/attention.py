@@ -599,7 +599,7 @@ def paged_prefill_attention(
         return out
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
-    if hopper_prefill is not None and hopper_prefill.takes(q, k_cache, num_seqs, max_seqlen_q):
+    if hopper_prefill is not None and hopper_prefill.takes(q, k_cache, max_seqlen_q):
         return hopper_prefill.hopper_prefill_attention(
             q, k_cache, v_cache, cu_seqlens_q, rows, context_lens, block_tables, scale, max_seqlen_q, out
         )

@@ -1,6 +1,6 @@
-"""What the Gluon kernels use of Gluon, under one name in Triton 3.6 to 3.9, which were seen to compile them.
+"""What the Gluon kernels use of Gluon, under one name in Triton 3.6 to 3.9; 3.6, 3.8 and 3.9 were seen to compile them.
 
-Importing it raises ImportError with any other version: Gluon is still changing. Plain kernels do the work then.
+Importing it raises ImportError with any other version, and plain kernels do the work: Gluon is still changing.
 """
 
 import triton

@@ -404,7 +404,7 @@ def tiles(max_seqlen_q):
     return (128, 2) if max_seqlen_q >= 1024 else (64, 4)
 
 
-def takes(q, k_cache, num_seqs, max_seqlen_q):
+def takes(q, k_cache, max_seqlen_q):
     """Whether `hopper_prefill_attention` can, and is faster than attention.py: not where a sequence has few rows."""
     _, num_heads, head_size = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -419,7 +419,6 @@ def takes(q, k_cache, num_seqs, max_seqlen_q):
         and max_seqlen_q * group > 64
         and block_n % (128 // group) == 0
         and block_size % block_n == 0
-        and num_seqs <= MAX_SEQS.value
         and k_cache.is_contiguous()
         and q.stride(0) % 16 == q.stride(1) % 16 == q.data_ptr() % 16 == 0
     )
@@ -431,36 +430,38 @@ def hopper_prefill_attention(
     """See attention.paged_prefill_attention; for what `takes` says it takes."""
     _, num_heads, head_size = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
-    num_seqs, group = rows.shape[0], num_heads // num_kv_heads
+    group, most = num_heads // num_kv_heads, MAX_SEQS.value
     assert q.stride(2) == out.stride(2) == 1 and v_cache.is_contiguous()
     block_n, stages = tiles(max_seqlen_q)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     shape, strides = [num_blocks * block_size, num_kv_heads * head_size], [num_kv_heads * head_size, 1]
     tokens = 128 // group
-    most_items = num_seqs * num_kv_heads * ((max_seqlen_q + 2 * tokens - 2) // tokens)
-    launcher(prefill_kernel, (min(num_multiprocessors(q.device), most_items),))(
-        q,
-        TensorDescriptor(k_cache, shape, strides, [block_n, head_size], layout),
-        TensorDescriptor(v_cache, shape, strides, [block_n, head_size], layout),
-        cu_seqlens_q,
-        rows,
-        context_lens,
-        block_tables,
-        out,
-        zero_counters(1, q.device),
-        num_seqs,
-        num_kv_heads,
-        scale * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        block_tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        BLOCK_N=block_n,
-        STAGES=stages,
-        num_warps=4,
-        **launch_options(q.device),
-    )
+    for first in range(0, rows.shape[0], most):
+        num_seqs = min(most, rows.shape[0] - first)
+        most_items = num_seqs * num_kv_heads * ((max_seqlen_q + 2 * tokens - 2) // tokens)
+        launcher(prefill_kernel, (min(num_multiprocessors(q.device), most_items),))(
+            q,
+            TensorDescriptor(k_cache, shape, strides, [block_n, head_size], layout),
+            TensorDescriptor(v_cache, shape, strides, [block_n, head_size], layout),
+            cu_seqlens_q[first:],
+            rows[first:],
+            context_lens[first:],
+            block_tables,
+            out,
+            zero_counters(1, q.device),
+            num_seqs,
+            num_kv_heads,
+            scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            block_tables.stride(0),
+            out.stride(0),
+            out.stride(1),
+            GROUP=group,
+            BLOCK_SIZE=block_size,
+            BLOCK_N=block_n,
+            STAGES=stages,
+            num_warps=4,
+            **launch_options(q.device),
+        )
     return out

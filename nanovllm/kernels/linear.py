@@ -156,6 +156,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     """
     num_rows, num_channels = weight.shape
     num_tokens = x.stream.shape[0] if isinstance(x, PendingSum) else x.shape[0]
+    assert norm_weight is not None or not isinstance(x, PendingSum)
     if isinstance(residual, PendingSum):
         assert residual.parts is None
         residual = residual.stream

@@ -1,6 +1,6 @@
 """Triton: RMSNorm, and the sum before it where a product left one to be made.
 
-Owns `rms_norm`, `add_rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twins. Most
+Owns `rms_norm`, `add_rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twins. Other
 products add to the residual stream by themselves (linear.py).
 """
 

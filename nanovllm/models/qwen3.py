@@ -1,6 +1,7 @@
 """Qwen3, dense: the shared layers put together.
 
-T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
+T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size. A stream is a tensor [T, C] or,
+where a kernel leaves the sum to the next norm, what only norms and residuals understand (`kernels.norm.PendingSum`).
 """
 
 from typing import ClassVar
