@@ -232,6 +232,32 @@ def test_prefill_of_one_token_is_decode():
     torch.testing.assert_close(prefill, decode, **TOLERANCE[torch.float32])
 
 
+def test_hopper_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
+    """How they are divided over launches, with the plain twin in the place of the kernel, which needs a Hopper."""
+    hopper_prefill = pytest.importorskip("nanovllm.kernels.hopper_prefill", exc_type=ImportError)
+    spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
+    _, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
+    sizes = []
+
+    def launcher(kernel, grid):
+        def launch(q, k, v, cu_seqlens, rows, contexts, tables, out, counters, num_seqs, *_, **options):
+            sizes.append(num_seqs)
+            cu_seqlens = cu_seqlens[: num_seqs + 1]
+            new = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+            out[new] = reference_attention.paged_prefill_attention(
+                q[new], k.base, v.base, cu_seqlens - cu_seqlens[0], rows[:num_seqs], contexts[:num_seqs], tables,
+                args[-1], 3,
+            )  # fmt: skip
+
+        return launch
+
+    monkeypatch.setattr(hopper_prefill, "launcher", launcher)
+    out = torch.full_like(expected, torch.nan)
+    assert hopper_prefill.hopper_prefill_attention(*args, 3, out) is out
+    assert sizes == [256, 256, 88]
+    torch.testing.assert_close(out, expected)
+
+
 # --------------------------------------------------------------------------------------------- only on a GPU
 
 

@@ -1,8 +1,9 @@
 """Attention over the paged KV cache, in Triton: one query token per sequence (decode), or many (prefill).
 
-Owns how the work is cut into programs, and the scratch memory that this needs. Knows nothing of models, of
-how keys and values got into the pages (they are all there, those of the new tokens too), or of who holds
-which page: it follows the block tables, and reads no slot at or beyond a sequence's context.
+Owns how the work is cut into programs, the scratch memory that this needs, and which prefills go to the kernel
+in hopper_prefill.py. Knows nothing of models, of how keys and values got into the pages (they are all there,
+those of the new tokens too), or of who holds which page: it follows the block tables, and reads no slot at or
+beyond a sequence's context.
 
 Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, H query heads, K KV
 heads, GROUP = H / K query heads that share a KV head, D head size, NB blocks of BS tokens each.

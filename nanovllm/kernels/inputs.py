@@ -1,7 +1,7 @@
 """Triton: what the model reads in a decode step, gathered from the row table; and how launches chain.
 
-Owns `decode_inputs`, and what all kernels of a step share: how they are compiled and launched, and what the device can
-take. Knows nothing of what the rows mean beyond the columns it is handed.
+Owns `decode_inputs`, and what all kernels of a step share: how they are compiled and launched, what the device can
+take, and its counters. Knows nothing of what the rows mean beyond the columns it is handed.
 
 Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that its
 start-up overlaps. Every kernel launched with `launch_options` first calls `let_successor_start`, may then load what no
