@@ -65,11 +65,14 @@ class Tokenization:
 
     def decode_later(self, token_ids: list[int]) -> "Future[str]":
         """The text of the ids, special tokens left out; "" without a tokenizer."""
-        return self._thread.submit(self._decode, token_ids)
+        if self._loading is not None:
+            return self._thread.submit(self._decode, token_ids)
+        nothing: Future[str] = Future()
+        nothing.set_result("")
+        return nothing
 
     def _decode(self, token_ids: list[int]) -> str:
-        tokenizer = self.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
