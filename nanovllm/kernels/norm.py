@@ -113,6 +113,11 @@ class PendingSum:
     stream: torch.Tensor
     parts: torch.Tensor | None
 
+    def __getitem__(self, tokens):
+        """The sum, of some tokens."""
+        assert self.parts is None
+        return self.stream[tokens]
+
     def rms_norm(self, weight, eps):
         """Make the sum, and return its norm."""
         assert self.parts is not None

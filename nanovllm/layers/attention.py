@@ -39,9 +39,15 @@ class Attention(nn.Module):
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, H, D], k and v [T, K, D] (normed, rotated and stored) -> [T, H * D]."""
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """q [T, H, D], k and v [T, K, D] (normed, rotated and stored) -> [T, H * D].
+
+        sampled: the context's, to attend for these tokens only, [N, H * D].
+        """
         context = get_context()
+        if sampled is not None:
+            q, context = q[sampled], context.of_sampled()
         if not context.is_prefill:
             out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
         elif self.k_cache.numel() == 0:  # the memory profile runs before there are pages

@@ -72,7 +72,7 @@ class ParallelGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may work in place, use what is returned."""
-        if self.size == 1:
+        if self.size == 1 or x.numel() == 0:
             return x
         if self.peers is not None and self.peers.takes(x):
             return self.peers.all_reduce(x)

@@ -38,14 +38,16 @@ class Qwen3Attention(nn.Module):
         )
         self.ops = kernels.select()
 
-    def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]."""
+    def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm,
+                sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]; of ``sampled`` tokens, [N, C]."""
         qkv = self.qkv_proj(stream, norm=norm)  # [T, (H + 2K) * D]
         q, k, v = self.ops.norm_rope_store(
             qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
         )
-        return self.o_proj(self.attn(q, k, v), residual=stream)
+        out = self.attn(q, k, v, sampled)
+        return self.o_proj(out, residual=stream if sampled is None else stream[sampled])
 
 
 class Qwen3MLP(nn.Module):
@@ -69,9 +71,10 @@ class Qwen3DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, positions: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """stream [T, C]: the residual stream, to which each half adds."""
-        stream = self.self_attn(positions, stream, self.input_layernorm)
+    def forward(self, positions: torch.Tensor, stream: torch.Tensor,
+                sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """stream [T, C]: the residual stream, to which each half adds; it goes on for ``sampled`` tokens, if given."""
+        stream = self.self_attn(positions, stream, self.input_layernorm, sampled)
         return self.mlp(stream, self.post_attention_layernorm)
 
 
@@ -86,11 +89,15 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions [T] -> hidden states [T, C]."""
+        """input_ids, positions [T] -> hidden states [T, C]; of a prefill those of the tokens that are sampled, [N, C].
+
+        For of the other tokens nobody needs more than their keys and values.
+        """
         stream = self.embed_tokens(input_ids)
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             stream = layer(positions, stream)
-        return self.norm(stream)
+        return self.norm(last(positions, stream, get_context().sampled))
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -21,6 +21,8 @@ class Context:
         cu_seqlens_q, cu_seqlens_k: int32 [S+1], running sums of new tokens and of ``context_lens`` (prefill).
         max_seqlen_q: most new tokens of one sequence (prefill).
         has_prefix: some sequence attends tokens that are not in this launch, so pages must be read (prefill).
+        sampled: int64 [N], the places of the tokens that are sampled, the last ones of the first N sequences
+            (prefill); None: all tokens' hidden states are wanted.
     """
 
     is_prefill: bool
@@ -33,6 +35,14 @@ class Context:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 1
     has_prefix: bool = False
+    sampled: torch.Tensor | None = None
+
+    def of_sampled(self) -> "Context":
+        """The sampled tokens as a decode batch: once the launch's keys and values are stored, they are nothing else."""
+        assert self.sampled is not None
+        n = len(self.sampled)
+        rows, context_lens = self.rows[:n], self.context_lens[:n]
+        return Context(False, rows, context_lens, self.block_tables, self.slot_mapping, self.max_context)
 
 
 _context: Context | None = None
