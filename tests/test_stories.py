@@ -21,6 +21,7 @@ import torch
 
 from nanovllm import LLM, OutOfMemoryError, RequestError, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.model_runner import SHORT_PREFILLS
 from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
@@ -85,17 +86,24 @@ def run_ahead(llm):
 
 
 def pad_batches(llm):
-    """Decode batches padded as for graphs, on the CPU, which has none: each "replay" is an ordinary step."""
-    runner, graphs = llm.model_runner, DecodeGraphs.__new__(DecodeGraphs)
-    graphs.captured_sizes, graphs.graphs = DecodeGraphs.sizes(llm.config.max_num_seqs), {}
-    for size in graphs.captured_sizes:
-        tokens = torch.full((size,), -1, dtype=torch.int32)
+    """Decode batches and short prefills padded as for graphs, on the CPU: each "replay" is an ordinary step."""
 
-        def replay(size=size, tokens=tokens):
-            tokens.copy_(runner._decode(size, llm.config.max_model_len))
+    def stand_in(decode, sizes):
+        graphs = DecodeGraphs.__new__(DecodeGraphs)
+        graphs.captured_sizes, graphs.graphs = sizes, {}
+        for size in sizes:
+            result = decode(size, llm.config.max_model_len).clone()
 
-        graphs.graphs[size] = SimpleNamespace(replay=replay), tokens
-    runner.graphs = graphs
+            def replay(size=size, result=result):
+                result.copy_(decode(size, llm.config.max_model_len))
+
+            graphs.graphs[size] = SimpleNamespace(replay=replay), result
+        return graphs
+
+    runner = llm.model_runner
+    with torch.inference_mode():
+        runner.graphs = stand_in(runner._decode, DecodeGraphs.sizes(llm.config.max_num_seqs))
+        runner.prefill_graphs = stand_in(runner._prefill_hidden, SHORT_PREFILLS)
 
 
 # ---------------------------------------------------------------- batches and limits
@@ -257,6 +265,24 @@ def test_chunk_ends_on_a_block_boundary(make_llm, reference, budget, device):
         outputs = llm.generate(prompts, greedy(6), use_tqdm=False)
         assert tokens_of(outputs) == [reference(p, 6) for p in prompts]
     assert [output.num_cached_tokens for output in outputs] == [64, 48, 64]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [20, 300])
+def test_short_prefills(make_llm, reference, budget, device):
+    """A prompt of 128 tokens took 12 ms, for its 224 kernels were launched one by one. A short prefill is a graph now,
+    a row per token: of several prompts, behind cached prefixes, in chunks that sample nothing. A long one is not."""
+    llm = make_llm(device=device, dtype="float32", max_num_seqs=8, max_num_batched_tokens=budget)
+    if device == "cpu":
+        pad_batches(llm)
+    sizes, graphs = [], llm.model_runner.prefill_graphs
+    replay = graphs.replay
+    graphs.replay = lambda n: sizes.append(n) or replay(n)
+    first, long = [prompt_of(n, seed=n) for n in (1, 2, 15, 16, 17, 40)], prompt_of(290)
+    for prompts in (first, [long], [[*first[5], 7, 8, 9], [*long[:260], 5], first[2], first[5]]):
+        assert tokens_of(llm.generate(prompts, greedy(3), use_tqdm=False)) == [reference(p, 3) for p in prompts]
+    # 91 tokens; 290; 11 + 5 + 15 + 8 behind blocks of 16
+    assert sizes == ([128, 64] if budget == 300 else [32] * 4 + [16] + [32] * 14 + [16] + [32, 32])
 
 
 @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), on_gpu("cuda", 1)])

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: one launch by the host instead of hundreds.
+"""Decode steps and short prefills as CUDA graphs: one launch by the host instead of hundreds.
 
-Owns the captured batch sizes and their graphs. A batch is padded to the next captured size; the
-padding reads the null row, which stores nothing and attends nothing.
+Owns the captured sizes and their graphs. A batch is padded to the next captured size; the padding
+reads the null row, which stores nothing and attends nothing.
 """
 
 from bisect import bisect_left
@@ -15,12 +15,12 @@ class DecodeGraphs:
 
     Args:
         decode: reads its inputs from, and writes its results to, tensors that stay where they are.
-        max_num_seqs: largest batch.
-        max_context: most tokens a sequence may attend.
+        sizes: the batch sizes to capture, ascending.
+        max_context: most tokens a row may attend.
     """
 
-    def __init__(self, decode: Callable[[int, int], torch.Tensor], max_num_seqs: int, max_context: int):
-        self.captured_sizes = self.sizes(max_num_seqs)
+    def __init__(self, decode: Callable[[int, int], torch.Tensor], sizes: list[int], max_context: int):
+        self.captured_sizes = sizes
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
@@ -39,13 +39,14 @@ class DecodeGraphs:
 
     def replay(self, num_rows: int) -> torch.Tensor:
         """Launch the graph for ``num_rows`` rows; its result, [>= num_rows, ...], is overwritten by the next."""
-        graph, result = self.graphs[self._size_of(num_rows)]
+        graph, result = self.graphs[self.size_of(num_rows)]
         graph.replay()
         return result
 
     def result(self, num_rows: int) -> torch.Tensor:
         """Where ``replay(num_rows)`` leaves its result."""
-        return self.graphs[self._size_of(num_rows)][1]
+        return self.graphs[self.size_of(num_rows)][1]
 
-    def _size_of(self, num_rows: int) -> int:
+    def size_of(self, num_rows: int) -> int:
+        """The captured size that ``num_rows`` rows are padded to."""
         return self.captured_sizes[bisect_left(self.captured_sizes, num_rows)]

@@ -30,6 +30,10 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
 GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
+# Prefills of at most so many tokens, each of which attends so many on average, are graphs: launched one by one, 200
+# kernels and more take the host longer than the device.
+SHORT_PREFILLS = [16, 32, 64, 128, 256]
+SHORT_CONTEXT = 512
 # a kernel is chosen by the number of tokens, with borders at multiples of 64 and at powers of two
 REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024)
 NONE = np.empty(0, np.int32)
@@ -68,6 +72,9 @@ class ModelRunner:
         self.group = group
         self.workers = workers
         self.channel = channel
+        self.graphs: DecodeGraphs | None = None
+        self.sampling_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: DecodeGraphs | None = None
         self._last_handle: StepHandle | None = None
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
@@ -84,6 +91,8 @@ class ModelRunner:
         with torch.inference_mode(), _shortage_as_ours():
             self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+            # of a short prefill: token, position, slot, row and context of each token
+            self.token_inputs = torch.zeros(5 * SHORT_PREFILLS[-1], dtype=torch.int32, device=self.device)
             with self._defaults():
                 self.sampler = Sampler(group)
             with self.ops.compiling_ahead(self.device):
@@ -92,8 +101,6 @@ class ModelRunner:
                 self.load_weights()  # while they compile
             reserved = self.warmup_model()
             self.allocate_kv_cache(reserved)
-            self.graphs: DecodeGraphs | None = None
-            self.sampling_graphs: DecodeGraphs | None = None
             if self.use_graphs:
                 self.capture_cudagraph()
         pin = self.device.type == "cuda"
@@ -133,6 +140,8 @@ class ModelRunner:
             hidden = self._decode_hidden(num_rows, config.max_model_len)
             for has_filters in (False, True):
                 self._sample(hidden, state.batch_rows[:num_rows], has_filters)
+        for num_tokens in SHORT_PREFILLS if self.use_graphs else ():
+            self._prefill_hidden(num_tokens, config.max_model_len)
         for num_tokens in (n for n in REHEARSED_PREFILLS if n <= config.max_num_batched_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
             row, ends = tokens[:1] + state.null_row, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
@@ -185,9 +194,10 @@ class ModelRunner:
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
         # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
-        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) if self.use_graphs else 0
-        graph_peak = num_graphs * GRAPH_BYTES + (prefill_peak if num_graphs else 0) * num_seqs // num_tokens
-        logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if num_graphs else 0
+        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(SHORT_PREFILLS)
+        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + SHORT_PREFILLS[-1]) // num_tokens
+        graph_peak = graph_peak if self.use_graphs else 0
+        logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if self.use_graphs else 0
         return prefill_peak + graph_peak + logits
 
     def allocate_kv_cache(self, reserved: int) -> None:
@@ -237,19 +247,21 @@ class ModelRunner:
         return least
 
     def capture_cudagraph(self) -> None:
-        """Capture a decode step for each batch size up to ``max_num_seqs`` (padded to the next size).
+        """Capture short prefills, and a decode step for each batch size up to ``max_num_seqs`` (padded to the next).
 
         With several ranks in two parts, for how ranks agree on a token depends on the filters in the batch: up to the
         hidden states, and sampling without filters. With filters, sampling is launched behind the first part.
         """
-        sizes = self.config.max_num_seqs, self.config.max_model_len
+        sizes, max_context = DecodeGraphs.sizes(self.config.max_num_seqs), self.config.max_model_len
         if self.group.size == 1:
-            self.graphs = DecodeGraphs(self._decode, *sizes)
+            self.graphs = DecodeGraphs(self._decode, sizes, max_context)
         else:
-            self.graphs = DecodeGraphs(self._decode_hidden, *sizes)
+            self.graphs = DecodeGraphs(self._decode_hidden, sizes, max_context)
             hidden = self.graphs.result
             rows = self.row_state.batch_rows
-            self.sampling_graphs = DecodeGraphs(lambda n, _: self._sample(hidden(n), rows[:n], False), *sizes)
+            sample = lambda n, _: self._sample(hidden(n), rows[:n], False)  # noqa: E731
+            self.sampling_graphs = DecodeGraphs(sample, sizes, max_context)
+        self.prefill_graphs = DecodeGraphs(self._prefill_hidden, SHORT_PREFILLS, max_context)
 
     # ------------------------------------------------------------ a step
 
@@ -304,8 +316,7 @@ class ModelRunner:
             np.array(seq.block_table, np.int32)[p // self.block_size] * self.block_size + p % self.block_size
             for seq, p in zip(batch.seqs, positions, strict=True)
         ]
-        new = [stop - start for _, start, stop in spans]
-        cu_seqlens_q = np.cumsum([0, *new], dtype=np.int32)
+        cu_seqlens_q = np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32)
         step = StepInput(
             cells=cells,
             values=values,
@@ -319,18 +330,42 @@ class ModelRunner:
             sampled_tokens=cu_seqlens_q[1 : len(batch.rows) + 1] - 1,
             sampled_rows=batch.rows,
         )
+        if self.prefill_graphs is not None and _is_short(step):
+            step = self._token_by_token(step, self.prefill_graphs.size_of(len(input_ids)))
         header = StepHeader(
             is_prefill=1,
             num_sampled=len(batch.rows),
             num_updates=len(cells),
-            num_tokens=len(input_ids),
-            num_seqs=len(batch.seqs),
-            max_seqlen_q=max(new),
+            num_tokens=len(step.input_ids),
+            num_seqs=len(step.rows),
+            max_seqlen_q=int(np.diff(step.cu_seqlens_q).max()),
             max_context=max(batch.stops),
-            has_prefix=int(any(batch.starts)),
+            has_prefix=int((step.cu_seqlens_q != step.cu_seqlens_k).any()),
             has_filters=int(self.updates.has_filters[batch.rows].any()),
         )
         return step.pack(header)
+
+    def _token_by_token(self, step: StepInput, size: int) -> StepInput:
+        """The same prefill with every token as a sequence of its own, padded to `size` of them.
+
+        A token's context ends with it, and all of it is in the pages when a layer attends: so a prefill is a decode
+        batch of tokens, whose shape is a graph's.
+        """
+
+        def padded(values: np.ndarray, padding: int = 0) -> np.ndarray:
+            return np.pad(values, (0, size - len(values)), constant_values=padding)
+
+        context_lens = padded(step.positions + 1)
+        return replace(
+            step,
+            input_ids=padded(step.input_ids),
+            positions=padded(step.positions),
+            slot_mapping=padded(step.slot_mapping, -1),
+            rows=padded(np.repeat(step.rows, np.diff(step.cu_seqlens_q)), self.row_state.null_row),
+            context_lens=context_lens,
+            cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
+            cu_seqlens_k=np.cumsum([0, *context_lens], dtype=np.int32),
+        )
 
     def prepare_decode(self, batch: DecodeBatch) -> np.ndarray:
         """The step of a decode batch, packed: only what changed since the last one."""
@@ -378,6 +413,19 @@ class ModelRunner:
 
     def _prefill(self, header: StepHeader, step: StepInput) -> torch.Tensor:
         """Tokens int32 [num_sampled]."""
+        sampled, num_tokens, graphs = step.sampled_tokens.long(), header.num_tokens, self.prefill_graphs
+        if graphs is not None and header.max_seqlen_q == 1 and num_tokens in graphs.captured_sizes:
+            inputs = [step.input_ids, step.positions, step.slot_mapping, step.rows, step.context_lens]
+            torch.cat(inputs, out=self.token_inputs[: 5 * num_tokens])
+            hidden = graphs.replay(num_tokens)[sampled]
+        else:
+            hidden = self._prefill_eagerly(header, step, sampled)
+        if not header.num_sampled:
+            return step.sampled_rows
+        return self._sample(hidden, step.sampled_rows, bool(header.has_filters))
+
+    def _prefill_eagerly(self, header: StepHeader, step: StepInput, sampled: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_sampled, C]."""
         context = Context(
             is_prefill=True,
             rows=step.rows,
@@ -389,12 +437,16 @@ class ModelRunner:
             cu_seqlens_k=step.cu_seqlens_k,
             max_seqlen_q=header.max_seqlen_q,
             has_prefix=bool(header.has_prefix),
+            sampled=sampled,
         )
         with set_context(context):
-            hidden = self.model(step.input_ids, step.positions)
-        if not header.num_sampled:
-            return step.sampled_rows
-        return self._sample(hidden[step.sampled_tokens.long()], step.sampled_rows, bool(header.has_filters))
+            return self.model(step.input_ids, step.positions)
+
+    def _prefill_hidden(self, num_tokens: int, max_context: int) -> torch.Tensor:
+        """The part of a short prefill before the LM head, [num_tokens, C]; its inputs are in `token_inputs`."""
+        inputs = self.token_inputs[: 5 * num_tokens].view(5, num_tokens)
+        input_ids, positions, slot_mapping, rows, context_lens = inputs.unbind()
+        return self._hidden(input_ids, positions, slot_mapping, rows, context_lens, max_context)
 
     def _decode(self, num_rows: int, max_context: int, has_filters: bool = False) -> torch.Tensor:
         """One token for each of the first ``num_rows`` batch rows; all inputs come from the row state."""
@@ -408,7 +460,12 @@ class ModelRunner:
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
             rows, state.last_token, state.length, state.block_tables, self.block_size
         )
-        context = Context(False, rows, context_lens, state.block_tables, slot_mapping, max_context)
+        return self._hidden(input_ids, positions, slot_mapping, rows, context_lens, max_context)
+
+    def _hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+                rows: torch.Tensor, context_lens: torch.Tensor, max_context: int) -> torch.Tensor:
+        """Of a decode batch, [B, C]."""
+        context = Context(False, rows, context_lens, self.row_state.block_tables, slot_mapping, max_context)
         with set_context(context):
             return self.model(input_ids, positions)
 
@@ -439,7 +496,7 @@ class ModelRunner:
             self.workers.dismiss()
             if not self.workers.join():
                 return  # the device hangs, and giving memory back would wait for it
-        self.graphs = self.sampling_graphs = None
+        self.graphs = self.sampling_graphs = self.prefill_graphs = None
         for name in ("model", "kv_cache", "row_state", "sampler", "backend"):
             self.__dict__.pop(name, None)
         self.group.close()  # after the graphs, which hold on to it
@@ -466,6 +523,12 @@ def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             name = "float16"
     return getattr(torch, name)
+
+
+def _is_short(step: StepInput) -> bool:
+    """Whether a prefill is one for a graph."""
+    num_tokens = len(step.input_ids)
+    return num_tokens <= SHORT_PREFILLS[-1] and int(step.positions.sum()) < num_tokens * SHORT_CONTEXT
 
 
 @contextmanager
