@@ -128,6 +128,7 @@ def main(model: str, num_ranks: int) -> None:
             llm.generate([[length] * length], params, use_tqdm=False)
         for size in BATCH_SIZES:
             llm.generate([[size] * 3] * size, params, use_tqdm=False)
+            llm.generate([[size] * (500 // size)] * size, params, use_tqdm=False)  # many tokens, few of them sampled
     llm.exit()
     not_rehearsed = [text for variant, text in run.items() if variant not in rehearsed]
     report = {

@@ -127,11 +127,11 @@ class ModelRunner:
     def compile_kernels(self) -> None:
         """Rehearse the launches of a start and of a run, so that they find their kernels: for `compiling_ahead`.
 
-        The stage is a model of one layer and a pool of one block, because all layers and blocks need the same kernels.
+        The stage is a model of two layers, because the last one differs in a prefill, and a pool of one block.
         Its weights are whatever lies in memory; its sequences are the null row, and store nothing.
         """
         config, state, device = self.config, self.row_state, self.device
-        self.model = self._make_model(num_layers=1)
+        self.model = self._make_model(num_layers=2)
         self.warmup_model()
         self._make_pages(1)
         if self.group.peers is not None:
