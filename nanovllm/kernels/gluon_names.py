@@ -12,6 +12,8 @@ if not (3, 6) <= tuple(int(number) for number in triton.__version__.split(".")[:
 
 async_load = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+tma_store_wait = hopper.tma.store_wait
 commit_group, wait_group = hopper.async_copy.commit_group, hopper.async_copy.wait_group
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 warpgroup_mma_init, fence_async_shared, mbarrier = hopper.warpgroup_mma_init, hopper.fence_async_shared, hopper.mbarrier
