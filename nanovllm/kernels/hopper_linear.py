@@ -1,7 +1,7 @@
 """Gluon, Triton's lower level: matrix products of thousands of tokens on NVIDIA Hopper, with what follows fused in.
 
-Owns `hopper_product` and what it takes. Knows nothing of layers; `linear.py` decides where it runs, and what runs
-elsewhere.
+Owns `hopper_product` (plain, or with SiLU and the product with up) and `hopper_qkv` (with per-head RMSNorm, rotary
+embedding and the store of keys and values), and what they take. Knows nothing of layers, nor of what runs elsewhere.
 
 One program per multiprocessor stays for the whole launch and computes every num_programs-th tile: CONSUMERS * 64 tokens
 by 256 weight rows. Its parts run at their own pace:
@@ -14,10 +14,12 @@ A consumer may be as far ahead of another one as the ring is long: while it is i
 others go on. Two barriers belong to each slot of the ring, used as in hopper_prefill.py: `full`, on which the copies'
 bytes arrive, and `free`, on which every consumer arrives when its product of that slot is done.
 
-In the accumulators of 64 x 256 a thread holds the same two columns of every 8, hence columns c and c + 128, and c + 64
-as well: with SiLU the first half of a tile is of gate and the second of up.
+In the accumulators of 64 x 256 a thread holds the same two columns of every 8, hence c + 64 and c + 128 where it holds
+c. With SiLU one half of a tile's columns is of gate and the other one of up; otherwise the halves are two heads of 128,
+whose own halves the rotation pairs. So none of it moves between threads, save for the sum of a head's squares.
 
-M tokens, N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul.
+M tokens, N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul; H query heads, K key-value
+heads, D = 128.
 """
 
 import triton
@@ -44,6 +46,7 @@ COLUMNS = gl.constexpr(256)  # weight rows of a tile
 BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a row of the swizzled layout
 PIECE = gl.constexpr(64)  # columns of a store
 GROUP = gl.constexpr(16)  # blocks of tokens whose tiles follow each other
+HEAD_SIZE = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -90,26 +93,107 @@ def halves(x):
 
 
 @gluon.jit
-def store(y_desc, staging, left, right, row, column, WHO: gl.constexpr):
-    """Both [ROWS, PIECE] to row, column and right of it; returns before it is done."""
+def stage(staging, left, right, WHO: gl.constexpr):
+    """Both [ROWS, PIECE] to a consumer's part of `staging`, once the stores before have read it."""
     tma_store_wait(0)
     thread_barrier()
-    staging.index(2 * WHO).store(left.to(y_desc.dtype))
-    staging.index(2 * WHO + 1).store(right.to(y_desc.dtype))
+    staging.index(2 * WHO).store(left.to(staging.dtype))
+    staging.index(2 * WHO + 1).store(right.to(staging.dtype))
     fence_async_shared()
     thread_barrier()
+
+
+@gluon.jit
+def store(y_desc, staging, row, column, WHO: gl.constexpr):
+    """What is staged, to row, column and right of it; returns before it is done."""
     tma_store(y_desc, [row, column], staging.index(2 * WHO))
     tma_store(y_desc, [row, column + PIECE], staging.index(2 * WHO + 1))
 
 
 @gluon.jit
-def consume(rings, staging, y_desc, shape, WHO: gl.constexpr, SILU_MUL: gl.constexpr, STAGES: gl.constexpr):
+def look_up(positions_ptr, row, num_tokens, is_rotated):
+    """The rows' positions, [ROWS]; -1 where none is needed."""
+    pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE // 2, 16])
+    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pairs))
+    return gl.load(positions_ptr + token, mask=(token < num_tokens) & is_rotated, other=-1)
+
+
+@gluon.jit
+def angles(cos_sin_ptr, position):
+    """(cos, sin), [ROWS, HEAD_SIZE / 2]; undefined where there is no position."""
+    HALF: gl.constexpr = HEAD_SIZE // 2
+    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, position.type.layout.parent))
+    ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_SIZE)[:, None] + d[None, :]
+    mask = (position >= 0)[:, None] & (d < HALF)[None, :]
+    return gl.load(ptrs, mask=mask), gl.load(ptrs + HALF, mask=mask)
+
+
+@gluon.jit
+def norm(x_1, x_2, weight_ptr, eps, dtype: gl.constexpr):
+    """The RMSNorm of heads [ROWS, HEAD_SIZE], given and returned as their halves; rounded as the plain twin's."""
+    HALF: gl.constexpr = HEAD_SIZE // 2
+    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, x_1.type.layout))
+    weight_1 = gl.load(weight_ptr + d).to(gl.float32)[None, :]
+    weight_2 = gl.load(weight_ptr + HALF + d).to(gl.float32)[None, :]
+    rstd = gl.rsqrt(gl.sum(x_1 * x_1 + x_2 * x_2, 1) / HEAD_SIZE + eps)[:, None]
+    x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
+    x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
+    return x_1, x_2
+
+
+@gluon.jit
+def finish_heads(
+    acc, cos, sin, heads, q_desc, staging, row, column, num_tokens,
+    WHO: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """From a product with two heads' weights, be they of q, k or v, to what attention reads."""
+    q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = heads
+    copies: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
+    d = gl.arange(0, PIECE, layout=gl.SliceLayout(0, copies))
+    cache_slot = gl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(gl.int64)
+    both = halves(acc)
+    for i in gl.static_range(2):
+        head = 2 * column + i
+        x_1, x_2 = halves(both[i])
+        if head < NUM_HEADS + NUM_KV_HEADS:
+            if HAS_NORM:
+                weight_ptr = q_weight_ptr
+                if head >= NUM_HEADS:
+                    weight_ptr = k_weight_ptr
+                x_1, x_2 = norm(x_1, x_2, weight_ptr, eps, staging.dtype)
+            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+        stage(staging, x_1, x_2, WHO)
+        if head < NUM_HEADS:
+            store(q_desc, staging, row, head * HEAD_SIZE, WHO)
+        else:
+            cache_ptr = k_cache_ptr
+            kv_head = head - NUM_HEADS
+            if kv_head >= NUM_KV_HEADS:
+                cache_ptr = v_cache_ptr
+                kv_head -= NUM_KV_HEADS
+            ptrs = cache_ptr + ((cache_slot * NUM_KV_HEADS + kv_head) * HEAD_SIZE)[:, None] + d[None, :]
+            is_stored = (cache_slot >= 0)[:, None] & (d < PIECE)[None, :]
+            gl.store(ptrs, staging.index(2 * WHO).load(copies), mask=is_stored)
+            gl.store(ptrs + PIECE, staging.index(2 * WHO + 1).load(copies), mask=is_stored)
+
+
+@gluon.jit
+def consume(
+    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
+    WHO: gl.constexpr, SILU_MUL: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     xs, weights, full, free = rings
     num_tokens, num_columns, num_steps = shape
     num_blocks = (num_tokens + CONSUMERS * ROWS - 1) // (CONSUMERS * ROWS)
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     n = 0  # steps so far
     for tile in range(gl.program_id(0), num_blocks * num_columns, gl.num_programs(0)):
+        block, column = place(tile, num_blocks, num_columns)
+        row = (block * CONSUMERS + WHO) * ROWS
+        if NUM_HEADS > 0:
+            position = look_up(positions_ptr, row, num_tokens, 2 * column < NUM_HEADS + NUM_KV_HEADS)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=sums)
         for step in range(num_steps):
             slot = n % STAGES
@@ -121,23 +205,32 @@ def consume(rings, staging, y_desc, shape, WHO: gl.constexpr, SILU_MUL: gl.const
             thread_barrier()
             mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), pred=step > 0)
             n += 1
+        if NUM_HEADS > 0:
+            cos, sin = angles(cos_sin_ptr, position)  # while the last product goes on
         acc = warpgroup_mma_wait(0, [acc])
         thread_barrier()
         mbarrier.arrive(free.index((n + STAGES - 1) % STAGES))
 
-        block, column = place(tile, num_blocks, num_columns)
-        row = (block * CONSUMERS + WHO) * ROWS
         # The branch also keeps the assembler from moving the arithmetic before the arrival.
         if row < num_tokens:
-            left, right = halves(acc)
-            if SILU_MUL:
-                first, second = halves(left / (1.0 + gl.exp2(left * -LOG2_E)) * right)
-                store(y_desc, staging, first, second, row, column * (COLUMNS // 2), WHO)
+            if NUM_HEADS > 0:
+                finish_heads(
+                    acc, cos, sin, heads, y_desc, staging, row, column, num_tokens,
+                    WHO, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
+                )  # fmt: skip
             else:
-                first, second = halves(left)
-                store(y_desc, staging, first, second, row, column * COLUMNS, WHO)
-                first, second = halves(right)
-                store(y_desc, staging, first, second, row, column * COLUMNS + COLUMNS // 2, WHO)
+                left, right = halves(acc)
+                if SILU_MUL:
+                    first, second = halves(left / (1.0 + gl.exp2(left * -LOG2_E)) * right)
+                    stage(staging, first, second, WHO)
+                    store(y_desc, staging, row, column * (COLUMNS // 2), WHO)
+                else:
+                    first, second = halves(left)
+                    stage(staging, first, second, WHO)
+                    store(y_desc, staging, row, column * COLUMNS, WHO)
+                    first, second = halves(right)
+                    stage(staging, first, second, WHO)
+                    store(y_desc, staging, row, column * COLUMNS + COLUMNS // 2, WHO)
     tma_store_wait(0)
 
 
@@ -151,7 +244,18 @@ def product_kernel(
     num_steps,
     row_stride,  # from a block of weight rows to the next
     half_stride,  # from the first half of a block to the second
+    q_weight_ptr,  # [D], only with HAS_NORM
+    k_weight_ptr,  # [D], only with HAS_NORM
+    eps,
+    cos_sin_ptr,  # fp32 [max_position, D]; this and the rest only with NUM_HEADS
+    positions_ptr,  # [M]
+    slot_mapping_ptr,  # i32[M]
+    k_cache_ptr,  # [slots, K, D], written here
+    v_cache_ptr,
     SILU_MUL: gl.constexpr,
+    NUM_HEADS: gl.constexpr,  # 0: y is the product
+    NUM_KV_HEADS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
@@ -174,17 +278,30 @@ def product_kernel(
 
     rings = (xs, weights, full, free)
     shape = (num_tokens, num_columns, num_steps)
+    heads = (q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consume, (rings, staging, y_desc, shape, ZERO, SILU_MUL, STAGES)),
-            (consume, (rings, staging, y_desc, shape, ONE, SILU_MUL, STAGES)),
+            (
+                consume,
+                (
+                    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
+                    ZERO, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
+                ),
+            ),
+            (
+                consume,
+                (
+                    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
+                    ONE, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
+                ),
+            ),
             (produce, (rings, x_desc, weight_desc, shape, row_stride, half_stride, STAGES)),
         ],
         [4, 1],
         [232, 40],
-    )
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- launching
@@ -205,19 +322,20 @@ def takes(x, weight):
     )
 
 
+def takes_heads(x, weight, k_cache):
+    """Whether `hopper_qkv` can."""
+    return takes(x, weight) and k_cache is not None and k_cache.numel() > 0 and k_cache.shape[-1] == HEAD_SIZE.value
+
+
 def blocks(x, rows, columns):
     """A descriptor of x, of which blocks of rows by columns are copied."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def hopper_product(x, weight, y, silu_mul=False, stages=4):
-    """y = [silu_and_mul] (x W^T), written to y [M, I]; for what `takes` says it takes.
-
-    weight [N, C] and y are of x's dtype; what lies between is kept in fp32.
-    """
+def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0, stages=4):
     num_tokens, num_channels = x.shape
     num_rows, columns = weight.shape[0], COLUMNS.value
-    assert y.shape == (num_tokens, num_rows // 2 if silu_mul else num_rows) and y.is_contiguous()
+    assert y.is_contiguous() and y.shape[0] == num_tokens
     num_tiles = triton.cdiv(num_tokens, CONSUMERS.value * ROWS.value) * (num_rows // columns)
     launcher(product_kernel, (min(num_multiprocessors(x.device), num_tiles),))(
         blocks(x, ROWS.value, BLOCK_C.value),
@@ -228,9 +346,41 @@ def hopper_product(x, weight, y, silu_mul=False, stages=4):
         num_channels // BLOCK_C.value,
         columns // 2 if silu_mul else columns,
         num_rows // 2 if silu_mul else columns // 2,
+        *(heads or [None] * 8),
         SILU_MUL=silu_mul,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HAS_NORM=bool(heads) and heads[0] is not None,
         STAGES=stages,
         num_warps=4,
         **launch_options(x.device),
     )
     return y
+
+
+def hopper_product(x, weight, y, silu_mul=False, stages=4):
+    """y = [silu_and_mul] (x W^T), written to y [M, I]; for what `takes` says it takes.
+
+    weight [N, C] and y are of x's dtype; what lies between is kept in fp32.
+    """
+    assert y.shape[1] == weight.shape[0] // (2 if silu_mul else 1)
+    return launch(x, weight, y, silu_mul=silu_mul, stages=stages)
+
+
+def hopper_qkv(
+    x, weight, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
+    out=None, stages=4,
+):  # fmt: skip
+    """reference.norm_rope_store of x W^T, for what `takes_heads` says it takes; returns q alone, [M, H * D], in `out`.
+
+    weight [(H + 2K) * D, C]. Keys and values go to the caches only, and nowhere where the slot is -1. The product is
+    not rounded before the norm and the rotation.
+    """
+    assert weight.shape[0] == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value
+    assert (q_weight is None) == (k_weight is None)
+    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
+    if out is None:
+        out = x.new_empty((x.shape[0], num_heads * HEAD_SIZE.value))
+    heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
+    return launch(x, weight, out, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads, stages=stages)
