@@ -15,6 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 from nanovllm.kernels import reference  # noqa: E402
 from nanovllm.kernels import sample as triton_sample  # noqa: E402
@@ -117,6 +119,28 @@ def test_triton_noise_agrees_with_the_twin(vocab_start):
     actual = triton_sample.sample(logits, all_rows(columns), columns, no_threshold, vocab_start)
     assert torch.equal(actual[1], expected[1])
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def noise_and_bound_kernel(bits_ptr, noise_ptr, bound_ptr, size, BLOCK: tl.constexpr, COMPILED: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + offs, mask=offs < size, other=1).to(tl.uint32, bitcast=True)
+    tl.store(noise_ptr + offs, triton_sample.gumbel_noise(bits, COMPILED), mask=offs < size)
+    tl.store(bound_ptr + offs, triton_sample.noise_bound(bits, COMPILED), mask=offs < size)
+
+
+def test_bound_of_the_noise():
+    """What an id is left out by: no noise exceeds its bound, nor one of more bits, nor any the largest assumed."""
+    edges = torch.tensor([2**e + d for e in range(1, 32) for d in (-1, 0, 1)] + [2**32 - 2, 2**32 - 1])
+    bits = torch.cat((edges, torch.randint(1, 2**32, (20_000,)), torch.randint(1, 2**12, (2000,)))).unique()
+    noise, bound = (torch.empty(len(bits), device=DEVICE) for _ in range(2))
+    signed = torch.where(bits < 2**31, bits, bits - 2**32).int().to(DEVICE)
+    noise_and_bound_kernel[(triton.cdiv(len(bits), 1024),)](
+        signed, noise, bound, len(bits), BLOCK=1024, COMPILED=DEVICE == "cuda"
+    )
+    assert (noise < 23).all() and (bound >= noise + 5e-5).all()
+    assert (bound >= noise.flip(0).cummax(0).values.flip(0)).all()  # bits are in order
+    assert ((bound - noise)[(bits > 2**12) & (bits < 2**20)] < 1e-3).all()  # and it is a close one
 
 
 # Thresholds.
@@ -254,6 +278,38 @@ def test_triton_draws_agree_with_the_twin(batch_size, vocab_size, vocab_start, d
     expected = reference.sample(logits, rows, columns, thresholds, vocab_start)
     actual = triton_sample.sample(logits, rows, columns, thresholds, vocab_start)
     assert torch.equal(actual[1], expected[1])
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+LOGITS = {
+    "equal": lambda shape: torch.zeros(shape),
+    "coarse": lambda shape: torch.full(shape, 256.0),  # at temperature 2**-16 noise is rounded to even numbers
+    "flat": lambda shape: torch.randn(shape) * 0.1,
+    "ties": lambda shape: (torch.randn(shape) * 2).round(),
+    "spread": lambda shape: torch.randn(shape) * 1000,
+    "rising": lambda shape: torch.linspace(-30, 30, shape[1]).expand(shape).contiguous(),
+    "falling": lambda shape: torch.linspace(30, -30, shape[1]).expand(shape).contiguous(),
+    "one in four": lambda shape: torch.randn(shape) - 40 * (torch.arange(shape[1]) % 4 != 1),
+    "peaked": lambda shape: torch.randn(shape) + 40 * (torch.arange(shape[1]) == shape[1] - 7),
+    "few": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.99, -torch.inf),
+    "broken": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.5, torch.nan),
+    "infinite": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.01, torch.inf),
+}
+
+
+@pytest.mark.parametrize("max_chunks, vocab_start", [(14, 5), (1, 0)])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_what_is_left_out_cannot_win(kind, max_chunks, vocab_start, monkeypatch):
+    """Two and four tiles of ids per chunk, at temperatures from nearly greedy to uniform."""
+    monkeypatch.setattr(triton_sample, "_MAX_CHUNKS", max_chunks)
+    columns = make_columns(7, temperature=[0.0, 2.0**-16, 0.25, 1.0, 4.0, 1e30, 1.0], length=range(1, 8))
+    logits = LOGITS[kind]((7, 1800)).to(torch.bfloat16).to(DEVICE)
+    logits[6] = -torch.inf
+    thresholds = torch.full((7,), -torch.inf, device=DEVICE)
+    thresholds[3] = logits[3, 1700].float().nan_to_num(0, 0, 0)
+    expected = reference.sample(logits, all_rows(columns), columns, thresholds, vocab_start)
+    actual = triton_sample.sample(logits, all_rows(columns), columns, thresholds, vocab_start)
+    assert actual[1].tolist() == expected[1].tolist()
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
 
 

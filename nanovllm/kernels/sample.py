@@ -12,6 +12,10 @@ from triton.language.extra import libdevice
 
 from .inputs import after_predecessor, launch_options, launcher, let_successor_start
 
+# Chunks that scores are computed in, of all rows together: what the largest devices run at once. More of them would
+# have more first scores to find, before which nothing can be left out.
+_MAX_CHUNKS = 4096
+
 # A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
 # 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.
 
@@ -249,13 +253,30 @@ def fast_log(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr, COMPILED: tl.constexpr):
-    """Noise of the ids 4 * first_block + 0 .. BLOCK - 1; see reference.gumbel_noise."""
-    counter = (first_block + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = tl.zeros_like(counter)
-    w0, w1, w2, w3 = tl.philox(key, counter, zero + length.to(tl.uint32), zero, zero)
-    # Word id % 4 of block id // 4: joined pairwise so that the last two axes count the words 0, 1, 2, 3.
-    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+def wide_product(a, b: tl.constexpr):
+    """The upper and lower half of a 64-bit product, by one instruction; tl.philox mostly gets two."""
+    product = a.to(tl.uint64) * b
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def random_words(key_low, key_high, blocks, length):
+    """Four words of 32 random bits per block; see reference.philox_bits."""
+    c0 = blocks.to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c1, c3 = c2 + length.to(tl.uint32), c2
+    for _ in tl.static_range(10):
+        high0, low0 = wide_product(c0, 0xD2511F53)
+        high2, low2 = wide_product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key_low, low2, high0 ^ c3 ^ key_high, low0
+        key_low = tl.add(key_low, 0x9E3779B9, sanitize_overflow=False)
+        key_high = tl.add(key_high, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def gumbel_noise(bits, COMPILED: tl.constexpr):
+    """The noise that 32 random bits stand for; see reference.gumbel_noise."""
     is_lower = bits < 0x80000000
     nearer = tl.where(is_lower, bits, ~bits).to(tl.int32, bitcast=True)
     tail = (nearer.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -263,6 +284,50 @@ def gumbel_noise(key, length, first_block, BLOCK: tl.constexpr, COMPILED: tl.con
     series = tail * (1.0 + tail * (0.5 + tail * (1.0 / 3.0 + tail * (0.25 + tail * 0.2))))
     exponential = -fast_log(tl.where(is_lower, 1.0 - tail, tail), COMPILED)
     return -fast_log(tl.where(is_lower & (tail < 0.03125), series, exponential), COMPILED)
+
+
+@triton.jit
+def noise_bound(bits, COMPILED: tl.constexpr):
+    """No less than gumbel_noise(bits), the less the more bits: -log(-log(1 - u)) < -log(u), and bits / 2**32 < u.
+
+    32 log(2) - log(bits), and 1e-4 for the errors of the logarithms on either side, which are below 1e-5.
+    """
+    return 22.18081 - fast_log(bits.to(tl.float32), COMPILED)
+
+
+@triton.jit
+def load_ids(ptr, ids, vocab_start, vocab_size):
+    """The logits of `ids`; -inf outside of the row."""
+    offs = ids - vocab_start
+    return tl.load(ptr + offs, mask=(offs >= 0) & (offs < vocab_size), other=-float("inf"))
+
+
+@triton.jit
+def largest_of_fours(logits, COMPILED: tl.constexpr):
+    """Of every four logits the largest, fp32. The hardware's max passes over NaN, the interpreter's complains."""
+    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 4, 4))
+    if not COMPILED:
+        x = tl.where(x == x, x, -float("inf"))
+    return tl.max(x, axis=1)
+
+
+@triton.jit
+def best_of_four(
+    logits_ptr, block, vocab_start, vocab_size, threshold,
+    noisy, scale, key_low, key_high, length, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The best score and its id among the four ids of a block of noise; (-inf, 2**31 - 1) if none has one."""
+    word = tl.arange(0, 4)
+    ids = 4 * block + word
+    x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
+    score = x
+    if noisy:
+        w0, w1, w2, w3 = random_words(key_low, key_high, block + tl.zeros_like(word), length)
+        bits = tl.where(word < 2, tl.where(word < 1, w0, w1), tl.where(word < 3, w2, w3))
+        score = x * scale + gumbel_noise(bits, COMPILED)
+    allowed = (x >= threshold) & (score > -float("inf"))  # NaN fails either comparison
+    value = tl.max(tl.where(allowed, score, -float("inf")))
+    return value, tl.min(tl.where(allowed & (score == value), ids, 2**31 - 1))
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
@@ -286,7 +351,17 @@ def sample_chunks_kernel(
     COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: one chunk of ids of one sequence, BLOCK at a time."""
+    """One program: one chunk of ids of one sequence, BLOCK at a time; of one warp, so that branches cost no barrier.
+
+    Noise is expensive, so the score of an id, logit / temperature + noise, is bounded first. A tile has no winner if
+    its largest logit with the largest noise there is stays below the best score so far. Nor have four ids if that
+    holds for their largest logit with the noise of their fewest random bits. The others have their scores computed,
+    the most promising first.
+
+    What is drawn is what all scores would give, bit for bit: a bound is the same `logit * scale + noise` with more
+    noise, and rounding keeps the order. An id is left out only if its score is less than one that was found, or equal
+    to that of a lower id.
+    """
     let_successor_start(CHAINED)
     after_predecessor(CHAINED)
     chunk = tl.program_id(0)
@@ -296,32 +371,55 @@ def sample_chunks_kernel(
     if length > 0:
         temperature = tl.load(temperature_ptr + row * temperature_stride)
         threshold = tl.load(thresholds_ptr + sequence)
-        low = tl.load(seed_ptr + row * seed_stride).to(tl.uint32, bitcast=True).to(tl.uint64)
-        high = tl.load(seed_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+        key_low = tl.load(seed_ptr + row * seed_stride).to(tl.uint32, bitcast=True)
+        key_high = tl.load(seed_ptr + row * seed_stride + 1).to(tl.uint32, bitcast=True)
         logits_ptr += sequence.to(tl.int64) * logits_stride
+        noisy = temperature > 0.0
+        scale = 1.0 / tl.where(noisy, temperature, 1.0)
+        nobody = 2**31 - 1
+        best = -3.4028234663852886e38  # the least finite number: nothing wins with -inf
+        best_id = nobody
+        least = threshold  # the least logit that can win
         # Tiles begin at multiples of four ids, as blocks of noise do; vocab_start need not.
         first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK
-        best = tl.full((BLOCK,), -float("inf"), tl.float32)
-        best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
-        for tile in range(0, tiles_per_chunk):
-            ids = first_id + tile * BLOCK + tl.arange(0, BLOCK)
-            offs = ids - vocab_start
-            inside = (offs >= 0) & (offs < vocab_size)
-            x = tl.load(logits_ptr + offs, mask=inside, other=-float("inf")).to(tl.float32)
-            score = x
-            if temperature > 0.0:
-                first_block = first_id // 4 + tile * (BLOCK // 4)
-                noise = gumbel_noise((high << 32) | low, length, first_block, BLOCK, COMPILED)
-                score = x * (1.0 / temperature) + noise
-            # Strictly better, so that the lowest id of equals stays; NaN fails either comparison.
-            better = (x >= threshold) & (score > best)
-            best = tl.where(better, score, best)
-            best_id = tl.where(better, ids, best_id)
-        value = tl.max(best)
-        token = tl.min(tl.where(best == value, best_id, 2**31 - 1))
+        last_id = first_id + tiles_per_chunk * BLOCK
+        logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
+        largest = largest_of_fours(logits, COMPILED)
+        for first in range(first_id, last_id, BLOCK):
+            # Under way while this tile is worked on. The last of them is another chunk's, or outside of the row.
+            logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
+            contends = largest >= least
+            if tl.max(contends.to(tl.int32)) > 0:
+                blocks = first // 4 + tl.arange(0, BLOCK // 4)
+                bounds = largest
+                if noisy:
+                    w0, w1, w2, w3 = random_words(key_low, key_high, blocks, length)
+                    fewest = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+                    bounds = largest * scale + noise_bound(fewest, COMPILED)
+                bounds = tl.where(contends, bounds, -float("inf"))
+                bound = tl.max(bounds)
+                while bound >= best:
+                    block = tl.min(tl.where(bounds == bound, blocks, nobody))
+                    value, token = best_of_four(
+                        logits_ptr, block, vocab_start, vocab_size, threshold,
+                        noisy, scale, key_low, key_high, length, COMPILED,
+                    )  # fmt: skip
+                    if (value > best) | ((value == best) & (token < best_id)):
+                        best = value
+                        best_id = token
+                        if noisy:
+                            # 33 * log(2) = 22.9 is the most noise there is; what is more covers the rounding.
+                            reached = tl.minimum(best * (1 - 1e-6), best * (1 + 1e-6)) - 24.0
+                            least = tl.maximum(threshold, reached * temperature)
+                        else:
+                            least = tl.maximum(threshold, best)
+                    beaten = (blocks == block) | ((bounds == best) & (4 * blocks > best_id))
+                    bounds = tl.where(beaten, -float("inf"), bounds)
+                    bound = tl.max(bounds)
+            largest = largest_of_fours(logits, COMPILED)
         num_chunks = tl.num_programs(0)
-        tl.store(values_ptr + sequence * num_chunks + chunk, value)
-        tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
+        tl.store(values_ptr + sequence * num_chunks + chunk, tl.where(best_id == nobody, -float("inf"), best))
+        tl.store(tokens_ptr + sequence * num_chunks + chunk, best_id)
 
 
 @triton.jit
@@ -376,10 +474,9 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     token = torch.empty(batch_size, dtype=torch.int32, device=device)
     if batch_size == 0:
         return value, token
-    # About 2,000 programs occupy the device; more would only mean more partial results.
-    block = 1024
+    block = 512
     num_tiles = triton.cdiv(vocab_size + vocab_start % 4, block)
-    tiles_per_chunk = max(1, batch_size * num_tiles // 2048)
+    tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
@@ -402,6 +499,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         columns.length.stride(0),
         BLOCK=block,
         COMPILED=device.type == "cuda",
+        num_warps=1,
         **options,
     )
     last_token, new_length = advance if advance is not None else (columns.length, columns.length)
