@@ -49,8 +49,8 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
     from nanovllm import SamplingParams
 
     llm = make_llm(
-        model=make_checkpoint(num_hidden_layers=2, hidden_size=128, head_dim=128), device="cuda",
-        enforce_eager=enforce_eager, kvcache_block_size=256, max_num_batched_tokens=2048, dtype="bfloat16",
+        model=make_checkpoint(num_hidden_layers=2, hidden_size=128, intermediate_size=256, head_dim=128), device="cuda",
+        enforce_eager=enforce_eager, kvcache_block_size=256, max_num_batched_tokens=4096, dtype="bfloat16",
     )  # fmt: skip
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *, repr, **_: compiled.append(repr))

@@ -329,6 +329,74 @@ def test_ring_product(num_tokens, num_rows, num_channels, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("num_tokens, num_rows, num_channels", [(1, 256, 64), (100, 512, 320), (5000, 1280, 1024)])
+def test_hopper_product(num_tokens, num_rows, num_channels, silu_mul, dtype):
+    """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
+    hopper_linear = pytest.importorskip("nanovllm.kernels.hopper_linear", exc_type=ImportError)
+    if not inputs.is_hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+
+    def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
+        y = torch.empty(num_tokens, num_rows // 2 if silu_mul else num_rows, dtype=dtype, device=DEVICE)
+        return hopper_linear.hopper_product(x, weight, y, silu_mul)
+
+    check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul, launch=launch)
+
+
+def check_project_heads(num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype, with_qk_norm=True,
+                        bias=False, pages_only=True):  # fmt: skip
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    x = randn(num_tokens, num_channels, dtype=dtype)
+    norm_weight = torch.rand(num_channels, device=DEVICE).to(dtype)
+    weight = (randn(width, num_channels) / num_channels**0.5).to(dtype)
+    biases = randn(width, dtype=dtype) if bias else None
+    qk_weights = [torch.rand(head_dim, device=DEVICE).to(dtype) if with_qk_norm else None for _ in range(2)]
+    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    num_blocks = num_tokens // 16 + 2
+    slots = torch.randperm(num_blocks * 16, device=DEVICE)[:num_tokens].int()
+    slots[::3] = -1
+    caches = torch.full((4, num_blocks, 16, num_kv_heads, head_dim), 7.0, device=DEVICE, dtype=dtype)
+    cos_sin = make_cos_sin(500, head_dim)
+    results = []
+    for twin, k_cache, v_cache in ((reference, *caches[:2]), (linear, *caches[2:])):
+        heads = reference.Heads(
+            *qk_weights, EPS, cos_sin, positions, slots, k_cache, v_cache, num_heads, num_kv_heads
+        )
+        results.append(twin.project_heads(x, weight, biases, norm_weight, EPS, heads, pages_only))
+    (q, k, v), actual = results
+    assert_close(actual[0], q, scale=4)
+    assert_close(caches[2:], caches[:2], scale=4)
+    if not pages_only or actual[1] is not None:
+        assert_close(actual[1], k, scale=4)
+        assert_close(actual[2], v, scale=4)
+    return actual
+
+
+@pytest.mark.parametrize("pages_only", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_project_heads(num_tokens, pages_only):
+    check_project_heads(num_tokens, 3, 1, 16, 64, torch.float32, pages_only=pages_only)
+    check_project_heads(num_tokens, 3, 1, 16, 64, torch.float32, False, True, pages_only)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (4, 1), (8, 3)])
+@pytest.mark.parametrize("num_tokens", [2, 60, 129, 256, 300, 2048, 2500])
+def test_project_heads_at_model_size(num_tokens, num_heads, num_kv_heads, dtype):
+    for num_channels in (1024, 2560):
+        shape = (num_tokens, num_heads, num_kv_heads, 128, num_channels, dtype)
+        _, k, _ = check_project_heads(*shape)
+        if num_tokens >= 2048 and linear.hopper_linear is not None and inputs.is_hopper(torch.device("cuda")):
+            assert k is None
+        check_project_heads(*shape, with_qk_norm=False)
+        check_project_heads(*shape, bias=True)
+        check_project_heads(*shape, pages_only=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 31, 64, 100, 256])
 @pytest.mark.parametrize(
     "num_rows, num_channels, options",

@@ -35,7 +35,7 @@ GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its
 SHORT_PREFILLS = [16, 32, 64, 128, 256]
 SHORT_CONTEXT = 512
 # a kernel is chosen by the number of tokens, with borders at multiples of 64 and at powers of two
-REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024)
+REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
 NONE = np.empty(0, np.int32)
 
 

@@ -1,7 +1,8 @@
-"""Triton: matrix products of few rows, with the norm before and the activation or residual after fused in.
+"""Triton: matrix products with the norm before and the activation, the residual or the rotation after fused in.
 
-Owns `fused_linear`, the choice between its kernels and cuBLAS, and the kernel for one token; the one for a few is in
-ring_linear.py. Knows nothing of layers or shards; the plain twin is in reference.py.
+Owns `fused_linear` and `project_heads`, the choice between kernels and cuBLAS, and the kernel for one token; those for
+a few and for thousands are in ring_linear.py and hopper_linear.py. Knows nothing of layers or shards; the plain twins
+are in reference.py.
 
 A decode step reads every weight once and does little else, so the kernels are built around the stream of weights:
 enough programs to keep all of the memory busy, and each asks for its weights *before* it waits for the kernel that
@@ -23,11 +24,12 @@ import triton.language as tl
 from .activation import silu_and_mul
 from .inputs import after_predecessor, launch_options, launcher, let_successor_start, num_multiprocessors
 from .norm import PendingSum, rms_norm
+from .rope_store import norm_rope_store
 
 try:
-    from . import ring_linear
-except ImportError:  # a version of Triton that it was not tried with
-    ring_linear = None  # type: ignore[assignment]
+    from . import hopper_linear, ring_linear
+except ImportError:  # a version of Triton that they were not tried with
+    hopper_linear = ring_linear = None  # type: ignore[assignment]
 
 
 class VectorTiling(NamedTuple):
@@ -152,10 +154,11 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 
     x and residual: tensors, or what this function returned for another product: with `may_defer` that may be a
     PendingSum, if a sum to which the next norm adds is cheaper to make. It is a residual only after its norm was taken.
-    Large products go to cuBLAS, which adds in place at no cost, with the norm and the activation apart.
+    Large products go to cuBLAS, which adds in place at no cost, with the norm apart; so is the activation, save on
+    Hopper.
     """
     num_rows, num_channels = weight.shape
-    num_tokens = x.stream.shape[0] if isinstance(x, PendingSum) else x.shape[0]
+    num_tokens = count_tokens(x)
     assert norm_weight is not None or not isinstance(x, PendingSum)
     if isinstance(residual, PendingSum):
         assert residual.parts is None
@@ -174,12 +177,29 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
         num_results = num_rows // 2 if silu_mul else num_rows
         y = torch.empty((num_tokens, num_results), dtype=x.dtype, device=x.device)
         return ring_linear.ring_product(ring, x, weight, y, bias, residual, silu_mul)
+    if silu_mul and bias is None and residual is None and hopper_linear is not None and hopper_linear.takes(x, weight):
+        y = torch.empty((num_tokens, num_rows // 2), dtype=x.dtype, device=x.device)
+        return hopper_linear.hopper_product(x, weight, y, silu_mul=True)
     if adds_only:
         return torch.addmm(residual, x, weight.t(), out=residual)
     y = F.linear(x, weight, bias)
     if silu_mul:
         y = silu_and_mul(y)
     return y if residual is None else residual + y
+
+
+def project_heads(x, weight, bias, norm_weight, eps, heads, pages_only=False):
+    """See reference.project_heads. With many tokens one launch, for Hopper."""
+    if pages_only and bias is None and hopper_linear is not None and count_tokens(x) >= hopper_linear.FEWEST_FOR_HEADS:
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
+        if hopper_linear.takes_heads(x, weight, heads.k_cache):
+            q = hopper_linear.hopper_qkv(x, weight, *heads)
+            return q.unflatten(1, (heads.num_heads, -1)), None, None
+    return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *heads)
+
+
+def count_tokens(x):
+    return x.stream.shape[0] if isinstance(x, PendingSum) else x.shape[0]
 
 
 def vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul):

@@ -9,6 +9,7 @@ R rows of the row table, V vocabulary, NB blocks of the KV cache, BS tokens per 
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,21 @@ def norm_rope_store(
     return q, k, v
 
 
+class Heads(NamedTuple):
+    """What becomes of projected heads: the arguments of norm_rope_store but the first."""
+
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_cache: torch.Tensor | None
+    v_cache: torch.Tensor | None
+    num_heads: int
+    num_kv_heads: int
+
+
 def rotate(x, cos, sin):
     """Turn the pairs (x[i], x[i + D/2]) by the given angles, in fp32 (Hugging Face's rotate_half layout)."""
     first, second = x.float().chunk(2, dim=-1)
@@ -98,6 +114,14 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if silu_mul:
         y = silu_and_mul(y)
     return y if residual is None else residual + y
+
+
+def project_heads(x, weight, bias, norm_weight, eps, heads, pages_only=False):
+    """norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *heads).
+
+    pages_only: nobody reads keys and values but in the pages; the fused twin may return None in their place.
+    """
+    return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *heads)
 
 
 def decode_inputs(rows, last_token, length, block_tables, block_size):

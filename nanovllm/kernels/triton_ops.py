@@ -3,7 +3,7 @@
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.attention import paged_decode_attention, paged_prefill_attention
 from nanovllm.kernels.inputs import compiling_ahead, decode_inputs
-from nanovllm.kernels.linear import fused_linear
+from nanovllm.kernels.linear import fused_linear, project_heads
 from nanovllm.kernels.norm import rms_norm
 from nanovllm.kernels.rope_store import norm_rope_store, store_kvcache
 from nanovllm.kernels.sample import advance_rows, logit_thresholds, sample
@@ -17,6 +17,7 @@ __all__ = [
     "norm_rope_store",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "project_heads",
     "rms_norm",
     "sample",
     "silu_and_mul",

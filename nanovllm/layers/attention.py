@@ -21,6 +21,7 @@ class AttentionBackend(Protocol):
     """``prefill``: q [T, H, D], k and v [T, K, D] -> [T, H, D], causal. ``decode``: q [B, H, D] -> [B, H, D]."""
 
     capturable: bool  # decode may run inside a CUDA graph
+    reads_pages: bool  # prefill needs no keys and values but those in the pages
 
     def prefill(self, q, k, v, k_cache, v_cache, scale: float, context: Context) -> torch.Tensor: ...
 
@@ -39,19 +40,23 @@ class Attention(nn.Module):
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    def reads_pages(self) -> bool:
+        """Whether ``forward`` needs no k and v but those in the pages."""
+        return self.backend.reads_pages or not get_context().is_prefill
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
                 sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """q [T, H, D], k and v [T, K, D] (normed, rotated and stored) -> [T, H * D].
+        """q [T, H, D], k and v [T, K, D] (normed, rotated and stored; None if it reads pages) -> [T, H * D].
 
         sampled: the context's, to attend for these tokens only, [N, H * D].
         """
         context = get_context()
         if sampled is not None:
             q, context = q[sampled], context.of_sampled()
-        if not context.is_prefill:
-            out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
-        elif self.k_cache.numel() == 0:  # the memory profile runs before there are pages
+        if len(q) == 0 or self.k_cache.numel() == 0:  # nothing is sampled; there are no pages yet
             out = torch.empty_like(q)
+        elif not context.is_prefill:
+            out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
         else:
             out = self.backend.prefill(q, k, v, self.k_cache, self.v_cache, self.scale, context)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
@@ -61,6 +66,7 @@ class SDPABackend:
     """``torch.nn.functional.scaled_dot_product_attention`` over gathered pages: runs anywhere, also without Triton."""
 
     capturable = False  # it asks the device for the contexts' lengths
+    reads_pages = False
 
     def prefill(self, q, k, v, k_cache, v_cache, scale, context):
         outs = []
@@ -111,6 +117,7 @@ class TritonBackend:
     """Our kernels: split-context decode; prefill that reads the pages."""
 
     capturable = True
+    reads_pages = True
 
     def __init__(self):
         from nanovllm.kernels import attention
@@ -135,6 +142,7 @@ class FlashAttentionBackend:
     """flash-attn 2: ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``; an optional extra."""
 
     capturable = True
+    reads_pages = False
 
     def __init__(self):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
+from nanovllm.kernels.reference import Heads
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.parallel import ALONE, ParallelGroup
@@ -95,6 +96,15 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.ranks_per_kv_head = max(1, group.size // num_kv_heads)
         rows = (self.num_heads + 2 * self.num_kv_heads) * head_dim
         super().__init__(hidden_size, rows * group.size, bias, group)
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, norm: RMSNorm, heads: Heads, pages_only: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """x [T, hidden_size] -> norm(x) W^T, its heads normed, rotated and stored: q [T, H, D], k and v [T, K, D].
+
+        With ``pages_only`` k and v may be None: they are in the pages.
+        """
+        return self.ops.project_heads(x, self.weight, self.bias, norm.weight, norm.eps, heads, pages_only)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str) -> None:  # type: ignore[override]
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm import kernels
+from nanovllm.kernels.reference import Heads
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -36,16 +36,15 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * D, config.hidden_size, config.attention_bias, group
         )
-        self.ops = kernels.select()
 
     def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm,
                 sampled: torch.Tensor | None = None) -> torch.Tensor:
         """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]; of ``sampled`` tokens, [N, C]."""
-        qkv = self.qkv_proj(stream, norm=norm)  # [T, (H + 2K) * D]
-        q, k, v = self.ops.norm_rope_store(
-            qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
+        heads = Heads(
+            self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
-        )
+        )  # fmt: skip
+        q, k, v = self.qkv_proj(stream, norm=norm, heads=heads, pages_only=self.attn.reads_pages())
         out = self.attn(q, k, v, sampled)
         return self.o_proj(out, residual=stream if sampled is None else stream[sampled])
 
