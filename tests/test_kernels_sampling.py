@@ -297,10 +297,11 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("max_chunks, vocab_start", [(14, 5), (1, 0)])
+@pytest.mark.parametrize("few_rows, max_chunks, vocab_start", [(0, 14, 5), (0, 1, 0), (7, 1, 0)])
 @pytest.mark.parametrize("kind", LOGITS)
-def test_what_is_left_out_cannot_win(kind, max_chunks, vocab_start, monkeypatch):
-    """Two and four tiles of ids per chunk, at temperatures from nearly greedy to uniform."""
+def test_what_is_left_out_cannot_win(kind, few_rows, max_chunks, vocab_start, monkeypatch):
+    """Two and four tiles of ids per chunk, at temperatures from nearly greedy to uniform; and with nothing left out."""
+    monkeypatch.setattr(triton_sample, "_FEW_ROWS", few_rows)
     monkeypatch.setattr(triton_sample, "_MAX_CHUNKS", max_chunks)
     columns = make_columns(7, temperature=[0.0, 2.0**-16, 0.25, 1.0, 4.0, 1e30, 1.0], length=range(1, 8))
     logits = LOGITS[kind]((7, 1800)).to(torch.bfloat16).to(DEVICE)

@@ -15,6 +15,7 @@ from .inputs import after_predecessor, launch_options, launcher, let_successor_s
 # Chunks that scores are computed in, of all rows together: what the largest devices run at once. More of them would
 # have more first scores to find, before which nothing can be left out.
 _MAX_CHUNKS = 4096
+_FEW_ROWS = 32
 
 # A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
 # 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.
@@ -330,6 +331,87 @@ def best_of_four(
     return value, tl.min(tl.where(allowed & (score == value), ids, 2**31 - 1))
 
 
+@triton.jit
+def best_of_all(
+    logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
+    noisy, scale, key_low, key_high, length, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The best score and its id among first_id .. last_id - 1; (-inf, 2**31 - 1) if none has one."""
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
+    for first in range(first_id, last_id, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
+        score = x
+        if noisy:
+            w0, w1, w2, w3 = random_words(key_low, key_high, first // 4 + tl.arange(0, BLOCK // 4), length)
+            # Joined pairwise, so that the last two axes count the words 0, 1, 2, 3.
+            bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+            score = x * scale + gumbel_noise(bits, COMPILED)
+        # Strictly better, so that the lowest id of equals stays; NaN fails either comparison.
+        better = (x >= threshold) & (score > best)
+        best = tl.where(better, score, best)
+        best_id = tl.where(better, ids, best_id)
+    value = tl.max(best)
+    return value, tl.min(tl.where(best == value, best_id, 2**31 - 1))
+
+
+@triton.jit
+def best_of_likely(
+    logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
+    noisy, temperature, scale, key_low, key_high, length, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """What best_of_all returns, bit for bit, from few scores. For one warp, so that branches cost no barrier.
+
+    Noise is expensive, so the score of an id, logit / temperature + noise, is bounded first. A tile has no winner if
+    its largest logit with the largest noise there is stays below the best score so far. Nor have four ids if that
+    holds for their largest logit with the noise of their fewest random bits. The others have their scores computed,
+    the most promising first.
+
+    A bound is the same `logit * scale + noise` with more noise, and rounding keeps the order. An id is left out only
+    if its score is less than one that was found, or equal to that of a lower id.
+    """
+    nobody = 2**31 - 1
+    best = -3.4028234663852886e38  # the least finite number: nothing wins with -inf
+    best_id = nobody
+    least = threshold  # the least logit that can win
+    logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
+    largest = largest_of_fours(logits, COMPILED)
+    for first in range(first_id, last_id, BLOCK):
+        # Under way while this tile is worked on. The last of them is another chunk's, or outside of the row.
+        logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
+        contends = largest >= least
+        if tl.max(contends.to(tl.int32)) > 0:
+            blocks = first // 4 + tl.arange(0, BLOCK // 4)
+            bounds = largest
+            if noisy:
+                w0, w1, w2, w3 = random_words(key_low, key_high, blocks, length)
+                fewest = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+                bounds = largest * scale + noise_bound(fewest, COMPILED)
+            bounds = tl.where(contends, bounds, -float("inf"))
+            bound = tl.max(bounds)
+            while bound >= best:
+                block = tl.min(tl.where(bounds == bound, blocks, nobody))
+                value, token = best_of_four(
+                    logits_ptr, block, vocab_start, vocab_size, threshold,
+                    noisy, scale, key_low, key_high, length, COMPILED,
+                )  # fmt: skip
+                if (value > best) | ((value == best) & (token < best_id)):
+                    best = value
+                    best_id = token
+                    if noisy:
+                        # 33 * log(2) = 22.9 is the most noise there is; what is more covers the rounding.
+                        reached = tl.minimum(best * (1 - 1e-6), best * (1 + 1e-6)) - 24.0
+                        least = tl.maximum(threshold, reached * temperature)
+                    else:
+                        least = tl.maximum(threshold, best)
+                beaten = (blocks == block) | ((bounds == best) & (4 * blocks > best_id))
+                bounds = tl.where(beaten, -float("inf"), bounds)
+                bound = tl.max(bounds)
+        largest = largest_of_fours(logits, COMPILED)
+    return tl.where(best_id == nobody, -float("inf"), best), best_id
+
+
 @triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
 def sample_chunks_kernel(
     logits_ptr,  # [B, V], written by the LM head
@@ -347,20 +429,14 @@ def sample_chunks_kernel(
     temperature_stride,
     seed_stride,
     length_stride,
+    FEW_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One program: one chunk of ids of one sequence, BLOCK at a time; of one warp, so that branches cost no barrier.
+    """One program: one chunk of ids of one sequence, BLOCK at a time.
 
-    Noise is expensive, so the score of an id, logit / temperature + noise, is bounded first. A tile has no winner if
-    its largest logit with the largest noise there is stays below the best score so far. Nor have four ids if that
-    holds for their largest logit with the noise of their fewest random bits. The others have their scores computed,
-    the most promising first.
-
-    What is drawn is what all scores would give, bit for bit: a bound is the same `logit * scale + noise` with more
-    noise, and rounding keeps the order. An id is left out only if its score is less than one that was found, or equal
-    to that of a lower id.
+    Few rows leave room to compute all scores at once, which takes less time than to choose among them.
     """
     let_successor_start(CHAINED)
     after_predecessor(CHAINED)
@@ -376,50 +452,22 @@ def sample_chunks_kernel(
         logits_ptr += sequence.to(tl.int64) * logits_stride
         noisy = temperature > 0.0
         scale = 1.0 / tl.where(noisy, temperature, 1.0)
-        nobody = 2**31 - 1
-        best = -3.4028234663852886e38  # the least finite number: nothing wins with -inf
-        best_id = nobody
-        least = threshold  # the least logit that can win
         # Tiles begin at multiples of four ids, as blocks of noise do; vocab_start need not.
         first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK
         last_id = first_id + tiles_per_chunk * BLOCK
-        logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
-        largest = largest_of_fours(logits, COMPILED)
-        for first in range(first_id, last_id, BLOCK):
-            # Under way while this tile is worked on. The last of them is another chunk's, or outside of the row.
-            logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
-            contends = largest >= least
-            if tl.max(contends.to(tl.int32)) > 0:
-                blocks = first // 4 + tl.arange(0, BLOCK // 4)
-                bounds = largest
-                if noisy:
-                    w0, w1, w2, w3 = random_words(key_low, key_high, blocks, length)
-                    fewest = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-                    bounds = largest * scale + noise_bound(fewest, COMPILED)
-                bounds = tl.where(contends, bounds, -float("inf"))
-                bound = tl.max(bounds)
-                while bound >= best:
-                    block = tl.min(tl.where(bounds == bound, blocks, nobody))
-                    value, token = best_of_four(
-                        logits_ptr, block, vocab_start, vocab_size, threshold,
-                        noisy, scale, key_low, key_high, length, COMPILED,
-                    )  # fmt: skip
-                    if (value > best) | ((value == best) & (token < best_id)):
-                        best = value
-                        best_id = token
-                        if noisy:
-                            # 33 * log(2) = 22.9 is the most noise there is; what is more covers the rounding.
-                            reached = tl.minimum(best * (1 - 1e-6), best * (1 + 1e-6)) - 24.0
-                            least = tl.maximum(threshold, reached * temperature)
-                        else:
-                            least = tl.maximum(threshold, best)
-                    beaten = (blocks == block) | ((bounds == best) & (4 * blocks > best_id))
-                    bounds = tl.where(beaten, -float("inf"), bounds)
-                    bound = tl.max(bounds)
-            largest = largest_of_fours(logits, COMPILED)
+        if FEW_ROWS:
+            value, token = best_of_all(
+                logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
+                noisy, scale, key_low, key_high, length, BLOCK, COMPILED,
+            )  # fmt: skip
+        else:
+            value, token = best_of_likely(
+                logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
+                noisy, temperature, scale, key_low, key_high, length, BLOCK, COMPILED,
+            )  # fmt: skip
         num_chunks = tl.num_programs(0)
-        tl.store(values_ptr + sequence * num_chunks + chunk, tl.where(best_id == nobody, -float("inf"), best))
-        tl.store(tokens_ptr + sequence * num_chunks + chunk, best_id)
+        tl.store(values_ptr + sequence * num_chunks + chunk, value)
+        tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
 
 
 @triton.jit
@@ -474,7 +522,8 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     token = torch.empty(batch_size, dtype=torch.int32, device=device)
     if batch_size == 0:
         return value, token
-    block = 512
+    few_rows = batch_size <= _FEW_ROWS
+    block = 1024 if few_rows else 512
     num_tiles = triton.cdiv(vocab_size + vocab_start % 4, block)
     tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
@@ -497,9 +546,10 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         columns.temperature.stride(0),
         columns.seed.stride(0),
         columns.length.stride(0),
+        FEW_ROWS=few_rows,
         BLOCK=block,
         COMPILED=device.type == "cuda",
-        num_warps=1,
+        num_warps=4 if few_rows else 1,
         **options,
     )
     last_token, new_length = advance if advance is not None else (columns.length, columns.length)
