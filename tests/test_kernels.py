@@ -397,6 +397,40 @@ def test_project_heads_at_model_size(num_tokens, num_heads, num_kv_heads, dtype)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
+@pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
+def test_ring_qkv(num_tokens, has_norm, has_bias, dtype):
+    """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
+    ring_linear = pytest.importorskip("nanovllm.kernels.ring_linear", exc_type=ImportError)
+    if not inputs.is_hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    H, K, D, num_channels = 6, 3, 128, 512
+    x = randn(num_tokens, num_channels, dtype=dtype)
+    weight = (randn((H + 2 * K) * D, num_channels) / num_channels**0.5).to(dtype)
+    bias = randn(len(weight), dtype=dtype) if has_bias else None
+    q_weight, k_weight = (randn(2, D) / 4 + 1).to(dtype) if has_norm else (None, None)
+    cos_sin = randn(512, D)
+    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
+    slots[::7] = -1
+
+    wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias, q_weight, k_weight)]
+    expected_caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE)
+    qkv = torch.nn.functional.linear(*wide[:3])
+    expected = reference.norm_rope_store(qkv, *wide[3:], EPS, cos_sin, positions, slots, *expected_caches, H, K)[0]
+    for block_m, stages, num_warps in ((64, 4, 4), (64, 3, 4), (128, 2, 8)):
+        tiling = ring_linear.RingTiling(block_m, 128, 128, 1, stages, num_warps)
+        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
+        assert ring_linear.takes_heads(tiling, x, weight, caches[0])
+        torch.cuda.synchronize()
+        args = (q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
+        q = ring_linear.ring_qkv(tiling, x, weight, bias, *args)
+        assert_close(q.view(num_tokens, H, D), expected.to(dtype), scale=4)
+        assert_close(caches, expected_caches.to(dtype), scale=4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 31, 64, 100, 256])
 @pytest.mark.parametrize(
     "num_rows, num_channels, options",

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_heads import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
 from .gluon_names import (
     fence_async_shared,
     mbarrier,
@@ -42,11 +43,11 @@ from .inputs import is_hopper, launch_options, launcher, num_multiprocessors
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # tokens of a consumer
+WARPS = gl.constexpr(4)  # of a consumer
 COLUMNS = gl.constexpr(256)  # weight rows of a tile
 BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a row of the swizzled layout
 PIECE = gl.constexpr(64)  # columns of a store
 GROUP = gl.constexpr(16)  # blocks of tokens whose tiles follow each other
-HEAD_SIZE = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
 # from so many tokens on it was faster than cuBLAS and what follows, on an H200
 FEWEST = 1024
@@ -87,15 +88,6 @@ def produce(rings, x_desc, weight_desc, shape, row_stride, half_stride, STAGES: 
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of x, whose columns a thread holds in both alike: nothing is moved."""
-    width: gl.constexpr = x.shape[1] // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-    left, right = gl.split(x.reshape([ROWS, 2, width]).permute((0, 2, 1)))
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
 def stage(staging, left, right, WHO: gl.constexpr):
     """Both [ROWS, PIECE] to a consumer's part of `staging`, once the stores before have read it."""
     tma_store_wait(0)
@@ -111,37 +103,6 @@ def store(y_desc, staging, row, column, WHO: gl.constexpr):
     """What is staged, to row, column and right of it; returns before it is done."""
     tma_store(y_desc, [row, column], staging.index(2 * WHO))
     tma_store(y_desc, [row, column + PIECE], staging.index(2 * WHO + 1))
-
-
-@gluon.jit
-def look_up(positions_ptr, row, num_tokens, is_rotated):
-    """The rows' positions, [ROWS]; -1 where none is needed."""
-    pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE // 2, 16])
-    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pairs))
-    return gl.load(positions_ptr + token, mask=(token < num_tokens) & is_rotated, other=-1)
-
-
-@gluon.jit
-def angles(cos_sin_ptr, position):
-    """(cos, sin), [ROWS, HEAD_SIZE / 2]; undefined where there is no position."""
-    HALF: gl.constexpr = HEAD_SIZE // 2
-    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, position.type.layout.parent))
-    ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_SIZE)[:, None] + d[None, :]
-    mask = (position >= 0)[:, None] & (d < HALF)[None, :]
-    return gl.load(ptrs, mask=mask), gl.load(ptrs + HALF, mask=mask)
-
-
-@gluon.jit
-def norm(x_1, x_2, weight_ptr, eps, dtype: gl.constexpr):
-    """The RMSNorm of heads [ROWS, HEAD_SIZE], given and returned as their halves; rounded as the plain twin's."""
-    HALF: gl.constexpr = HEAD_SIZE // 2
-    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, x_1.type.layout))
-    weight_1 = gl.load(weight_ptr + d).to(gl.float32)[None, :]
-    weight_2 = gl.load(weight_ptr + HALF + d).to(gl.float32)[None, :]
-    rstd = gl.rsqrt(gl.sum(x_1 * x_1 + x_2 * x_2, 1) / HEAD_SIZE + eps)[:, None]
-    x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
-    x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
-    return x_1, x_2
 
 
 @gluon.jit
@@ -164,8 +125,8 @@ def finish_heads(
                 weight_ptr = q_weight_ptr
                 if head >= NUM_HEADS:
                     weight_ptr = k_weight_ptr
-                x_1, x_2 = norm(x_1, x_2, weight_ptr, eps, staging.dtype)
-            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+                x_1, x_2 = norm(x_1, x_2, norm_weights(weight_ptr, WARPS), eps, staging.dtype)
+            x_1, x_2 = rotate(x_1, x_2, cos, sin)
         stage(staging, x_1, x_2, WHO)
         if head < NUM_HEADS:
             store(q_desc, staging, row, head * HEAD_SIZE, WHO)
@@ -196,7 +157,8 @@ def consume(
         block, column = place(tile, num_blocks, num_columns)
         row = (block * CONSUMERS + WHO) * ROWS
         if NUM_HEADS > 0:
-            position = look_up(positions_ptr, row, num_tokens, 2 * column < NUM_HEADS + NUM_KV_HEADS)
+            is_rotated = 2 * column < NUM_HEADS + NUM_KV_HEADS
+            position = look_up(positions_ptr, row, num_tokens, is_rotated, ROWS, WARPS)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=sums)
         for step in range(num_steps):
             slot = n % STAGES

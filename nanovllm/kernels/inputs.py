@@ -9,9 +9,9 @@ kernel writes (weights), and calls `after_predecessor` before it touches anythin
 predecessor has finished, and by the same rule everything before it: the chain holds as long as every program waits.
 Weights must be settled, then: a chain of kernels may not follow their writing without a synchronisation or an unchained
 launch in between, for a successor may start before its predecessor has waited.
-Decode attention reads lengths and tables early under the same condition, and norm_rope_store positions and slots: in a
-step the embedding's launch lies between. Decode attention's programs without work end without waiting, which is safe
-because one always has work; and it lets its successor start only after its own wait.
+Decode attention reads lengths and tables early under the same condition, norm_rope_store and ring_qkv positions and
+slots: in a step the embedding's launch lies between. Decode attention's programs without work end without waiting,
+which is safe because one always has work; and it lets its successor start only after its own wait.
 
 Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, and one that is not. Where this gains
 nothing and the integer changes from step to step (batch sizes, numbers of rows), kernels here opt out of it: every

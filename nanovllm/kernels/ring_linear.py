@@ -1,7 +1,7 @@
 """Gluon, Triton's lower level: matrix products of 2 to 256 tokens on NVIDIA Hopper.
 
-Owns `ring_product` and how it is cut into programs. Knows nothing of layers, nor of what is done with the parts of a
-sum; `linear.py` decides where it runs, and what runs elsewhere.
+Owns `ring_product`, `ring_qkv` and how they are cut into programs. Knows nothing of layers, nor of what is done with
+the parts of a sum; `linear.py` decides where it runs, and what runs elsewhere.
 
 A program keeps a ring of stages in shared memory, of BLOCK_C channels each, which asynchronous copies fill and tensor
 cores read. It takes nearly all of a multiprocessor's shared memory, because the weights of all its stages are asked
@@ -11,20 +11,28 @@ weights are there when x is. So there is one wave of programs, at most one to a 
 Where there are too few weight rows to occupy the device, SPLITS programs share the channels of a tile, and each writes
 its part of the sums. Whoever reads the result next adds the parts up (`norm.add_rms_norm`), which costs a few loads.
 
-M rows of x (tokens), N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul.
+Where a tile has 128 weight rows, which are those of one head of q, k or v, `ring_qkv` ends with what norm_rope_store
+does. All that it needs besides the product is loaded before the wait, once the weights were asked for: positions and
+slots, and the angles of these positions. So behind the last product nothing is left but arithmetic and the stores.
+
+M rows of x (tokens), N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul; H query heads, K
+key-value heads.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_heads import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
 from .gluon_names import (
     async_load,
     commit_group,
     fence_async_shared,
+    thread_barrier,
     wait_group,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -97,13 +105,29 @@ def multiply(weights, xs, slot, product, SWAP: gl.constexpr):
         return warpgroup_mma(xs.index(slot), weights.index(slot).permute((1, 0)), product, is_async=True)
 
 
+@gluon.jit
+def whole(left, right):
+    """What `halves` took apart."""
+    rows: gl.constexpr = left.shape[0]
+    width: gl.constexpr = left.shape[1]
+    return gl.join(left, right).permute((0, 2, 1)).reshape([rows, 2 * width])
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def ring_kernel(
     x_ptr,  # [M, C], rows strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], rows strided, only with HAS_RESIDUAL
-    y_ptr,  # [M, I], or fp32 [SPLITS, M, I]; written here
+    y_ptr,  # [M, I], or fp32 [SPLITS, M, I], or with NUM_HEADS q [M, H * HEAD_SIZE]; written here
+    q_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
+    k_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
+    eps,
+    cos_sin_ptr,  # fp32 [max_position, HEAD_SIZE]; this and the next four only with NUM_HEADS
+    positions_ptr,  # [M]
+    slot_mapping_ptr,  # i32[M]
+    k_cache_ptr,  # [slots, K, HEAD_SIZE], written here
+    v_cache_ptr,
     num_tokens,
     num_results,
     x_stride,
@@ -117,6 +141,9 @@ def ring_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr,  # 0: y is the product
+    NUM_KV_HEADS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
     """One program: BLOCK_N weight rows, BLOCK_M tokens, a SPLITS-th of the channels."""
@@ -142,17 +169,33 @@ def ring_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     weights = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BLOCK_C], shared)
     xs = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_M, BLOCK_C], shared)
+    VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
+    stores: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
 
     tile = gl.program_id(1)
+    first = gl.program_id(0) * BLOCK_M
     split = gl.program_id(2)
     c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, copies))
     rows = weight_rows(tile, num_results, SILU_MUL, BLOCK_N, gl.SliceLayout(1, copies))
     weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + c[None, :]
     for step in gl.static_range(AHEAD):
         async_load(weights.index(step), weight_ptrs + step * BLOCK_C)
-    token = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copies))
+    token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copies))
     x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
     is_token = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
+    if NUM_HEADS > 0:
+        gl.static_assert(BLOCK_N == HEAD_SIZE and ROW_WARPS == WARPS and SPLITS == 1)
+        is_q, is_rotated = tile < NUM_HEADS, tile < NUM_HEADS + NUM_KV_HEADS
+        thread_barrier()  # else the assembler has weights asked for after these loads, or even after positions came
+        position = look_up(positions_ptr, first, num_tokens, is_rotated, BLOCK_M, WARPS)
+        y_token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stores))
+        is_y_token = y_token < num_tokens
+        # Where a token's head is stored: its row of q, or its slot of a cache; -1: nowhere.
+        place = gl.load(slot_mapping_ptr + y_token, mask=is_y_token & ~is_q, other=gl.where(is_y_token, y_token, -1))
+        if HAS_NORM:
+            head_weights = norm_weights(gl.where(is_q, q_weight_ptr, k_weight_ptr), WARPS)
+        cos, sin = angles(cos_sin_ptr, position)
     if CHAINED:
         gdc_wait()
     for step in gl.static_range(AHEAD):
@@ -200,18 +243,28 @@ def ring_kernel(
             product = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_M, BLOCK_I))
     if SWAP:
         product = product.permute((1, 0))
-    VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
-    stores: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
-    product = gl.convert_layout(product, stores)
-    y_token = gl.program_id(0) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stores))
-    i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, stores))
-    mask = (y_token < num_tokens)[:, None] & (i < num_results)[None, :]
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
-        product += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
-    offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_results + i[None, :]
-    gl.store(y_ptr + offs, product.to(y_ptr.dtype.element_ty), mask=mask)
+    if NUM_HEADS > 0:
+        x_1, x_2 = halves(product)
+        if is_rotated:
+            if HAS_NORM:
+                x_1, x_2 = norm(x_1, x_2, head_weights, eps, dtype)
+            x_1, x_2 = rotate(x_1, x_2, cos, sin)
+        product = gl.convert_layout(whole(x_1.to(dtype), x_2.to(dtype)), stores)
+        head_ptr = gl.where(is_q, y_ptr, gl.where(is_rotated, k_cache_ptr, v_cache_ptr))
+        head_ptr += gl.where(is_q, tile, (tile - NUM_HEADS) % NUM_KV_HEADS) * HEAD_SIZE
+        offs = place.to(gl.int64) * (gl.where(is_q, NUM_HEADS, NUM_KV_HEADS) * HEAD_SIZE)
+        d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, stores))
+        gl.store(head_ptr + offs[:, None] + d[None, :], product, mask=(place >= 0)[:, None] & (d < HEAD_SIZE)[None, :])
+    else:
+        product = gl.convert_layout(product, stores)
+        y_token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stores))
+        i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, stores))
+        mask = (y_token < num_tokens)[:, None] & (i < num_results)[None, :]
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
+            product += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
+        offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_results + i[None, :]
+        gl.store(y_ptr + offs, product.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False):
@@ -220,10 +273,34 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
     weight [N, C] and y are of x's dtype. The parts are fp32 [splits, M, N], the result is their sum over
     splits, and bias, residual and activation are not for them.
     """
-    num_tokens, num_channels = x.shape
-    assert takes(x) and weight.is_contiguous() and y.is_contiguous()
     assert residual is None or residual.stride(1) == 1
     assert tiling.splits == 1 or (bias is None and residual is None and not silu_mul and len(y) == tiling.splits)
+    return launch(tiling, x, weight, y, bias, residual, silu_mul)
+
+
+def ring_qkv(
+    tiling, x, weight, bias, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache,
+    num_heads, num_kv_heads,
+):  # fmt: skip
+    """reference.norm_rope_store of x W^T [+ bias], for what `takes_heads` says it takes; returns q, [M, H * HEAD_SIZE].
+
+    weight [(H + 2K) * HEAD_SIZE, C]. Keys and values go to the caches only, and nowhere where the slot is -1. The
+    product is not rounded before the norm and the rotation.
+
+    Positions and slots are read early: an unchained launch has to lie between this one and the one that wrote them.
+    """
+    assert takes_heads(tiling, x, weight, k_cache)
+    assert len(weight) == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value and (q_weight is None) == (k_weight is None)
+    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and v_cache.dtype == x.dtype
+    q = torch.empty((len(x), num_heads * HEAD_SIZE.value), dtype=x.dtype, device=x.device)
+    heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
+    return launch(tiling, x, weight, q, bias, None, False, heads, num_heads, num_kv_heads)
+
+
+def launch(tiling, x, weight, y, bias, residual, silu_mul, heads=(None,) * 8, num_heads=0, num_kv_heads=0):
+    num_tokens, num_channels = x.shape
+    assert takes(x) and weight.is_contiguous() and y.is_contiguous()
     grid = triton.cdiv(num_tokens, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n), tiling.splits
     launcher(ring_kernel, grid)(
         x,
@@ -231,8 +308,9 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
         bias,
         residual,
         y,
+        *heads,
         num_tokens,
-        y.shape[-1],
+        weight.shape[0] // (2 if silu_mul else 1),
         x.stride(0),
         0 if residual is None else residual.stride(0),
         NUM_CHANNELS=num_channels,
@@ -244,6 +322,9 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
         BLOCK_N=tiling.block_n,
         BLOCK_C=tiling.block_c,
         STAGES=tiling.stages,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HAS_NORM=heads[0] is not None,
         num_warps=tiling.num_warps,
         **launch_options(x.device),
     )
@@ -254,3 +335,10 @@ def takes(x):
     """Whether `ring_product` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
     aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and x.element_size() == 2 and is_hopper(x.device)
+
+
+def takes_heads(tiling, x, weight, k_cache):
+    """Whether `ring_qkv` can, with this tiling: each program makes a head, of which a warp has whole rows."""
+    one_head = tiling.splits == 1 and tiling.block_n == HEAD_SIZE.value and tiling.block_m == 16 * tiling.num_warps
+    has_cache = k_cache is not None and k_cache.numel() > 0
+    return takes(x) and one_head and has_cache and k_cache.shape[-1] == HEAD_SIZE.value and k_cache.dtype == x.dtype
