@@ -189,11 +189,16 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 
 
 def project_heads(x, weight, bias, norm_weight, eps, heads, pages_only=False):
-    """See reference.project_heads. With many tokens one launch, for Hopper."""
-    if pages_only and bias is None and hopper_linear is not None and count_tokens(x) >= hopper_linear.FEWEST_FOR_HEADS:
+    """See reference.project_heads. On Hopper the norm apart and the rest in one launch, save for some sizes."""
+    if pages_only and count_tokens(x) > 1:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
-        if hopper_linear.takes_heads(x, weight, heads.k_cache):
+        q = None
+        ring = choose_ring(x, weight, may_split=False)
+        if ring is not None and ring_linear.takes_heads(ring, x, weight, heads.k_cache):
+            q = ring_linear.ring_qkv(ring, x, weight, bias, *heads)
+        elif bias is None and hopper_linear is not None and hopper_linear.takes_heads(x, weight, heads.k_cache):
             q = hopper_linear.hopper_qkv(x, weight, *heads)
+        if q is not None:
             return q.unflatten(1, (heads.num_heads, -1)), None, None
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *heads)
 
