@@ -331,9 +331,10 @@ def test_no_rows_and_strided_logits(ops):
     assert (wide[:, :50] == 99).all() and (wide[:, 100:] == 99).all()
 
     before, last_token = columns.length.clone(), torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
+    advance = last_token, columns.length, torch.zeros(2, 6, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     thresholds = ops.logit_thresholds(logits[:0], rows[:0], columns)
-    values, tokens = ops.sample(logits[:0], rows[:0], columns, thresholds, advance=(last_token, columns.length))
-    ops.advance_rows(tokens, rows[:0], last_token, columns.length)
+    values, tokens = ops.sample(logits[:0], rows[:0], columns, thresholds, advance=advance)
+    ops.advance_rows(tokens, rows[:0], *advance)
     assert (len(thresholds), len(values), len(tokens)) == (0, 0, 0) and tokens.dtype == torch.int32
     assert torch.equal(columns.length, before) and (last_token == 77).all()
 
@@ -364,14 +365,20 @@ def test_advance_rows(ops):
     rows = torch.tensor([2, 1, 4], dtype=torch.int32, device=DEVICE)
     logits = torch.randn(3, 50, device=DEVICE)
     thresholds = torch.full((3,), -torch.inf, device=DEVICE)
-    _, tokens = ops.sample(logits, rows, columns, thresholds, advance=(last_token, columns.length))
+    outbox = torch.zeros(2, 5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    _, tokens = ops.sample(logits, rows, columns, thresholds, advance=(last_token, columns.length, outbox))
     assert columns.length.tolist() == [3, 0, 8, 9, 2]
     assert last_token.tolist() == [77, 77, int(tokens[0]), 77, int(tokens[2])]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    odd = [0, 0, int(tokens[0]), 0, int(tokens[2])]  # both lengths were
+    assert outbox.tolist() == [[0] * 5, odd]
     assert tokens.tolist() == [int(logits[0].argmax()), 0, int(logits[2].argmax())]
 
-    ops.advance_rows(tokens + 1, rows, last_token, columns.length)
+    ops.advance_rows(tokens + 1, rows, last_token, columns.length, outbox)
     assert columns.length.tolist() == [3, 0, 9, 9, 3]
     assert last_token.tolist() == [77, 77, int(tokens[0]) + 1, 77, int(tokens[2]) + 1]
+    assert outbox.tolist() == [[0, 0, int(tokens[0]) + 1, 0, int(tokens[2]) + 1], odd]
 
 
 @BOTH

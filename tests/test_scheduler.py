@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.row_state import RowState, RowUpdates
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -76,14 +76,6 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
 
-class Handle:
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def wait(self):
-        return self.tokens
-
-
 class FakeDevice(ModelRunner):
     """Packs steps as the real runner does, and runs them on KV slots that hold hashes of histories."""
 
@@ -94,10 +86,11 @@ class FakeDevice(ModelRunner):
         self.device = torch.device("cpu")
         self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
         self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+        self.prefill_graphs = None
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
         self.last_token, self.length = self.row_state.last_token.numpy(), self.row_state.length.numpy()
-        self.block_tables = self.row_state.block_tables.numpy()
+        self.block_tables, self.outbox = self.row_state.block_tables.numpy(), self.row_state.outbox.numpy()
         self.fail_at = None
         self.num_launches = 0
         self.seen = set()  # what happened, as a check that histories hold what they should
@@ -113,7 +106,8 @@ class FakeDevice(ModelRunner):
             ends = zip(batch.seqs, batch.stops, strict=True)
             self.seen |= {"chunk to a block's end" for s, n in ends if n < len(s) and n % self.block_size == 0}
         prepare = self.prepare_prefill if isinstance(batch, PrefillBatch) else self.prepare_decode
-        return self.run_model(prepare(batch))
+        self.run_model(prepare(batch))
+        return StepHandle(self.row_state.outbox, batch, None, None)
 
     def run_model(self, packed):
         self.num_launches += 1
@@ -128,9 +122,9 @@ class FakeDevice(ModelRunner):
         run = self._prefill if header.is_prefill else self._decode
         tokens, rows = run(header, step)
         self.last_token[rows] = tokens
+        self.outbox[self.length[rows] % 2, rows] = tokens
         self.length[rows] += 1
         assert header.num_sampled == len(tokens) == len(self.batch.rows)
-        return Handle(tokens)
 
     def _slots(self, row, start, stop):
         positions = np.arange(start, stop)

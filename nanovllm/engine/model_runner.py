@@ -40,10 +40,11 @@ NONE = np.empty(0, np.int32)
 
 
 class StepHandle:
-    """The token ids of a launch, on their way to the host."""
+    """The token ids of a launch, on their way to the host's memory (``RowState.outbox``)."""
 
-    def __init__(self, token_ids: torch.Tensor, event: torch.cuda.Event | None, workers: Workers | None = None):
-        self._token_ids = token_ids
+    def __init__(self, outbox: torch.Tensor, batch: Batch, event: torch.cuda.Event | None, workers: Workers | None):
+        self._outbox = outbox
+        self._places = batch.lengths % 2, batch.rows
         self._event = event
         self._workers = workers
 
@@ -53,7 +54,7 @@ class StepHandle:
             self._workers.wait_until(self._event.query)
         elif self._event is not None:
             self._event.synchronize()
-        return self._token_ids.numpy()
+        return self._outbox.numpy()[self._places]
 
 
 class ModelRunner:
@@ -103,13 +104,6 @@ class ModelRunner:
             self.allocate_kv_cache(reserved)
             if self.use_graphs:
                 self.capture_cudagraph()
-        pin = self.device.type == "cuda"
-        # a launch writes the buffer that the launch before the last one was read from
-        self._token_buffers = [
-            torch.empty(config.max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=pin)
-            for _ in range(self.depth + 1)
-        ]
-        self._num_launches = 0
 
     @contextmanager
     def _defaults(self):
@@ -275,7 +269,8 @@ class ModelRunner:
                 self._last_handle.wait()
         else:
             packed = self.prepare_decode(batch)
-        self._last_handle = self.call("run_model", packed)
+        event = self.call("run_model", packed)
+        self._last_handle = StepHandle(self.row_state.outbox, batch, event, self.workers)
         return self._last_handle
 
     def call(self, method: str, *args):
@@ -380,7 +375,7 @@ class ModelRunner:
             num_tokens=0,
             num_seqs=0,
             max_seqlen_q=1,
-            max_context=batch.max_context,
+            max_context=int(batch.lengths.max()),
             has_prefix=1,
             has_filters=int(self.updates.has_filters[batch.rows].any()),
         )
@@ -388,8 +383,8 @@ class ModelRunner:
         return step.pack(header)
 
     @torch.inference_mode()
-    def run_model(self, packed: np.ndarray) -> StepHandle:
-        """Launch a packed step on this rank."""
+    def run_model(self, packed: np.ndarray) -> torch.cuda.Event | None:
+        """Launch a packed step on this rank; the event comes when its tokens are in the outbox, None if they are."""
         header = read_header(packed)
         on_device = torch.from_numpy(packed)
         if self.device.type == "cuda" and (header.num_updates or header.is_prefill):
@@ -398,21 +393,25 @@ class ModelRunner:
         if header.num_updates:
             self.row_state.apply(step.cells, step.values)
         if header.is_prefill:
-            tokens = self._prefill(header, step)
+            self._prefill(header, step)
         elif self.graphs is None:
-            tokens = self._decode(header.num_sampled, header.max_context, bool(header.has_filters))
+            self._decode(header.num_sampled, header.max_context, bool(header.has_filters))
         elif self.sampling_graphs is None:
-            tokens = self.graphs.replay(header.num_sampled)
+            self.graphs.replay(header.num_sampled)
         else:
             hidden = self.graphs.replay(header.num_sampled)[: header.num_sampled]
             if header.has_filters:
-                tokens = self._sample(hidden, self.row_state.batch_rows[: header.num_sampled], True)
+                self._sample(hidden, self.row_state.batch_rows[: header.num_sampled], True)
             else:
-                tokens = self.sampling_graphs.replay(header.num_sampled)
-        return self._send(tokens, header.num_sampled)
+                self.sampling_graphs.replay(header.num_sampled)
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
-    def _prefill(self, header: StepHeader, step: StepInput) -> torch.Tensor:
-        """Tokens int32 [num_sampled]."""
+    def _prefill(self, header: StepHeader, step: StepInput) -> None:
+        """A token for each sampled sequence."""
         sampled, num_tokens, graphs = step.sampled_tokens.long(), header.num_tokens, self.prefill_graphs
         if graphs is not None and header.max_seqlen_q == 1 and num_tokens in graphs.captured_sizes:
             inputs = [step.input_ids, step.positions, step.slot_mapping, step.rows, step.context_lens]
@@ -420,9 +419,8 @@ class ModelRunner:
             hidden = graphs.replay(num_tokens)[sampled]
         else:
             hidden = self._prefill_eagerly(header, step, sampled)
-        if not header.num_sampled:
-            return step.sampled_rows
-        return self._sample(hidden, step.sampled_rows, bool(header.has_filters))
+        if header.num_sampled:
+            self._sample(hidden, step.sampled_rows, bool(header.has_filters))
 
     def _prefill_eagerly(self, header: StepHeader, step: StepInput, sampled: torch.Tensor) -> torch.Tensor:
         """Hidden states [num_sampled, C]."""
@@ -470,18 +468,8 @@ class ModelRunner:
             return self.model(input_ids, positions)
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, has_filters: bool) -> torch.Tensor:
-        logits = self.model.compute_logits(hidden)
-        return self.sampler(logits, rows, self.row_state.columns, self.row_state.last_token, has_filters)
-
-    def _send(self, tokens: torch.Tensor, num_sampled: int) -> StepHandle:
-        buffer = self._token_buffers[self._num_launches % len(self._token_buffers)][:num_sampled]
-        self._num_launches += 1
-        buffer.copy_(tokens[:num_sampled], non_blocking=True)
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return StepHandle(buffer, event, self.workers)
+        logits, state = self.model.compute_logits(hidden), self.row_state
+        return self.sampler(logits, rows, state.columns, state.last_token, state.outbox, has_filters)
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

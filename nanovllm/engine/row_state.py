@@ -32,6 +32,8 @@ class RowState:
         last_token, length: int32 [R + 1]; length counts the token whose keys and values are due next.
         columns: the sampling columns, each [R + 1, ...].
         block_tables: int32 [R + 1, max_blocks].
+        outbox: int32 [2, R + 1] in the host's memory, where launches put their tokens: of a row whose length was
+            n, at [n % 2, row]. So a launch does not overwrite what the one before it left.
     """
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
@@ -42,6 +44,7 @@ class RowState:
         self.batch_rows.fill_(self.null_row)
         table = self.buffer[num_rows:].view(num_rows + 1, width)
         floats = table.view(torch.float32)
+        self.outbox = torch.zeros(2, num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.last_token = table[:, LAST_TOKEN]
         self.length = table[:, LENGTH]
         self.block_tables = table[:, BLOCK_TABLE:]

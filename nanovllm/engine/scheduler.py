@@ -37,6 +37,11 @@ class PrefillBatch:
     def num_tokens(self) -> int:
         return sum(self.stops) - sum(self.starts)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sampled sequence before this launch samples one, int32 [S]."""
+        return np.array(self.stops[: len(self.rows)], np.int32)
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -45,7 +50,7 @@ class DecodeBatch:
     rows: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
     grown: list[Sequence]  # those whose block table got one more block
-    max_context: int  # most tokens that one of them attends
+    lengths: np.ndarray  # int32 [B], tokens before this launch samples one: so many it attends
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +160,7 @@ class Scheduler:
         for seq in grown:
             self.block_manager.may_append(seq, int(table.num_scheduled[seq.row]) - 1)
         table.num_scheduled[rows] = lengths + 1
-        return DecodeBatch(rows, table.seq_id[rows], grown, int(lengths.max()))
+        return DecodeBatch(rows, table.seq_id[rows], grown, lengths)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and row; it goes to the head of the queue, to be computed again."""

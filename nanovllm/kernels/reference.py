@@ -213,7 +213,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     id here) settle on a winner by comparing values. The noise of an id depends on the row's seed, the row's
     length and the id alone. Null rows give token 0. NaN counts as -inf.
 
-    `advance=(last_token, length)` also calls advance_rows on the result (for a whole vocabulary).
+    `advance=(last_token, length, outbox)` also calls advance_rows on the result (for a whole vocabulary).
     """
     rows_ = rows.long()
     temperature = columns.temperature[rows_].unsqueeze(1)
@@ -236,12 +236,18 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     return values, tokens
 
 
-def advance_rows(tokens, rows, last_token, length):
-    """Append `tokens` i32[B] to their rows: last_token[row] = token, length[row] += 1; null rows stay null."""
+def advance_rows(tokens, rows, last_token, length, outbox):
+    """Append `tokens` i32[B] to their rows: last_token[row] = token, length[row] += 1; null rows stay null.
+
+    The host finds them in outbox i32[2, R], its memory: each at [length % 2, row], so that it may read one while the
+    next is written.
+    """
     rows, tokens = rows.long(), tokens.to(last_token.dtype)
     live = length[rows] > 0
-    last_token[rows[live]] = tokens[live]
-    length[rows[live]] += 1
+    rows, tokens = rows[live], tokens[live]
+    last_token[rows] = tokens
+    outbox[length[rows].long() % 2, rows] = tokens
+    length[rows] += 1
 
 
 def gumbel_noise(seed, length, ids):

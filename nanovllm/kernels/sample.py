@@ -480,11 +480,13 @@ def sample_combine_kernel(
     token_ptr,  # i32[B], written here
     last_token_ptr,  # i32[R] strided, written here with ADVANCE
     new_length_ptr,  # i32[R] strided, counted up here with ADVANCE
+    outbox_ptr,  # i32[2, R] of the host, written here with ADVANCE
     vocab_start,
     num_chunks,
     length_stride,
     last_token_stride,
     new_length_stride,
+    outbox_stride,
     ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -508,6 +510,7 @@ def sample_combine_kernel(
         if ADVANCE:
             tl.store(last_token_ptr + row * last_token_stride, token)
             length = tl.load(new_length_ptr + row * new_length_stride)
+            tl.store(outbox_ptr + length % 2 * outbox_stride + row, token)
             tl.store(new_length_ptr + row * new_length_stride, length + 1)
     tl.store(value_ptr + sequence, value)
     tl.store(token_ptr + sequence, token)
@@ -552,7 +555,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         num_warps=4 if few_rows else 1,
         **options,
     )
-    last_token, new_length = advance if advance is not None else (columns.length, columns.length)
+    last_token, new_length, outbox = advance if advance is not None else (columns.length, columns.length, tokens)
     launcher(sample_combine_kernel, (batch_size,))(
         values,
         tokens,
@@ -562,11 +565,13 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         token,
         last_token,
         new_length,
+        outbox,
         vocab_start,
         num_chunks,
         columns.length.stride(0),
         last_token.stride(0),
         new_length.stride(0),
+        outbox.stride(0),
         ADVANCE=advance is not None,
         BLOCK=triton.next_power_of_2(num_tiles),
         num_warps=1,
@@ -581,9 +586,11 @@ def advance_rows_kernel(
     rows_ptr,  # i32[B]
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, counted up here
+    outbox_ptr,  # i32[2, R] of the host, written here
     batch_size,
     last_token_stride,
     length_stride,
+    outbox_stride,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -595,10 +602,11 @@ def advance_rows_kernel(
     length = tl.load(length_ptr + rows * length_stride, mask=mask, other=0)
     token = tl.load(tokens_ptr + offs, mask=mask, other=0)
     tl.store(last_token_ptr + rows * last_token_stride, token, mask=length > 0)
+    tl.store(outbox_ptr + length % 2 * outbox_stride + rows, token, mask=length > 0)
     tl.store(length_ptr + rows * length_stride, length + 1, mask=length > 0)
 
 
-def advance_rows(tokens, rows, last_token, length):
+def advance_rows(tokens, rows, last_token, length, outbox):
     """See reference.advance_rows."""
     (batch_size,) = rows.shape
     if batch_size > 0:
@@ -608,9 +616,11 @@ def advance_rows(tokens, rows, last_token, length):
             rows,
             last_token,
             length,
+            outbox,
             batch_size,
             last_token.stride(0),
             length.stride(0),
+            outbox.stride(0),
             BLOCK=block,
             **launch_options(rows.device),
         )

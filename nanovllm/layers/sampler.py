@@ -17,21 +17,23 @@ class Sampler(nn.Module):
         self.ops = kernels.select()
 
     def forward(self, logits: torch.Tensor, rows: torch.Tensor, columns: SamplingColumns,
-                last_token: torch.Tensor, has_filters: bool = True) -> torch.Tensor:
+                last_token: torch.Tensor, outbox: torch.Tensor, has_filters: bool = True) -> torch.Tensor:
         """logits [B, V / size] (changed in place), rows int32 [B] -> token ids int32 [B], the same on every rank.
 
-        The rows move on by one token. ``has_filters``: some row uses top-k, top-p or min-p.
+        The rows move on by one token, and the host finds it in ``outbox`` (``reference.advance_rows``).
+        ``has_filters``: some row uses top-k, top-p or min-p.
         """
         if self.group.size > 1:
             if not has_filters:
-                return self._sample_parts(logits, rows, columns, last_token)
+                return self._sample_parts(logits, rows, columns, last_token, outbox)
             logits = self.group.all_gather(logits).transpose(0, 1).flatten(1)  # [B, V]
         thresholds = self.ops.logit_thresholds(logits, rows, columns)
-        _, tokens = self.ops.sample(logits, rows, columns, thresholds, advance=(last_token, columns.length))
+        advance = last_token, columns.length, outbox
+        _, tokens = self.ops.sample(logits, rows, columns, thresholds, advance=advance)
         return tokens
 
     def _sample_parts(self, logits: torch.Tensor, rows: torch.Tensor, columns: SamplingColumns,
-                      last_token: torch.Tensor) -> torch.Tensor:
+                      last_token: torch.Tensor, outbox: torch.Tensor) -> torch.Tensor:
         """Each rank draws from its part of the vocabulary; the best of the winners wins, the lowest id of equals.
 
         The noise belongs to the id, so this draws what one rank would draw from the whole vocabulary.
@@ -42,5 +44,5 @@ class Sampler(nn.Module):
         parts = self.group.all_gather(torch.stack((values.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a row
         values, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
         tokens = tokens.masked_fill(values < values.amax(0), torch.iinfo(torch.int32).max).amin(0)
-        self.ops.advance_rows(tokens, rows, last_token, columns.length)
+        self.ops.advance_rows(tokens, rows, last_token, columns.length, outbox)
         return tokens
