@@ -398,6 +398,31 @@ def test_error_in_a_launch(make_llm, reference, monkeypatch):
     assert tokens_of(llm.generate([prompt_of(5)], greedy(5), use_tqdm=False)) == [reference(prompt_of(5), 5)]
 
 
+def test_the_collector_does_not_stop_a_run(make_llm, monkeypatch):
+    """In one run of three, Python looked for garbage among all of torch's objects, and the device waited for 0.1 s."""
+    llm, frozen = make_llm(), []
+    run = llm.model_runner.run
+
+    def watch(batch):
+        frozen.append(gc.get_freeze_count())
+        return run(batch)
+
+    llm.model_runner.run = watch
+    llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # by the user, whose affair it is
+    try:
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
 def test_exit_twice(make_checkpoint):
     """``exit()`` in a ``with`` block, and again by hand, tore down what was gone already."""
     with LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True) as llm:

@@ -4,12 +4,14 @@ Owns the user's requests, the order of their outputs and the progress bar. The s
 what is computed, the model runner computes it.
 """
 
+import gc
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +30,22 @@ from nanovllm.sampling_params import MAX_FORBIDDEN, SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids
 
 Prompt = str | ListLike[int]
+
+
+@contextmanager
+def _old_objects_not_collected() -> Iterator[None]:
+    """Within, Python's garbage collector looks at new objects only.
+
+    To look at all that a process with torch holds takes it 0.1 s, which comes at any time, and the device waits.
+    """
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 class LLMEngine:
@@ -201,6 +219,7 @@ class LLMEngine:
         token_ids = self._tokenization.encode(texts, add_special_tokens=False)
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
+    @_old_objects_not_collected()
     def _generate(self, texts, token_ids, sampling_params, use_tqdm) -> list[RequestOutput]:
         self._require_running()
         if not self.is_finished():
