@@ -45,6 +45,10 @@ def vector_tiling(num_rows, num_channels, itemsize):
     """The choice measured on an NVIDIA H200 with 16 bits."""
     num_bytes = num_rows * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
+    if num_rows >= 12 * num_channels:  # an LM head
+        if num_channels <= 1024:
+            return VectorTiling(4, block_c, 1)
+        return VectorTiling(2, 2048, 4) if num_channels % 2048 == 0 else VectorTiling(4, 512, 1)
     # Many small programs for many rows: the more of the next kernel's are there early, the better.
     if num_channels <= 1024:
         return VectorTiling(2, block_c, 1) if num_rows > 4096 else VectorTiling(4, block_c, 4)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm import kernels
 from nanovllm.layers.parallel import ALONE, ParallelGroup
 from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
@@ -33,5 +34,9 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, C] -> logits of this rank's ids [S, V/size]. May share its weight with the embedding."""
 
+    def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup = ALONE):
+        super().__init__(vocab_size, hidden_size, group)
+        self.ops = kernels.select()
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight)
+        return self.ops.fused_linear(hidden, self.weight)
