@@ -130,13 +130,8 @@ class ModelRunner:
         self._make_pages(1)
         if self.group.peers is not None:
             self.group.peers.rehearse(self.dtype)
-        for num_rows in DecodeGraphs.sizes(config.max_num_seqs):
-            hidden = self._decode_hidden(num_rows, config.max_model_len)
-            for has_filters in (False, True):
-                self._sample(hidden, state.batch_rows[:num_rows], has_filters)
-        for num_tokens in SHORT_PREFILLS if self.use_graphs else ():
-            self._prefill_hidden(num_tokens, config.max_model_len)
-        for num_tokens in (n for n in REHEARSED_PREFILLS if n <= config.max_num_batched_tokens):
+        # Prefills first, the longest of them, for their kernels take the longest to compile.
+        for num_tokens in (n for n in reversed(REHEARSED_PREFILLS) if n <= config.max_num_batched_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
             row, ends = tokens[:1] + state.null_row, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
             step = StepInput(
@@ -149,6 +144,12 @@ class ModelRunner:
                 max_seqlen_q=num_tokens, max_context=num_tokens, has_prefix=0, has_filters=0,
             )  # fmt: skip
             self._prefill(header, step)
+        for num_rows in DecodeGraphs.sizes(config.max_num_seqs):
+            hidden = self._decode_hidden(num_rows, config.max_model_len)
+            for has_filters in (False, True):
+                self._sample(hidden, state.batch_rows[:num_rows], has_filters)
+        for num_tokens in SHORT_PREFILLS if self.use_graphs else ():
+            self._prefill_hidden(num_tokens, config.max_model_len)
         del self.model, self.kv_cache
 
     def load_weights(self) -> None:

@@ -399,8 +399,8 @@ def paged_decode_attention(
         GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
-        # Three sizes, not every power of two: each is a compilation at start-up.
-        BLOCK_B=16 if num_seqs <= 16 else max(256, triton.next_power_of_2(num_seqs)),
+        # Two sizes up to 512, not every power of two: each is a compilation at start-up.
+        BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
         BLOCK_M=16,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
