@@ -378,7 +378,7 @@ def test_rank_0_that_raises(start, monkeypatch):
     llm = start()
     with Failure(rank=0, text="ZeroDivisionError") as failure:
         failure.mine = workers_of(llm)
-        monkeypatch.setattr(llm.model_runner, "_send", lambda *_: 1 / 0)  # the others have heard of the step by then
+        monkeypatch.setattr(llm.model_runner, "run_model", lambda *_: 1 / 0)  # the others have heard of it by then
         llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 

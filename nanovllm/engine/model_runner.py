@@ -96,9 +96,10 @@ class ModelRunner:
             self.token_inputs = torch.zeros(5 * SHORT_PREFILLS[-1], dtype=torch.int32, device=self.device)
             with self._defaults():
                 self.sampler = Sampler(group)
-            with self.ops.compiling_ahead(self.device):
+            with self.ops.compiling_ahead(self.device) as begin:
                 if self.device.type == "cuda":
                     self.compile_kernels()
+                begin()
                 self.load_weights()  # while they compile
             reserved = self.warmup_model()
             self.allocate_kv_cache(reserved)

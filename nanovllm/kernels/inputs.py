@@ -20,7 +20,8 @@ variant costs a second at start-up, or in the middle of serving. At start-up the
 """
 
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -48,21 +49,32 @@ class _Compilers(ThreadPoolExecutor):
 
 
 @contextmanager
-def compiling_ahead(device: torch.device) -> Iterator[None]:
+def compiling_ahead(device: torch.device) -> Iterator[Callable[[], None]]:
     """Launches within, through `launcher`, do not run: their kernels are compiled side by side on threads.
 
-    The end waits for the threads. What a launch would have written stays as it was, so nothing within may depend on it.
+    The threads begin when the function that it yields is called, and at the end at the latest: before, twenty of them
+    would take turns at the interpreter with whoever launches, and make one second of launches seven.
+    The end waits for them. What a launch would have written stays as it was, so nothing within may depend on it.
     """
+    begin = threading.Event()
+
+    def initialize():
+        begin.wait()
+        torch.cuda.set_device(device)
+
     token = _compiling_ahead.set(True)
     active_mode = triton.runtime._async_compile.active_mode if hasattr(triton, "AsyncCompileMode") else None
     mode_before = None if active_mode is None else active_mode.get()
     try:
         with (
-            _Compilers(initializer=torch.cuda.set_device, initargs=(device,)) as compilers,
+            _Compilers(initializer=initialize) as compilers,
             # Triton before 3.5 has no such mode: it compiles at once, one kernel after the other.
             triton.AsyncCompileMode(compilers) if hasattr(triton, "AsyncCompileMode") else nullcontext(),
         ):
-            yield
+            try:
+                yield begin.set
+            finally:
+                begin.set()
     finally:
         _compiling_ahead.reset(token)
         if active_mode is not None:
