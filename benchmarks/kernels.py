@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import activation, inputs, linear, norm, reference, rope_store, sample
 
 TOKENS = [1, 8, 64, 256, 16384]
-BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
 # hidden size, intermediate size, query heads, KV heads (of 128), layers kept in memory
 SHAPES = {"0.6b": (1024, 3072, 16, 8, 28), "8b": (4096, 12288, 32, 8, 8)}
 HEAD_DIM, VOCAB_SIZE, EPS = 128, 151_936, 1e-6
@@ -148,7 +148,7 @@ def sampling(batch_size):
 
 
 def layer_chains(shape, num_tokens):
-    """Two runs of all layers' matrix products with norms, activation and residuals: ours, and cuBLAS's."""
+    """Two runs of all layers but their attention: with our products and what they take along, and with cuBLAS's."""
     hidden, intermediate, num_heads, num_kv_heads, num_layers = shape
     q_width = num_heads * HEAD_DIM
     qkv_width = q_width + 2 * num_kv_heads * HEAD_DIM
@@ -163,12 +163,18 @@ def layer_chains(shape, num_tokens):
     ]
     weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
     start = randn(num_tokens, hidden)
+    positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
+    caches = torch.zeros(2, num_tokens, 1, num_kv_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cos_sin = torch.randn(num_tokens, HEAD_DIM, device="cuda")
+    heads = reference.Heads(
+        weight[:HEAD_DIM], weight[:HEAD_DIM], EPS, cos_sin, positions, positions, *caches, num_heads, num_kv_heads
+    )
 
     def chain(ops, norms):
         x = start.clone()  # fused_linear may write over its residual
         for qkv_weight, o_weight, gate_up_weight, down_weight in layers:
-            qkv = ops.fused_linear(x, qkv_weight, norm_weight=weight, eps=EPS)
-            x = ops.fused_linear(qkv[:, :q_width], o_weight, residual=x, may_defer=True)
+            q, _, _ = ops.project_heads(x, qkv_weight, None, weight, EPS, heads, pages_only=True)
+            x = ops.fused_linear(q.flatten(1), o_weight, residual=x, may_defer=True)
             hidden_states = ops.fused_linear(x, gate_up_weight, norm_weight=weight, eps=EPS, silu_mul=True)
             x = ops.fused_linear(hidden_states, down_weight, residual=x, may_defer=True)
         return norms.rms_norm(x, weight, EPS)
@@ -177,6 +183,7 @@ def layer_chains(shape, num_tokens):
         x = start.clone()
         for qkv_weight, o_weight, gate_up_weight, down_weight in layers:
             qkv = F.linear(norm.rms_norm(x, weight, EPS), qkv_weight)
+            rope_store.norm_rope_store(qkv, *heads)
             torch.addmm(x, qkv[:, :q_width], o_weight.t(), out=x)
             hidden_states = activation.silu_and_mul(F.linear(norm.rms_norm(x, weight, EPS), gate_up_weight))
             torch.addmm(x, hidden_states, down_weight.t(), out=x)
@@ -219,7 +226,7 @@ def main():
     for batch_size in (1, 8, 64, 256):
         for name, (run, num_bytes) in sampling(batch_size).items():
             line("sampling", name, batch_size, microseconds(run, 4), num_bytes)
-    print(f"\n{header}  (of one layer)")
+    print(f"\n{header}  (of one layer without attention)")
     for num_tokens in BATCHES:
         fused, cublas, num_bytes, num_layers = layer_chains(shape, num_tokens)
         for name, run in (("products, fused", fused), ("products, cuBLAS and unfused", cublas)):

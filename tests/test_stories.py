@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, OutOfMemoryError, RequestError, SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.engine.cuda_graph import DecodeGraphs
-from nanovllm.engine.model_runner import SHORT_PREFILLS
 from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
@@ -100,7 +100,7 @@ def pad_batches(llm):
     runner = llm.model_runner
     with torch.inference_mode():
         runner.graphs = stand_in(runner._decode, DecodeGraphs.sizes(llm.config.max_num_seqs))
-        runner.prefill_graphs = stand_in(runner._prefill_hidden, SHORT_PREFILLS)
+        runner.prefill_graphs = stand_in(runner._prefill_hidden, runner.prefill_sizes)
 
 
 # ---------------------------------------------------------------- batches and limits
@@ -282,6 +282,20 @@ def test_short_prefills(make_llm, reference, budget, device):
     assert sizes == ([128, 64] if budget == 300 else [32] * 4 + [16] + [32] * 14 + [16] + [32, 32])
 
 
+def test_short_prefills_attend_little(make_llm, reference, monkeypatch):
+    """As rows of a decode batch tokens read their contexts one by one: those of long ones are better off without it."""
+    monkeypatch.setattr(model_runner, "SHORT_PREFILL_CONTEXTS", 630)
+    llm = make_llm(dtype="float32")
+    pad_batches(llm)
+    sizes, graphs = [], llm.model_runner.prefill_graphs
+    replay = graphs.replay
+    graphs.replay = lambda n: sizes.append(n) or replay(n)
+    for prompt, expected in ((prompt_of(36), [64]), (prompt_of(37), []), ([*prompt_of(36), 1, 2], [16])):
+        sizes.clear()  # 0 + 1 + ... + 35 = 630; the last one finds 32 tokens in the cache, and attends 32 + ... + 37
+        assert tokens_of(llm.generate([prompt], greedy(3), use_tqdm=False)) == [reference(prompt, 3)]
+        assert sizes == expected
+
+
 @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), on_gpu("cuda", 1)])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize(("lengths", "preempted_at"), [((251, 252), 258), ((251, 251), 257), ((256, 256), 257)])
@@ -399,28 +413,44 @@ def test_error_in_a_launch(make_llm, reference, monkeypatch):
 
 
 def test_the_collector_does_not_stop_a_run(make_llm, monkeypatch):
-    """In one run of three, Python looked for garbage among all of torch's objects, and the device waited for 0.1 s."""
-    llm, frozen = make_llm(), []
-    run = llm.model_runner.run
+    """In one run of three, Python looked for garbage among all of torch's objects, and the device waited for 0.1 s.
+    To freeze them for the time of a run was a mistake: it made old objects of young garbage, which then stayed."""
+    llm, collected = make_llm(), []
+    run, before = llm.model_runner.run, gc.get_threshold()
 
     def watch(batch):
-        frozen.append(gc.get_freeze_count())
+        for _ in range(2000):  # young garbage, enough of it for many collections, of all generations
+            cycle = []
+            cycle.append(cycle)
         return run(batch)
 
     llm.model_runner.run = watch
-    llm.generate([[5, 6]], greedy(3), use_tqdm=False)
-    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
-    monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        llm.generate([[5, 6]], greedy(3), use_tqdm=False)
-    assert gc.get_freeze_count() == 0
-    gc.freeze()  # by the user, whose affair it is
+    gc.callbacks.append(note := lambda phase, info: collected.append(info["generation"]))
+    gc.set_threshold(100, 1, 1)
     try:
+        llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+        assert set(collected) == {0, 1} and gc.get_threshold() == (100, 1, 1)
+        monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[5, 6]], greedy(3), use_tqdm=False)
-        assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold() == (100, 1, 1)
     finally:
-        gc.unfreeze()
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+
+
+def test_garbage_between_runs_is_collected(make_llm):
+    llm, alive = make_llm(), weakref.WeakSet()
+
+    class Node:
+        pass
+
+    for _ in range(1500):
+        node = Node()
+        node.itself = node
+        alive.add(node)
+        llm.generate([[5, 6]], greedy(1), use_tqdm=False)
+    assert len(alive) < 1200
 
 
 def test_exit_twice(make_checkpoint):

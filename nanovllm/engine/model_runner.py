@@ -30,10 +30,10 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
 GRAPH_BYTES = 2 << 20  # device memory that one captured graph takes besides its activations (measured)
-# Prefills of at most so many tokens, each of which attends so many on average, are graphs: launched one by one, 200
+# Prefills of at most so many tokens, which attend at most so many altogether, are graphs: launched one by one, 200
 # kernels and more take the host longer than the device.
 SHORT_PREFILLS = [16, 32, 64, 128, 256]
-SHORT_CONTEXT = 512
+SHORT_PREFILL_CONTEXTS = 1 << 17
 # a kernel is chosen by the number of tokens, with borders at multiples of 64 and at powers of two
 REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
 NONE = np.empty(0, np.int32)
@@ -92,8 +92,10 @@ class ModelRunner:
         with torch.inference_mode(), _shortage_as_ours():
             self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
-            # of a short prefill: token, position, slot, row and context of each token
-            self.token_inputs = torch.zeros(5 * SHORT_PREFILLS[-1], dtype=torch.int32, device=self.device)
+            # Of a short prefill: token, position, slot, row and context of each token. At first, and when graphs are
+            # captured, they attend nothing and are stored in slot 0 of the empty pool.
+            self.prefill_sizes = _short_prefill_sizes(config.max_num_batched_tokens)
+            self.token_inputs = torch.zeros(5 * self.prefill_sizes[-1], dtype=torch.int32, device=self.device)
             with self._defaults():
                 self.sampler = Sampler(group)
             with self.ops.compiling_ahead(self.device) as begin:
@@ -123,7 +125,7 @@ class ModelRunner:
         """Rehearse the launches of a start and of a run, so that they find their kernels: for `compiling_ahead`.
 
         The stage is a model of two layers, because the last one differs in a prefill, and a pool of one block.
-        Its weights are whatever lies in memory; its sequences are the null row, and store nothing.
+        Its weights are whatever lies in memory; its sequences are the null row, and store nothing, or attend nothing.
         """
         config, state, device = self.config, self.row_state, self.device
         self.model = self._make_model(num_layers=2)
@@ -137,7 +139,7 @@ class ModelRunner:
             row, ends = tokens[:1] + state.null_row, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
             step = StepInput(
                 cells=ends[:0], values=ends[:0], input_ids=tokens, positions=tokens, slot_mapping=tokens - 1,
-                rows=row, context_lens=ends[1:].clone(), cu_seqlens_q=ends, cu_seqlens_k=ends,
+                rows=row, context_lens=ends[1:].clamp(max=config.max_model_len), cu_seqlens_q=ends, cu_seqlens_k=ends,
                 sampled_tokens=tokens[:1], sampled_rows=row,
             )  # fmt: skip
             header = StepHeader(
@@ -149,7 +151,7 @@ class ModelRunner:
             hidden = self._decode_hidden(num_rows, config.max_model_len)
             for has_filters in (False, True):
                 self._sample(hidden, state.batch_rows[:num_rows], has_filters)
-        for num_tokens in SHORT_PREFILLS if self.use_graphs else ():
+        for num_tokens in self.prefill_sizes if self.use_graphs else ():
             self._prefill_hidden(num_tokens, config.max_model_len)
         del self.model, self.kv_cache
 
@@ -190,8 +192,8 @@ class ModelRunner:
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
         # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
-        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(SHORT_PREFILLS)
-        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + SHORT_PREFILLS[-1]) // num_tokens
+        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
+        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
         graph_peak = graph_peak if self.use_graphs else 0
         logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if self.use_graphs else 0
         return prefill_peak + graph_peak + logits
@@ -257,7 +259,7 @@ class ModelRunner:
             rows = self.row_state.batch_rows
             sample = lambda n, _: self._sample(hidden(n), rows[:n], False)  # noqa: E731
             self.sampling_graphs = DecodeGraphs(sample, sizes, max_context)
-        self.prefill_graphs = DecodeGraphs(self._prefill_hidden, SHORT_PREFILLS, max_context)
+        self.prefill_graphs = DecodeGraphs(self._prefill_hidden, self.prefill_sizes, max_context)
 
     # ------------------------------------------------------------ a step
 
@@ -415,6 +417,7 @@ class ModelRunner:
     def _prefill(self, header: StepHeader, step: StepInput) -> None:
         """A token for each sampled sequence."""
         sampled, num_tokens, graphs = step.sampled_tokens.long(), header.num_tokens, self.prefill_graphs
+        # One new token for each sequence: made so for a graph, or so by chance, and then a graph does as well.
         if graphs is not None and header.max_seqlen_q == 1 and num_tokens in graphs.captured_sizes:
             inputs = [step.input_ids, step.positions, step.slot_mapping, step.rows, step.context_lens]
             torch.cat(inputs, out=self.token_inputs[: 5 * num_tokens])
@@ -487,7 +490,7 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and giving memory back would wait for it
         self.graphs = self.sampling_graphs = self.prefill_graphs = None
-        for name in ("model", "kv_cache", "row_state", "sampler", "backend"):
+        for name in ("model", "kv_cache", "row_state", "token_inputs", "sampler", "backend"):
             self.__dict__.pop(name, None)
         self.group.close()  # after the graphs, which hold on to it
         if self.device.type == "cuda":
@@ -515,10 +518,14 @@ def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
     return getattr(torch, name)
 
 
+def _short_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """The sizes that a prefill of so many tokens at most can have, padded."""
+    return [size for size in SHORT_PREFILLS if size < 2 * max_num_batched_tokens or size == SHORT_PREFILLS[0]]
+
+
 def _is_short(step: StepInput) -> bool:
     """Whether a prefill is one for a graph."""
-    num_tokens = len(step.input_ids)
-    return num_tokens <= SHORT_PREFILLS[-1] and int(step.positions.sum()) < num_tokens * SHORT_CONTEXT
+    return len(step.input_ids) <= SHORT_PREFILLS[-1] and int(step.positions.sum()) <= SHORT_PREFILL_CONTEXTS
 
 
 @contextmanager

@@ -304,7 +304,7 @@ def blocks(x, rows, columns):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0, stages=4):
+def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0):
     num_tokens, num_channels = x.shape
     num_rows, columns = weight.shape[0], COLUMNS.value
     assert y.is_contiguous() and y.shape[0] == num_tokens
@@ -323,27 +323,27 @@ def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0, st
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HAS_NORM=bool(heads) and heads[0] is not None,
-        STAGES=stages,
+        STAGES=4,
         num_warps=4,
         **launch_options(x.device),
     )
     return y
 
 
-def hopper_product(x, weight, y, silu_mul=False, stages=4):
+def hopper_product(x, weight, y, silu_mul=False):
     """y = [silu_and_mul] (x W^T), written to y [M, I]; for what `takes` says it takes.
 
-    weight [N, C] and y are of x's dtype; what lies between is kept in fp32.
+    weight [N, C] and y are of x's dtype; what lies between is kept in fp32. Without silu_mul it is as fast as cuBLAS,
+    which is used instead, and is there to be compared with it.
     """
     assert y.shape[1] == weight.shape[0] // (2 if silu_mul else 1)
-    return launch(x, weight, y, silu_mul=silu_mul, stages=stages)
+    return launch(x, weight, y, silu_mul=silu_mul)
 
 
 def hopper_qkv(
-    x, weight, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-    out=None, stages=4,
-):  # fmt: skip
-    """reference.norm_rope_store of x W^T, for what `takes_heads` says it takes; returns q alone, [M, H * D], in `out`.
+    x, weight, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
+):
+    """reference.norm_rope_store of x W^T, for what `takes_heads` says it takes; returns q alone, [M, H * D].
 
     weight [(H + 2K) * D, C]. Keys and values go to the caches only, and nowhere where the slot is -1. The product is
     not rounded before the norm and the rotation.
@@ -352,7 +352,6 @@ def hopper_qkv(
     assert (q_weight is None) == (k_weight is None)
     assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
-    if out is None:
-        out = x.new_empty((x.shape[0], num_heads * HEAD_SIZE.value))
+    q = x.new_empty((x.shape[0], num_heads * HEAD_SIZE.value))
     heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return launch(x, weight, out, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads, stages=stages)
+    return launch(x, weight, q, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -368,8 +368,8 @@ def best_of_likely(
     holds for their largest logit with the noise of their fewest random bits. The others have their scores computed,
     the most promising first.
 
-    A bound is the same `logit * scale + noise` with more noise, and rounding keeps the order. An id is left out only
-    if its score is less than one that was found, or equal to that of a lower id.
+    A bound is the same `logit * scale + noise`, in one fused operation, with more noise, and rounding keeps the order.
+    An id is left out only if its score is less than one that was found, or equal to that of a lower id.
     """
     nobody = 2**31 - 1
     best = -3.4028234663852886e38  # the least finite number: nothing wins with -inf

@@ -7,8 +7,8 @@ A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's part of 
     RowParallel     splits input features: weight columns; the ranks' outputs are added up
 
 A product takes its neighbours along: the norm before it, the gated activation or the residual
-addition after it. With few tokens they are done by one kernel, or with the next product's norm
-(``kernels/linear.py``); with many, cuBLAS and the separate kernels do.
+addition after it, or what the heads of q, k and v need. Much of that is done by one kernel, or with
+the next product's norm (``kernels/linear.py``); elsewhere cuBLAS and the separate kernels do.
 """
 
 import torch

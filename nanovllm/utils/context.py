@@ -38,7 +38,10 @@ class Context:
     sampled: torch.Tensor | None = None
 
     def of_sampled(self) -> "Context":
-        """The sampled tokens as a decode batch: once the launch's keys and values are stored, they are nothing else."""
+        """The sampled tokens as a decode batch: once the launch's keys and values are stored, they are nothing else.
+
+        Its slots are those of the whole launch, for nothing is left to store.
+        """
         assert self.sampled is not None
         n = len(self.sampled)
         rows, context_lens = self.rows[:n], self.context_lens[:n]
