@@ -22,6 +22,7 @@ import torch
 from nanovllm import LLM, OutOfMemoryError, RequestError, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.llm_engine import _young_garbage_only
 from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
@@ -433,6 +434,12 @@ def test_the_collector_does_not_stop_a_run(make_llm, monkeypatch):
         monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+        assert gc.get_threshold() == (100, 1, 1)
+        first, second = _young_garbage_only(), _young_garbage_only()  # runs of two engines, in two threads
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
         assert gc.get_threshold() == (100, 1, 1)
     finally:
         gc.callbacks.remove(note)

@@ -30,6 +30,7 @@ from nanovllm.sampling_params import MAX_FORBIDDEN, SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids
 
 Prompt = str | ListLike[int]
+NEVER = 1 << 30  # as a threshold of the garbage collector
 
 
 @contextmanager
@@ -39,8 +40,11 @@ def _young_garbage_only() -> Iterator[None]:
     To look at all that a process with torch holds takes it 0.1 s, which comes at any time, and the device waits.
     """
     youngest, young, old = gc.get_threshold()
+    if old == NEVER:  # the run of another engine, in another thread, which puts it back
+        yield
+        return
     try:
-        gc.set_threshold(youngest, young, 1 << 30)
+        gc.set_threshold(youngest, young, NEVER)
         yield
     finally:
         gc.set_threshold(youngest, young, old)
