@@ -185,7 +185,7 @@ def stand_in_for_flash_attn():
         return torch.einsum("hml,lhd->mhd", scores.softmax(-1).nan_to_num(), v)
 
     def pages(cache, table, length):
-        assert table.dtype == torch.int32 and cache.shape[1] % 256 == 0
+        assert table.dtype == torch.int32 and cache.shape[1] % 256 == 0 and length <= len(table) * cache.shape[1]
         return cache[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale,
@@ -226,6 +226,10 @@ def test_flash_attn_gets_what_it_is_documented_to_take(make_checkpoint, make_llm
         want = reference_for(path, prompt, completion)
         assert (got - want).abs().max() < 1e-4
         assert want.argmax(-1).tolist() == completion
+    # The rehearsal at a start on a GPU holds back our kernels, but not flash-attn: its contexts must fit the tables.
+    llm = make_llm(model=path, kvcache_block_size=256, max_model_len=512, max_num_batched_tokens=2048)
+    with torch.inference_mode():
+        llm.model_runner.compile_kernels()
 
 
 @pytest.mark.gpu
