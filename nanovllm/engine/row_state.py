@@ -3,7 +3,8 @@
 Owns one int32 buffer on the device. Its first part lists the rows of the current decode batch;
 the rest is a table with a row for each running sequence (last token, length, sampling values,
 block table). A decode step reads its inputs there and writes its tokens there, so the host sends
-nothing while nothing changes, and otherwise only which cells change to what.
+nothing while nothing changes, and otherwise only which cells change to what. Owns as well the outbox
+in the host's memory, where it finds the tokens.
 """
 
 import numpy as np

@@ -288,7 +288,7 @@ def takes(x, weight):
 
 
 def takes_heads(x, weight, k_cache):
-    """The same of `hopper_qkv`."""
+    """Whether `hopper_qkv` can, and whether it is worth it."""
     has_pages = k_cache is not None and k_cache.numel() > 0
     return (
         x.shape[0] >= FEWEST_FOR_HEADS

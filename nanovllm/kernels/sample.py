@@ -15,7 +15,7 @@ from .inputs import after_predecessor, launch_options, launcher, let_successor_s
 # Chunks that scores are computed in, of all rows together: what the largest devices run at once. More of them would
 # have more first scores to find, before which nothing can be left out.
 _MAX_CHUNKS = 4096
-_FEW_ROWS = 32
+_FEW_ROWS = 32  # up to so many, an H200 computes all scores in less time than it takes to leave most out
 
 # A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of
 # 16 bits differ only in the upper half of their fp32 form, so their keys are the upper halves.
