@@ -308,7 +308,7 @@ def consume(
         mbarrier.arrive(v_free.index(slot))
         n += 1
 
-        acc = acc / gl.convert_layout(gl.sum(row_sum, 1), sum_rows)[:, None]
+        acc = acc * gl.convert_layout(1.0 / gl.sum(row_sum, 1), sum_rows)[:, None]
         result = gl.convert_layout(acc.to(dtype), stores)
         m = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stores))
         d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, stores))
