@@ -103,7 +103,7 @@ def test_growth_sends_one_cell():
     mirror.updates.enter(seq)
     mirror.send()
     seq.block_table.append(2)
-    mirror.updates.grow(seq)
+    mirror.updates.grow([seq])
     assert mirror.send() == 1
     assert mirror.state.block_tables[3, :2].tolist() == [7, 2]
 

@@ -47,9 +47,7 @@ class BlockManager:
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
         """xxh64 of the parent block's hash and this block's token ids (int32)."""
-        h = xxhash.xxh64(parent.to_bytes(9, "little", signed=True))
-        h.update(token_ids.tobytes())
-        return h.intdigest()
+        return xxhash.xxh64_intdigest(parent.to_bytes(9, "little", signed=True) + token_ids.tobytes())
 
     @property
     def num_available(self) -> int:

@@ -368,8 +368,7 @@ class ModelRunner:
 
     def prepare_decode(self, batch: DecodeBatch) -> np.ndarray:
         """The step of a decode batch, packed: only what changed since the last one."""
-        for seq in batch.grown:
-            self.updates.grow(seq)
+        self.updates.grow(batch.grown)
         self.updates.set_batch(batch.rows)
         cells, values = self.updates.take()
         header = StepHeader(

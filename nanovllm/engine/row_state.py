@@ -106,9 +106,13 @@ class RowUpdates:
             *seq.block_table,
         ])  # fmt: skip
 
-    def grow(self, seq: Sequence) -> None:
-        """A sequence's block table got one more block."""
-        self._put(seq.row, BLOCK_TABLE + len(seq.block_table) - 1, seq.block_table[-1:])
+    def grow(self, seqs: list[Sequence]) -> None:
+        """These sequences' block tables got one more block each."""
+        if seqs:
+            start = self.num_rows + BLOCK_TABLE - 1
+            cells = [start + seq.row * self.width + len(seq.block_table) for seq in seqs]
+            self._cells.append(np.array(cells, np.int32))
+            self._values.append(np.array([seq.block_table[-1] for seq in seqs], np.int32))
 
     def set_batch(self, rows: np.ndarray) -> None:
         """The next decode batch is ``rows``, int32 [B]; only positions that differ are sent."""
