@@ -27,7 +27,7 @@ from nanovllm import (
     kernels,
 )
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.attention import select_backend
+from nanovllm.layers.attention import SDPABackend, select_backend
 
 
 def refuses(error, text):
@@ -286,6 +286,12 @@ def test_head_size_on_cuda(name):
     """The kernels' assertion was all that a user saw."""
     with refuses(ConfigError, "the model's head_dim=96 is not a power of two: it runs only with device='cpu'."):
         select_backend(name, "cuda", torch.bfloat16, 256, 96)
+
+
+def test_more_query_heads_than_the_kernels_take():
+    with refuses(ConfigError, "the model has 32 query heads for each KV head, and the kernels take at most 16."):
+        select_backend("triton", "cuda", torch.bfloat16, 256, 128, 32)
+    assert isinstance(select_backend("auto", "cuda", torch.bfloat16, 256, 128, 32), SDPABackend)
 
 
 def test_the_users_torch_defaults(make_checkpoint):

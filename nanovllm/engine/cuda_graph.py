@@ -10,24 +10,24 @@ from collections.abc import Callable
 import torch
 
 
-class DecodeGraphs:
-    """Graphs of ``decode(num_rows, max_context) -> result``, all sharing one memory pool.
+class StepGraphs:
+    """Graphs of ``step(num_rows, max_context) -> result``, all sharing one memory pool.
 
     Args:
-        decode: reads its inputs from, and writes its results to, tensors that stay where they are.
+        step: reads its inputs from, and writes its results to, tensors that stay where they are.
         sizes: the batch sizes to capture, ascending.
         max_context: most tokens a row may attend.
     """
 
-    def __init__(self, decode: Callable[[int, int], torch.Tensor], sizes: list[int], max_context: int):
+    def __init__(self, step: Callable[[int, int], torch.Tensor], sizes: list[int], max_context: int):
         self.captured_sizes = sizes
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
-            decode(size, max_context)  # libraries choose and load their kernels, outside the capture
+            step(size, max_context)  # libraries choose and load their kernels, outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                result = decode(size, max_context)
+                result = step(size, max_context)
             self.graphs[size] = graph, result
         torch.cuda.synchronize()
 

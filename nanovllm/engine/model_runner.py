@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
-from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.row_state import RowState, RowUpdates
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
 from nanovllm.engine.step import StepHeader, StepInput, read_header
@@ -73,18 +73,20 @@ class ModelRunner:
         self.group = group
         self.workers = workers
         self.channel = channel
-        self.graphs: DecodeGraphs | None = None
-        self.sampling_graphs: DecodeGraphs | None = None
-        self.prefill_graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self.sampling_graphs: StepGraphs | None = None
+        self.prefill_graphs: StepGraphs | None = None
         self._last_handle: StepHandle | None = None
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, group.rank)
         self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
         self.ops = select(self.device.type)
+        heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
         self.backend = select_backend(
-            config.attention_backend, self.device.type, self.dtype, self.block_size, config.model_config.head_dim
-        )
+            config.attention_backend, self.device.type, self.dtype, self.block_size, config.model_config.head_dim,
+            heads // max(kv_heads, group.size),
+        )  # fmt: skip
         self.use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.backend.capturable
         self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
         if self.device.type == "cuda":
@@ -147,7 +149,7 @@ class ModelRunner:
                 max_seqlen_q=num_tokens, max_context=num_tokens, has_prefix=0, has_filters=0,
             )  # fmt: skip
             self._prefill(header, step)
-        for num_rows in DecodeGraphs.sizes(config.max_num_seqs):
+        for num_rows in StepGraphs.sizes(config.max_num_seqs):
             hidden = self._decode_hidden(num_rows, config.max_model_len)
             for has_filters in (False, True):
                 self._sample(hidden, state.batch_rows[:num_rows], has_filters)
@@ -192,10 +194,11 @@ class ModelRunner:
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
         # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
-        num_graphs = len(DecodeGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
+        if not self.use_graphs:
+            return prefill_peak
+        num_graphs = len(StepGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
-        graph_peak = graph_peak if self.use_graphs else 0
-        logits = num_seqs * config.model_config.vocab_size // self.group.size * 8 if self.use_graphs else 0
+        logits = num_seqs * config.model_config.vocab_size // self.group.size * 8
         return prefill_peak + graph_peak + logits
 
     def allocate_kv_cache(self, reserved: int) -> None:
@@ -250,16 +253,18 @@ class ModelRunner:
         With several ranks in two parts, for how ranks agree on a token depends on the filters in the batch: up to the
         hidden states, and sampling without filters. With filters, sampling is launched behind the first part.
         """
-        sizes, max_context = DecodeGraphs.sizes(self.config.max_num_seqs), self.config.max_model_len
+        sizes, max_context = StepGraphs.sizes(self.config.max_num_seqs), self.config.max_model_len
         if self.group.size == 1:
-            self.graphs = DecodeGraphs(self._decode, sizes, max_context)
+            self.graphs = StepGraphs(self._decode, sizes, max_context)
         else:
-            self.graphs = DecodeGraphs(self._decode_hidden, sizes, max_context)
-            hidden = self.graphs.result
-            rows = self.row_state.batch_rows
-            sample = lambda n, _: self._sample(hidden(n), rows[:n], False)  # noqa: E731
-            self.sampling_graphs = DecodeGraphs(sample, sizes, max_context)
-        self.prefill_graphs = DecodeGraphs(self._prefill_hidden, self.prefill_sizes, max_context)
+            self.graphs = StepGraphs(self._decode_hidden, sizes, max_context)
+            hidden, rows = self.graphs.result, self.row_state.batch_rows
+
+            def sample(num_rows: int, _: int) -> torch.Tensor:
+                return self._sample(hidden(num_rows), rows[:num_rows], False)
+
+            self.sampling_graphs = StepGraphs(sample, sizes, max_context)
+        self.prefill_graphs = StepGraphs(self._prefill_hidden, self.prefill_sizes, max_context)
 
     # ------------------------------------------------------------ a step
 

@@ -167,11 +167,19 @@ class FlashAttentionBackend:
         return out.squeeze(1)
 
 
-def select_backend(name: str, device_type: str, dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
+MAX_GROUP = 16  # query heads of one KV head that our kernels take
+
+
+def select_backend(
+    name: str, device_type: str, dtype: torch.dtype, block_size: int, head_dim: int, group: int = 1
+) -> AttentionBackend:
     """The backend that ``attention_backend=name`` stands for; "auto" takes what measured fastest of what can run.
 
+    Args:
+        group: query heads of one KV head.
+
     Raises:
-        ConfigError: the backend or the head size cannot run here; the message says why and what can.
+        ConfigError: the backend or the model's heads cannot run here; the message says why and what can.
     """
     if device_type == "cpu":
         if name not in ("auto", "sdpa"):
@@ -179,7 +187,12 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, block_size: 
         return SDPABackend()
     if head_dim & (head_dim - 1):
         raise ConfigError(f"the model's head_dim={head_dim} is not a power of two: it runs only with device='cpu'.")
-    if name == "sdpa":
+    if name == "triton" and group > MAX_GROUP:
+        raise ConfigError(
+            f"attention_backend='triton': the model has {group} query heads for each KV head, and the kernels take at "
+            f"most {MAX_GROUP}. Use 'auto', 'flash_attn' or 'sdpa'."
+        )
+    if name == "sdpa" or (name == "auto" and group > MAX_GROUP):
         return SDPABackend()
     if name == "flash_attn":
         if dtype == torch.float32:
