@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import activation, inputs, linear, norm, reference, rope_store, sample
+from nanovllm.kernels import thresholds as filters
 
 TOKENS = [1, 8, 64, 256, 16384]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
@@ -121,7 +122,7 @@ def sampling(batch_size):
     }
     table = {}
     for name, columns in kinds.items():
-        thresholds = sample.logit_thresholds(logits, rows, columns)
+        thresholds = filters.logit_thresholds(logits, rows, columns)
         if batch_size <= 64:
             expected = reference.logit_thresholds(logits, rows, columns)
             check(f"thresholds, {name}", thresholds.clamp(min=-9), expected.clamp(min=-9))
@@ -129,7 +130,7 @@ def sampling(batch_size):
             check(f"sample, {name}", values, reference.sample(logits, rows, columns, thresholds)[0], 1e-5)
 
         def filter_(columns=columns):
-            return sample.logit_thresholds(logits, rows, columns)
+            return filters.logit_thresholds(logits, rows, columns)
 
         def draw(columns=columns, thresholds=thresholds):
             return sample.sample(logits, rows, columns, thresholds)

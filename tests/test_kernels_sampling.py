@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from nanovllm.kernels import reference  # noqa: E402
+from nanovllm.kernels import reference, triton_ops  # noqa: E402
 from nanovllm.kernels import sample as triton_sample  # noqa: E402
 from nanovllm.kernels.reference import SamplingColumns  # noqa: E402
 
-BOTH = pytest.mark.parametrize("ops", [reference, triton_sample], ids=["twin", "triton"])
+BOTH = pytest.mark.parametrize("ops", [reference, triton_ops], ids=["twin", "triton"])
 
 
 @pytest.fixture(autouse=True)
@@ -228,9 +228,24 @@ def test_triton_thresholds_agree_with_the_twin(vocab_size, spread, dtype):
     logits[3, 7:9] = -torch.inf
     other = logits.clone()
     expected = reference.logit_thresholds(logits, rows, columns)
-    actual = triton_sample.logit_thresholds(other, rows, columns)
+    actual = triton_ops.logit_thresholds(other, rows, columns)
     assert torch.equal(logits.nan_to_num(), other.nan_to_num())  # the same ids forbidden
     assert same_selection(logits, expected, actual)
+
+
+@pytest.mark.parametrize("spread", [4, 0.05])
+@pytest.mark.parametrize("filters", [dict(top_k=7), dict(top_p=0.8), dict(top_k=50, top_p=0.9), dict(min_p=0.3)])
+def test_thresholds_of_rows_that_several_programs_survey(filters, spread):
+    """One row of five blocks, the last one not full; twice, for a launch must leave its counters at zero."""
+    columns = make_columns(1, temperature=0.7, min_length=9, forbidden=-1, **filters)
+    logits = (torch.randn(1, 20_000, device=DEVICE) * spread).to(torch.bfloat16)
+    columns.forbidden[0, :3] = torch.tensor([4, 9_000, int(logits.argmax())])
+    other = logits.clone()
+    expected = reference.logit_thresholds(logits, all_rows(columns), columns)
+    for _ in range(2):
+        actual = triton_ops.logit_thresholds(other, all_rows(columns), columns)
+        assert torch.equal(logits, other) and logits[0, columns.forbidden[0, :3].long()].isinf().all()
+        assert same_selection(logits, expected, actual)
 
 
 def same_selection(logits, expected, actual, slack=2):
@@ -413,7 +428,7 @@ def chi_square_limit(degrees):
 )
 @pytest.mark.parametrize(
     "ops, num_draws, vary",
-    [(reference, 20_000, "length"), (reference, 20_000, "seed"), (triton_sample, 120, "seed")],
+    [(reference, 20_000, "length"), (reference, 20_000, "seed"), (triton_ops, 120, "seed")],
     ids=["twin-length", "twin-seed", "triton-seed"],
 )
 def test_frequencies_follow_the_exact_odds(ops, num_draws, filters, vary):
@@ -456,7 +471,7 @@ def test_whole_vocabulary(batch_size, dtype, spread):
     logits = (torch.randn(batch_size, 151_936, device=DEVICE) * spread).to(dtype)
     other = logits.clone()
     expected = reference.logit_thresholds(logits, rows, columns)
-    actual = triton_sample.logit_thresholds(other, rows, columns)
+    actual = triton_ops.logit_thresholds(other, rows, columns)
     assert same_selection(logits, expected, actual, slack=20)
     expected_values, expected_tokens = reference.sample(logits, rows, columns, expected)
     values, tokens = triton_sample.sample(logits, rows, columns, expected)

@@ -246,7 +246,8 @@ def advance_rows(tokens, rows, last_token, length, outbox):
     live = length[rows] > 0
     rows, tokens = rows[live], tokens[live]
     last_token[rows] = tokens
-    outbox[length[rows].long() % 2, rows] = tokens
+    places = length[rows].long() % 2, rows
+    outbox[tuple(place.to(outbox.device) for place in places)] = tokens.to(outbox.device)
     length[rows] += 1
 
 

@@ -6,7 +6,8 @@ from nanovllm.kernels.inputs import compiling_ahead, decode_inputs
 from nanovllm.kernels.linear import fused_linear, project_heads
 from nanovllm.kernels.norm import rms_norm
 from nanovllm.kernels.rope_store import norm_rope_store, store_kvcache
-from nanovllm.kernels.sample import advance_rows, logit_thresholds, sample
+from nanovllm.kernels.sample import advance_rows, sample
+from nanovllm.kernels.thresholds import logit_thresholds
 
 __all__ = [
     "advance_rows",
