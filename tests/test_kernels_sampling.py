@@ -239,12 +239,12 @@ def test_thresholds_of_rows_that_several_programs_survey(filters, spread):
     """One row of five blocks, the last one not full; twice, for a launch must leave its counters at zero."""
     columns = make_columns(1, temperature=0.7, min_length=9, forbidden=-1, **filters)
     logits = (torch.randn(1, 20_000, device=DEVICE) * spread).to(torch.bfloat16)
-    columns.forbidden[0, :3] = torch.tensor([4, 9_000, int(logits.argmax())])
+    columns.forbidden[0, :4] = torch.tensor([4, 4_096, 9_000, int(logits.argmax())])
     other = logits.clone()
     expected = reference.logit_thresholds(logits, all_rows(columns), columns)
     for _ in range(2):
         actual = triton_ops.logit_thresholds(other, all_rows(columns), columns)
-        assert torch.equal(logits, other) and logits[0, columns.forbidden[0, :3].long()].isinf().all()
+        assert torch.equal(logits, other) and logits[0, columns.forbidden[0, :4].long()].isinf().all()
         assert same_selection(logits, expected, actual)
 
 

@@ -49,8 +49,8 @@ def upper_middle(low, high):
 
 @triton.jit
 def load_logits(ptr, offs, size):
-    """fp32 logits; -inf past the end and for NaN."""
-    x = tl.load(ptr + offs, mask=offs < size, other=-float("inf")).to(tl.float32)
+    """fp32 logits; -inf past the end and for NaN. From L2, for another program of the row may have forbidden some."""
+    x = tl.load(ptr + offs, mask=offs < size, other=-float("inf"), cache_modifier=".cg").to(tl.float32)
     return tl.where(x == x, x, -float("inf"))
 
 
