@@ -24,9 +24,11 @@ def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={given!r}: allowed are {', '.join(map(repr, allowed))}.")
 
 
-def _integer(name: str, given: object, at_least: int) -> None:
+def _integer(name: str, given: object, at_least: int) -> int:
+    """As Python's int: one of numpy's would overflow sooner or later."""
     if not isinstance(given, Integral) or isinstance(given, bool) or given < at_least:  # type: ignore[operator]
         raise ConfigError(f"{name}={given!r}: must be an integer >= {at_least}.")
+    return int(given)
 
 
 @dataclass
@@ -96,12 +98,12 @@ class Config:
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, (str, os.PathLike)):
             raise ConfigError(f"model={self.model!r}: must be a path, a hub id or None.")
-        _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _integer("max_num_seqs", self.max_num_seqs, 1)
-        _integer("max_model_len", self.max_model_len, 2)
-        _integer("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _integer("kvcache_block_size", self.kvcache_block_size, 16)
-        _integer("seed", self.seed, 0)
+        self.max_num_batched_tokens = _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self.max_num_seqs = _integer("max_num_seqs", self.max_num_seqs, 1)
+        self.max_model_len = _integer("max_model_len", self.max_model_len, 2)
+        self.tensor_parallel_size = _integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        self.kvcache_block_size = _integer("kvcache_block_size", self.kvcache_block_size, 16)
+        self.seed = _integer("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed}: must be below 2**63.")
         if self.tensor_parallel_size > 8:
@@ -113,8 +115,8 @@ class Config:
                 f"kvcache_block_size={self.kvcache_block_size}: flash-attn needs a multiple of 256. "
                 "Use 256, or attention_backend='triton'."
             )
-        if self.num_kvcache_blocks != -1:
-            _integer("num_kvcache_blocks", self.num_kvcache_blocks, 1)
+        automatic = self.num_kvcache_blocks == -1
+        self.num_kvcache_blocks = -1 if automatic else _integer("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} is larger than max_num_batched_tokens="

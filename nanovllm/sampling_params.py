@@ -1,6 +1,7 @@
 """How one request is to be sampled: a frozen value, validated where it is made."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
@@ -21,6 +22,14 @@ def _is_int(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[operator]
+
+
+def _float(value: float) -> float:
+    """A float keeps no integer beyond its range, but the largest float says as much."""
+    try:
+        return float(value)
+    except OverflowError:
+        return sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,15 @@ class SamplingParams:
         stop_ids = self.stop_token_ids
         _require(isinstance(stop_ids, (tuple, list)) and all(_is_int(i) and i >= 0 for i in stop_ids),
                  "stop_token_ids", stop_ids, "a list of token ids >= 0")
-        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
         _require(_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",
                  self.min_tokens, f"an integer in [0, max_tokens={self.max_tokens}]")
+        # numpy's numbers would overflow in sums with the prompt's length
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, _float(getattr(self, name)))
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
 
     @property
     def is_greedy(self) -> bool:

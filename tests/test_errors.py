@@ -110,6 +110,21 @@ def test_the_model_option(make_checkpoint):
         LLM(make_checkpoint(num_attention_heads=6, num_key_value_heads=3), tensor_parallel_size=2, device="cpu")
 
 
+def test_options_from_numpy(make_llm):
+    """max_num_seqs=np.int8(100) became a negative size, and a RuntimeError of torch's."""
+    options = {
+        "max_num_batched_tokens": np.uint16(65535), "max_num_seqs": np.int8(100), "max_model_len": np.int16(500),
+        "tensor_parallel_size": np.uint8(1), "kvcache_block_size": np.int16(16), "num_kvcache_blocks": np.int8(100),
+        "seed": np.uint64(2**63 - 1),
+    }  # fmt: skip
+    llm = make_llm(**options)
+    kept = {name: getattr(llm.config, name) for name in options}
+    assert kept == options and {type(value) for value in kept.values()} == {int}
+    (output,) = llm.generate([2] * 300, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output["token_ids"]) == 3
+    assert make_llm(num_kvcache_blocks=np.int8(-1)).config.num_kvcache_blocks > 0
+
+
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_backends_that_need_a_gpu(make_checkpoint, name):
     with refuses(ConfigError, f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'."):
@@ -159,6 +174,21 @@ def test_sampling_params_are_frozen_and_know_their_fields():
         SamplingParams(temprature=0.5)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
     assert hash(SamplingParams(stop_token_ids=[3])) == hash(SamplingParams(stop_token_ids=(3,)))
+
+
+NUMPY_PARAMS = {
+    "temperature": np.float16(0.5), "max_tokens": np.int32(2**31 - 1), "top_k": np.int8(100), "top_p": np.float32(0.5),
+    "min_p": np.float64(0.25), "seed": np.uint64(2**64 - 1), "stop_token_ids": [np.uint8(3), 4],
+    "min_tokens": np.int8(40),
+}  # fmt: skip
+
+
+def test_sampling_params_hold_pythons_numbers():
+    """numpy's stayed what they were, and overflowed in sums with the length of the prompt."""
+    params = SamplingParams(**NUMPY_PARAMS)
+    assert vars(params) == {**NUMPY_PARAMS, "ignore_eos": False, "stop_token_ids": (3, 4)}
+    assert {type(value) for value in vars(params).values()} == {int, float, bool, tuple}
+    assert {type(token_id) for token_id in params.stop_token_ids} == {int}
 
 
 # ---------------------------------------------------------------- requests

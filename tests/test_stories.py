@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,6 +152,24 @@ def test_growth_to_max_model_len(make_llm, reference, device):
     long, longest = llm.generate(prompts, greedy(1000), use_tqdm=False)
     assert long["token_ids"] == reference(prompts[0], 38) and long["finish_reason"] == "length"
     assert longest["token_ids"] == reference(prompts[1], 1) and longest["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("max_tokens", [np.int32(2**31 - 1), np.uint8(250), 2**40])
+def test_max_tokens_that_overflow_with_the_prompt(make_llm, reference, max_tokens):
+    """numpy's numbers were kept: the sum with the prompt's length wrapped round, and generate() never came back."""
+    llm = make_llm(max_model_len=48)
+    request = llm.add_request(prompt_of(10), greedy(max_tokens))
+    finished = [done for _ in range(50) for done in llm.step()[0]]
+    assert finished == [(request, reference(prompt_of(10), 38))]
+
+
+def test_min_tokens_that_overflow_with_the_prompt(make_llm, reference):
+    """100 and np.int8(40) made -116, so nothing was held back."""
+    prompt = prompt_of(100)
+    (stop,) = reference(prompt, 1)
+    params = greedy(64, min_tokens=np.int8(40), stop_token_ids=[np.int16(stop)])
+    (output,) = make_llm().generate([prompt], params, use_tqdm=False)
+    assert stop not in output["token_ids"][:40] and len(output["token_ids"]) >= 40
 
 
 def test_more_prompts_than_places(make_llm, reference):
