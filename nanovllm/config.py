@@ -7,7 +7,7 @@ Owns the options, their defaults and the checks that need no device. Reads the c
 import difflib
 import os
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -39,7 +39,8 @@ class Config:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
         max_num_batched_tokens: most tokens in one launch (longer prompts are computed in chunks).
         max_num_seqs: most sequences that run at once.
-        max_model_len: most tokens of one sequence, prompt and completion together.
+        max_model_len: most tokens of one sequence, prompt and completion together. Default 4096, or as many as
+            the model has positions for, if these are fewer.
         gpu_memory_utilization: share of the device's memory that weights, activations and KV cache may take
             together with what other processes hold.
         tensor_parallel_size: number of devices the model is spread over, 1 to 8.
@@ -64,7 +65,7 @@ class Config:
     model: str | None = None
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    max_model_len: int = None  # type: ignore[assignment]  # an int once made; the default depends on the model
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -100,7 +101,8 @@ class Config:
             raise ConfigError(f"model={self.model!r}: must be a path, a hub id or None.")
         self.max_num_batched_tokens = _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self.max_num_seqs = _integer("max_num_seqs", self.max_num_seqs, 1)
-        self.max_model_len = _integer("max_model_len", self.max_model_len, 2)
+        if self.max_model_len is not None:
+            self.max_model_len = _integer("max_model_len", self.max_model_len, 2)
         self.tensor_parallel_size = _integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         self.kvcache_block_size = _integer("kvcache_block_size", self.kvcache_block_size, 16)
         self.seed = _integer("seed", self.seed, 0)
@@ -124,8 +126,9 @@ class Config:
                 "Lower the first or raise the second."
             )
         share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r}: must be in (0, 1].")
+        self.gpu_memory_utilization = float(share)
         self.dtype = str(self.dtype).removeprefix("torch.")
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, ("auto", "cuda", "cpu"))
@@ -138,7 +141,7 @@ class Config:
         self.model_config = read_model_config(self.model_path)
         self.model_config.check_tensor_parallel(self.tensor_parallel_size)
         limit = self.model_config.max_position_embeddings
+        if self.max_model_len is None:
+            self.max_model_len = min(DEFAULT_MAX_MODEL_LEN, limit)
         if self.max_model_len > limit:
-            if self.max_model_len != DEFAULT_MAX_MODEL_LEN:
-                raise ConfigError(f"max_model_len={self.max_model_len}: the model has positions for {limit} tokens.")
-            self.max_model_len = limit
+            raise ConfigError(f"max_model_len={self.max_model_len}: the model has positions for {limit} tokens.")

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import threading
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -83,6 +84,8 @@ OPTIONS = [
     ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: must be in (0, 1]."),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: must be in (0, 1]."),
     ({"gpu_memory_utilization": "90%"}, "gpu_memory_utilization='90%': must be in (0, 1]."),
+    ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True: must be in (0, 1]."),
+    ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan: must be in (0, 1]."),
     ({"dtype": "int8"}, "dtype='int8': allowed are 'auto', 'bfloat16', 'float16', 'float32'."),
     ({"device": "tpu"}, "device='tpu': allowed are 'auto', 'cuda', 'cpu'."),
     ({"attention_backend": "x"}, "attention_backend='x': allowed are 'auto', 'flash_attn', 'triton', 'sdpa'."),
@@ -123,6 +126,24 @@ def test_options_from_numpy(make_llm):
     (output,) = llm.generate([2] * 300, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output["token_ids"]) == 3
     assert make_llm(num_kvcache_blocks=np.int8(-1)).config.num_kvcache_blocks > 0
+
+
+@pytest.mark.parametrize("share", [1, np.float32(0.5), np.int8(1), Fraction(1, 2)])
+def test_any_real_number_is_a_share_of_memory(make_llm, share):
+    """np.float32(0.5) was refused."""
+    kept = make_llm(gpu_memory_utilization=share).config.gpu_memory_utilization
+    assert type(kept) is float and kept == share
+
+
+def test_the_default_of_max_model_len(make_checkpoint, make_llm):
+    """Somebody who asked for 4096 got what the model has, without a word: it could not be told from the default."""
+    short, long = (make_checkpoint(max_position_embeddings=n) for n in (128, 5000))
+    with refuses(ConfigError, "max_model_len=4096: the model has positions for 128 tokens."):
+        make_llm(model=short, max_model_len=4096)
+    assert make_llm(model=short).config.max_model_len == 128
+    assert make_llm(model=short, max_model_len=128).config.max_model_len == 128
+    assert make_llm(model=long).config.max_model_len == 4096
+    assert make_llm(model=long, max_model_len=5000).config.max_model_len == 5000
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
