@@ -34,6 +34,8 @@ class CompletionOutput:
 class RequestOutput(Mapping):
     """One finished request; also the mapping ``{"text", "token_ids", "finish_reason"}`` of its completion.
 
+    It equals only itself, and can be hashed.
+
     Attributes:
         request_id: the id that ``add_request`` returned, as text.
         prompt: the prompt's text, or None if token ids were given.
@@ -49,6 +51,9 @@ class RequestOutput(Mapping):
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     finished: bool = True
+
+    __eq__ = object.__eq__  # a mapping's would compare what different requests got
+    __hash__ = object.__hash__
 
     def __getitem__(self, key: str) -> Any:
         if key in ("text", "token_ids", "finish_reason"):

@@ -231,6 +231,14 @@ def test_max_tokens_zero_and_one(make_llm, reference):
     assert llm.generate([], use_tqdm=False) == []
 
 
+def test_outputs_of_two_requests_differ(make_llm):
+    """As mappings they were equal when their texts were, and could not be kept in a set."""
+    one, other = make_llm().generate([prompt_of(4)] * 2, greedy(3), use_tqdm=False)
+    assert dict(one) == dict(other)
+    assert one == one and one != other and one != dict(one)
+    assert len({one, other, one}) == 2
+
+
 # ---------------------------------------------------------------- prefix cache, chunks, preemption
 
 
