@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import threading
+from array import array
 from fractions import Fraction
 
 import numpy as np
@@ -231,10 +232,22 @@ REQUESTS = [
     ([b"12345678"], None, FLAT),
     ([None], None, FLAT),
     ([[1 << 70]], None, FLAT),
+    ([{1, 2}], None, FLAT),
+    ([frozenset((1, 2))], None, FLAT),
+    ([memoryview(b"12345678")], None, FLAT),
+    ([[3, True]], None, FLAT),
+    ([False, 3], None, FLAT),
+    ([np.array([True, False])], None, FLAT),
+    ([np.ma.array([1, 2], mask=[False, True])], None, FLAT),
+    ([np.array(5)], None, FLAT),
     (5, None, "prompts must be a string or a list, not 5."),
     (None, None, "prompts must be a string or a list, not None."),
     ({"prompt": "hi"}, None, "prompts must be a string or a list, not {'prompt': 'hi'}."),
     (b"hi", None, "prompts must be a string or a list, not b'hi'."),
+    (bytearray(b"hi"), None, "prompts must be a string or a list, not bytearray(b'hi')."),
+    (memoryview(b"hi"), None, "prompts must be a string or a list, not <memory at"),
+    ({"a"}, None, "prompts must be a string or a list, not {'a'}."),
+    (torch.tensor(5), None, "prompts must be a string or a list, not tensor(5)."),
     ("hi", None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
     (
         [1] * 128,
@@ -279,13 +292,60 @@ def test_requests(small_llm, prompts, params, text):
     assert len(small_llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)[0]["token_ids"]) == 2
 
 
-@pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi"])
+@pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi", {1, 2}])
 def test_refused_by_add_request(small_llm, prompt):
     with pytest.raises(RequestError):
         small_llm.add_request(prompt)
-    with refuses(RequestError, "sampling_params must be a SamplingParams, not dict."):
-        small_llm.add_request([1], {"temperature": 0.5})
     assert small_llm.is_finished()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.5}, {}, [], 0, ""])
+def test_sampling_params_refused_by_add_request(small_llm, params):
+    """What Python takes for false, {} for one, was taken for no parameters given."""
+    with refuses(RequestError, f"sampling_params must be a SamplingParams, not {type(params).__name__}."):
+        small_llm.add_request([1], params)
+    assert small_llm.is_finished()
+
+
+def test_what_else_holds_prompts_and_ids(small_llm):
+    """Whatever has an order and holds integers will do."""
+    ids = [
+        [0, 1, 2], (0, 1, 2), range(3), iter([0, 1, 2]), array("i", [0, 1, 2]), [np.int64(0), np.uint8(1), 2],
+        np.array([0, 1, 2]), np.ma.array([0, 1, 2], mask=False),
+    ]  # fmt: skip
+    for prompts in (ids, iter([(0, 1, 2)]), {(0, 1, 2): None}.keys()):
+        outputs = small_llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert outputs and all(output.prompt_token_ids == [0, 1, 2] for output in outputs)
+
+
+def test_the_users_own_error(small_llm):
+    """A TypeError from within the user's generator came out as one about the prompt's form."""
+
+    def ids():
+        yield 1
+        raise TypeError("the user's own")
+
+    for use in (small_llm.add_request, lambda prompt: small_llm.generate([prompt]), small_llm.generate):
+        with pytest.raises(TypeError, match="the user's own"):
+            use(ids())
+    assert small_llm.is_finished()
+
+
+def test_refused_requests_draw_nothing(make_llm):
+    """The good prompts of a refused call were counted, and later requests without a seed drew something else."""
+    results = []
+    for refused in ([], [[3], [4], []]):
+        llm = make_llm()
+        if refused:
+            with refuses(RequestError, "prompt 2: the prompt is empty"):
+                llm.generate(refused, use_tqdm=False)
+            with refuses(RequestError, "the prompt is empty"):
+                llm.add_request([])
+        outputs = llm.generate([[5, 6]] * 2, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+        results.append([(output.request_id, output["token_ids"]) for output in outputs])
+        assert llm.add_request([5, 6]) == 2
+    assert results[0] == results[1]
+    assert results[0][0][1] != results[0][1][1]
 
 
 @pytest.mark.parametrize("messages", ["hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"}])

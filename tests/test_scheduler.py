@@ -229,7 +229,7 @@ class Harness:
         config = self.config
         limit = min(len(prompt) + params.max_tokens, config.max_model_len)
         fits = 0 < len(prompt) < config.max_model_len
-        fits = fits and limit - 1 <= config.num_kvcache_blocks * config.kvcache_block_size
+        fits = fits and (limit - 1 <= config.num_kvcache_blocks * config.kvcache_block_size or not params.max_tokens)
         # the id is handed out inside; the device may not see the request before it is known here
         expected = Request(prompt, params, config.max_model_len) if fits else None
         try:

@@ -198,6 +198,7 @@ def test_larger_than_the_pool(make_llm, reference):
     prompt = prompt_of(20)
     with pytest.raises(RequestError, match="need 4 KV blocks"):
         llm.generate([prompt], greedy(30), use_tqdm=False)
+    assert tokens_of(llm.generate([prompt_of(50)], greedy(0), use_tqdm=False)) == [[]]  # which needs no block
     # 49 tokens: the last one is sampled, and its keys and values are never needed
     assert tokens_of(llm.generate([prompt, prompt_of(48)], [greedy(29), greedy(1)], use_tqdm=False)) == [
         reference(prompt, 29),

@@ -8,7 +8,7 @@ import gc
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping, Set
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,6 +30,7 @@ from nanovllm.sampling_params import MAX_FORBIDDEN, SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids
 
 Prompt = str | ListLike[int]
+NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)  # though they can be gone through
 NEVER = 1 << 30  # as a threshold of the garbage collector
 
 
@@ -112,7 +113,8 @@ class LLMEngine:
         """
         self._require_running()
         token_ids = self._tokenization.encode([prompt])[0] if isinstance(prompt, str) else prompt
-        seq = self._make_sequence(token_ids, sampling_params or SamplingParams())
+        params = SamplingParams() if sampling_params is None else sampling_params
+        seq = self._make_sequence(token_ids, params, self._num_requests)
         self._add(seq)
         return seq.seq_id
 
@@ -237,7 +239,7 @@ class LLMEngine:
         seqs = []
         for i, (ids, params) in enumerate(zip(token_ids, sampling_params, strict=True)):
             try:
-                seqs.append(self._make_sequence(ids, params))
+                seqs.append(self._make_sequence(ids, params, self._num_requests + i))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
         try:
@@ -297,16 +299,17 @@ class LLMEngine:
 
     # ---------------------------------------------------------------- requests
 
-    def _make_sequence(self, token_ids: ListLike[int], params: SamplingParams) -> Sequence:
-        """A sequence that is sure to finish, or a RequestError (invariant 6)."""
+    def _make_sequence(self, token_ids: ListLike[int], params: SamplingParams, number: int) -> Sequence:
+        """A sequence that is sure to finish, or a RequestError (invariant 6). Its number counts once it is added."""
         config, vocab_size = self.config, self.config.model_config.vocab_size
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        try:
-            ids = token_ids if isinstance(token_ids, np.ndarray) else _int64(token_ids)
-        except (TypeError, struct.error):
-            ids = np.empty(())
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or isinstance(token_ids, (bytes, bytearray, Mapping)):
+        ids = None
+        if isinstance(token_ids, np.ndarray):
+            ids = None if np.ma.is_masked(token_ids) else token_ids
+        elif _is_list(token_ids):
+            ids = _int64(tuple(token_ids))
+        if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(
                 f"a prompt must be a string or a flat list of integer token ids, not {token_ids!s:.100}."
             )
@@ -323,7 +326,7 @@ class LLMEngine:
         longest = min(len(ids) + params.max_tokens, config.max_model_len)
         # the last token's keys and values are never needed
         num_blocks = max(1, -(-(longest - 1) // config.kvcache_block_size))
-        if num_blocks > config.num_kvcache_blocks:
+        if params.max_tokens > 0 and num_blocks > config.num_kvcache_blocks:
             raise RequestError(
                 f"prompt ({len(ids)} tokens) and max_tokens={params.max_tokens} need {num_blocks} KV blocks of "
                 f"{config.kvcache_block_size} tokens; the pool has {config.num_kvcache_blocks}. Lower max_tokens, "
@@ -341,8 +344,6 @@ class LLMEngine:
                     f"min_tokens can hold back at most {MAX_FORBIDDEN} end-of-sequence and stop ids, "
                     f"not {len(forbidden)}."
                 )
-        number = self._num_requests
-        self._num_requests += 1
         if params.seed is None:
             seed = xxhash.xxh64_intdigest(f"request {number}".encode(), seed=config.seed)
         else:
@@ -350,6 +351,7 @@ class LLMEngine:
         return Sequence(ids, params, number, config.kvcache_block_size, seed, forbidden)
 
     def _add(self, seq: Sequence) -> None:
+        self._num_requests += 1
         if seq.sampling_params.max_tokens == 0:
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
             self._finished_unscheduled.append(seq)
@@ -357,14 +359,28 @@ class LLMEngine:
             self.scheduler.add(seq)
 
 
-def _int64(token_ids: Iterable[int]) -> np.ndarray:
-    """Twice as fast as numpy's conversion, and nothing but integers will do."""
-    token_ids = tuple(token_ids)
-    return np.frombuffer(struct.pack(f"{len(token_ids)}q", *token_ids), np.int64)
+def _int64(token_ids: tuple) -> np.ndarray | None:
+    """None unless all are integers, True and False left out. Twice as fast as numpy's conversion."""
+    try:
+        ids = np.frombuffer(struct.pack(f"{len(token_ids)}q", *token_ids), np.int64)
+    except (TypeError, struct.error):
+        return None
+    # booleans became 0 and 1; to ask all ids for their types would take as long again
+    suspects = (ids < 2).nonzero()[0].tolist()
+    return None if any(isinstance(token_ids[i], bool) for i in suspects) else ids
+
+
+def _is_list(given: Any) -> bool:
+    """Whether it can be gone through like a list; errors of a generator's own come when that is done."""
+    try:
+        iter(given)
+    except TypeError:
+        return False
+    return not isinstance(given, NOT_LISTS)
 
 
 def _as_list(rule: str, given: Any) -> list:
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+    if not _is_list(given) and not isinstance(given, KeysView):  # which are a set, but have an order
         raise RequestError(f"{rule}, not {given!s:.100}.")
     return list(given)
 
