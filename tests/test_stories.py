@@ -510,6 +510,55 @@ def test_two_engines_in_a_row_and_at_once(make_llm, make_checkpoint, reference):
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_two_engines_in_two_threads(make_checkpoint):
+    """The context was the process's: a launch of one engine broke the other's with an AssertionError. Engines that
+    were made at the same time got each other's dtype, which is torch's default for all threads for a while."""
+    prompts = [prompt_of(n) for n in (5, 30, 17)]
+    kinds = [{}, {"model": make_checkpoint(tie_word_embeddings=True), "dtype": "bfloat16"}]
+    options = {"model": make_checkpoint(), "device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 16}
+
+    def outcome(kind):
+        with LLM(**{**options, **kind}) as llm:
+            return [tokens_of(llm.generate(prompts, greedy(10), use_tqdm=False)) for _ in range(3)]
+
+    def work(kind, outcomes):
+        outcomes += [outcome(kind) for _ in range(6)]
+
+    alone = [outcome(kind) for kind in kinds]
+    together = [[], []]
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(kinds, together, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert alone[0] != alone[1]
+    assert together == [[alone[0]] * 6, [alone[1]] * 6]
+
+
+MADE_IN_THREADS = """
+import threading
+from nanovllm import LLM, SamplingParams
+
+def work():
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        print(llm.generate("2 + 3", SamplingParams(max_tokens=0), use_tqdm=False)[0].prompt_token_ids, flush=True)
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_first_engines_made_in_three_threads():
+    """Each imported transformers, all but one failed: "cannot import name 'AutoTokenizer' from 'transformers'"."""
+    argv = [sys.executable, "-c", MADE_IN_THREADS]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1, done.stderr
+
+
 def test_made_and_deleted_ten_times(make_checkpoint):
     """``del llm`` freed nothing, because an atexit hook, a thread or a cycle held on to the weights and the pool."""
     threads = threading.active_count()

@@ -6,11 +6,13 @@ text cost seconds that the device need not wait for.
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from nanovllm.errors import CheckpointError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+LOADING = Lock()  # one at a time: transformers, imported by two threads at once, is found without its classes
 
 
 class Tokenization:
@@ -79,9 +81,10 @@ class Tokenization:
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+    with LOADING:
+        from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a damaged file makes the library raise
-        raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error
+        try:
+            return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        except Exception as error:  # whatever a damaged file makes the library raise
+            raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -48,26 +49,21 @@ class Context:
         return Context(False, rows, context_lens, self.block_tables, self.slot_mapping, self.max_context)
 
 
-_context: Context | None = None
+_context: ContextVar[Context | None] = ContextVar("context", default=None)  # of this thread: others may run an engine
 
 
 def get_context() -> Context:
-    assert _context is not None, "attention was called outside set_context()"
-    return _context
+    context = _context.get()
+    assert context is not None, "attention was called outside set_context()"
+    return context
 
 
 @contextmanager
 def set_context(context: Context) -> Iterator[None]:
-    """Make ``context`` the current one within a ``with`` block; it cannot be nested and is always reset."""
-    global _context
-    assert _context is None, "set_context() cannot be nested"
-    _context = context
+    """Make ``context`` this thread's current one within a ``with`` block; it cannot be nested and is always reset."""
+    assert _context.get() is None, "set_context() cannot be nested"
+    _context.set(context)
     try:
         yield
     finally:
-        reset_context()
-
-
-def reset_context() -> None:
-    global _context
-    _context = None
+        _context.set(None)
