@@ -539,15 +539,19 @@ MADE_IN_THREADS = """
 import threading
 from nanovllm import LLM, SamplingParams
 
+prompts = []
+
 def work():
     with LLM(device="cpu", num_kvcache_blocks=4) as llm:
-        print(llm.generate("2 + 3", SamplingParams(max_tokens=0), use_tqdm=False)[0].prompt_token_ids, flush=True)
+        prompts.extend(llm.generate("2 + 3", SamplingParams(max_tokens=0), use_tqdm=False))
 
 threads = [threading.Thread(target=work) for _ in range(3)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
+assert len(prompts) == 3, len(prompts)
+assert all(prompt.prompt_token_ids == prompts[0].prompt_token_ids for prompt in prompts)
 """
 
 
@@ -555,8 +559,7 @@ def test_first_engines_made_in_three_threads():
     """Each imported transformers, all but one failed: "cannot import name 'AutoTokenizer' from 'transformers'"."""
     argv = [sys.executable, "-c", MADE_IN_THREADS]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3 and len(set(lines)) == 1, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_made_and_deleted_ten_times(make_checkpoint):
