@@ -5,7 +5,7 @@
     ├── CheckpointError   (ValueError)    the model's files are missing, damaged or not supported
     ├── RequestError      (ValueError)    a prompt or its sampling parameters cannot be served
     ├── OutOfMemoryError  (RuntimeError)  the device has no room for the weights or a KV cache
-    ├── EngineError       (RuntimeError)  the engine was used after exit(), or while it was busy
+    ├── EngineError       (RuntimeError)  the engine was used after exit(), while it was busy, or in a fork
     └── WorkerError       (RuntimeError)  a tensor-parallel worker failed
 
 User mistakes raise one of these and say what was given, what is allowed and what to change.
@@ -34,7 +34,7 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineError(NanoVLLMError, RuntimeError):
-    """The engine was used after ``exit()``, or re-entered while a call was running."""
+    """The engine was used after ``exit()``, re-entered while a call was running, or used in a forked process."""
 
 
 class WorkerError(NanoVLLMError, RuntimeError):

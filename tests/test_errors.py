@@ -2,13 +2,16 @@
 
 import gc
 import json
+import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import threading
 from array import array
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,6 +374,21 @@ def test_messages_that_the_template_cannot_take():
         assert opened.prompt.startswith(closed.prompt) and len(opened.prompt) > len(closed.prompt)
 
 
+def test_text_that_is_not_unicode():
+    """A lone surrogate, as in names of files that are not UTF-8, raised the tokenizer's TypeError about its types."""
+    bad, text = "\udcff bad", "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\udcff'"
+    none = SamplingParams(max_tokens=0)
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        with refuses(RequestError, f"prompt 2: {text}"):
+            llm.generate(["good", [5, 6], bad, "good"], none, use_tqdm=False)
+        with refuses(RequestError, f"prompt 1: {text}"):
+            llm.chat([[{"role": "user", "content": content}] for content in ("good", bad)], none, use_tqdm=False)
+        for use in (llm.generate, llm.add_request):
+            with pytest.raises(RequestError, match="^" + re.escape(text)):
+                use(bad)
+        assert llm.is_finished()
+
+
 # ---------------------------------------------------------------- the engine's life
 
 
@@ -428,6 +446,36 @@ def test_after_exit(make_llm):
     for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step):
         with refuses(EngineError, "this engine is shut down; make a new LLM(...)."):
             use()
+
+
+FORKED = """
+import os, signal
+from nanovllm import LLM, EngineError, SamplingParams
+
+llm = LLM(device="cpu", num_kvcache_blocks=4)
+params = SamplingParams(max_tokens=2)
+llm.generate("hi", params, use_tqdm=False)
+if os.fork() == 0:
+    signal.alarm(30)
+    try:
+        llm.generate("hi", params, use_tqdm=False)
+    except EngineError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+print(len(llm.generate("hi", params, use_tqdm=False)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_in_a_forked_process():
+    """A fork has none of the threads that the tokenizer and torch run on: the child waited for them for ever."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    root = Path(__file__).resolve().parent.parent
+    argv = [sys.executable, "-c", FORKED]
+    done = subprocess.run(argv, cwd=root, env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    text = "this engine belongs to the process that was forked; make an LLM(...) in this one."
+    assert done.stdout.splitlines() == [text, "1"]
 
 
 def test_generate_between_steps(make_llm):

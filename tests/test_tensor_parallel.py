@@ -422,7 +422,8 @@ def test_ctrl_c(start):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert not any(p.is_alive() for p in mine)
-    with pytest.raises(EngineError):
+    text = r"shut down, because a run on several ranks was interrupted; make a new LLM\(...\)\."
+    with pytest.raises(EngineError, match=text):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
@@ -434,7 +435,7 @@ def test_exit_twice_and_in_the_middle_of_requests(start):
     llm.exit()
     llm.exit()
     assert not any(p.is_alive() for p in mine) and [p.exitcode for p in mine] == [0]
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="shut down; make"):
         llm.step()
 
 

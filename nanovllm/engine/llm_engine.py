@@ -5,6 +5,7 @@ what is computed, the model runner computes it.
 """
 
 import gc
+import os
 import struct
 import weakref
 from collections import deque
@@ -81,6 +82,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
         self._finished_unscheduled: list[Sequence] = []  # max_tokens=0: nothing to compute
         self._num_requests = 0
+        self._owner = os.getpid()
+        self._why_shut_down = ""
 
     # ---------------------------------------------------------------- life
 
@@ -101,7 +104,9 @@ class LLMEngine:
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:
-            raise EngineError("this engine is shut down; make a new LLM(...).")
+            raise EngineError(f"this engine is shut down{self._why_shut_down}; make a new LLM(...).")
+        if os.getpid() != self._owner:
+            raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
 
     # ---------------------------------------------------------------- the loop, for people who drive it
 
@@ -160,7 +165,8 @@ class LLMEngine:
         """
         self._in_flight.clear()
         self._finished_unscheduled.clear()
-        if self.config.tensor_parallel_size > 1:
+        if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
+            self._why_shut_down = ", because a run on several ranks was interrupted"
             self.exit()
         if self._finalizer.alive:
             self.model_runner.synchronize()
@@ -192,7 +198,7 @@ class LLMEngine:
         if prompts and isinstance(prompts[0], (int, np.integer)):
             prompts = [prompts]  # type: ignore[list-item]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        encoded = iter(self._tokenization.encode([text for text in texts if text is not None]))
+        encoded = iter(self._tokenization.encode(texts))
         token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 

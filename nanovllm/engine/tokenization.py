@@ -4,6 +4,7 @@ Both happen on a thread of their own: importing transformers and turning thousan
 text cost seconds that the device need not wait for.
 """
 
+from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -50,10 +51,23 @@ class Tokenization:
         eos = None if tokenizer is None else tokenizer.eos_token_id
         return set() if eos is None else {eos}
 
-    def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        if not texts:
+    def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; None, a prompt that is no text, is left out.
+
+        Raises:
+            RequestError: there is no tokenizer, or a text is not Unicode; it says which one of several.
+        """
+        given = [text for text in texts if text is not None]
+        if not given:
             return []
-        return self._required()(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        tokenizer = self._required()
+        for i, text in enumerate(texts):
+            try:
+                (text or "").encode()
+            except UnicodeEncodeError as error:
+                which = f"prompt {i}: " if len(texts) > 1 else ""
+                raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
+        return tokenizer(given, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
         tokenizer = self._required()
