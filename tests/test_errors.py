@@ -617,11 +617,66 @@ DAMAGES = {
         configured(hidden_size=None),
         "config.json: hidden_size=None, expected a positive integer.",
     ),
+    "no list of architectures": (
+        configured(architectures=5),
+        "config.json: architectures=5; supported: Qwen3ForCausalLM.",
+    ),
+    "a nested architecture": (configured(architectures=[["Qwen3ForCausalLM"]]), "architectures=[['Qwen3ForCausalLM']]"),
+    "a rope scaling of no name": (configured(rope_parameters={"rope_type": ["yarn"]}), "rope scaling ['yarn']"),
+    "eos of a generation config": (
+        written("generation_config.json", b'{"eos_token_id": "</s>"}'),
+        "generation_config.json: eos_token_id='</s>', expected a token id or a list of them.",
+    ),
+    "fractional eos": (
+        written("generation_config.json", b'{"eos_token_id": [1.0]}'),
+        "generation_config.json: eos_token_id=[1.0], expected a token id or a list of them.",
+    ),
     "heads that do not divide": (
         configured(num_key_value_heads=3),
         "config.json: 4 attention heads cannot be shared by 3 KV heads.",
     ),
 }
+
+
+# value by value, as they raised Python's TypeError, or were taken for something else
+KINDS = {
+    "a positive integer": [
+        *({"vocab_size": bad} for bad in (True, 512.0, "512")),
+        *({"num_key_value_heads": bad} for bad in ("2", 2.0, 0, -2)),
+        *({"head_dim": bad} for bad in ("32", -32)),
+        *({"max_position_embeddings": bad} for bad in (None, "4096", 0)),
+        {"original_max_position_embeddings": "64"},
+    ],
+    "a positive number": [
+        *({"rms_norm_eps": bad} for bad in (None, "1e-6", -1e-6, float("nan"), [1e-6])),
+        *({"rope_theta": bad} for bad in (None, "1e6", 0, float("inf"))),
+        *({"factor": bad} for bad in ("2", 0, -2.0, True)),
+        {"beta_fast": "32"},
+        {"beta_slow": 0},
+        {"attention_factor": "1"},
+    ],
+    "true or false": [{"tie_word_embeddings": "false"}, {"attention_bias": 0}],
+    "an object": [{"rope_scaling": "linear"}, {"rope_parameters": ["yarn"]}],
+    "a list": [{"layer_types": 5}],
+    "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
+}
+IN_ROPE = ("original_max_position_embeddings", "factor", "beta_fast", "beta_slow", "attention_factor")
+
+
+@pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind in KINDS for change in KINDS[kind]], ids=str)
+def test_values_of_another_kind(damaged, kind, change):
+    ((name, value),) = change.items()
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, **change}} if name in IN_ROPE else {}
+    if name in ("rope_theta", "rope_scaling"):
+        rope = {"rope_parameters": None}
+    path = damaged(configured(**{**rope, **({} if name in IN_ROPE else change)}))
+    with refuses(CheckpointError, f"config.json: {name}={value!r}, expected {kind}."):
+        load(path)
+
+
+def test_a_factor_of_a_linear_scaling(damaged):
+    with refuses(CheckpointError, "config.json: factor=0, expected a positive number."):
+        load(damaged(configured(rope_parameters={"rope_type": "linear", "factor": 0})))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -3,10 +3,76 @@
 Every field that would change the computation is honoured or refused, never ignored.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
+
+
+def _is_integer(value: Any, at_least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _are_token_ids(value: Any) -> bool:
+    return all(_is_integer(token_id, 0) for token_id in (value if isinstance(value, list) else [value]))
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a positive integer": _is_integer,
+    "a positive number": _is_number,
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a token id or a list of them": _are_token_ids,
+}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# field -> its kind, and what it is where it is left out; if that is None it may be null as well, or it must be there
+FIELDS = {
+    **dict.fromkeys(SIZES, ("a positive integer", ...)),
+    "num_key_value_heads": ("a positive integer", None),
+    "head_dim": ("a positive integer", None),
+    "max_position_embeddings": ("a positive integer", 32768),
+    "rms_norm_eps": ("a positive number", 1e-6),
+    "tie_word_embeddings": ("true or false", None),
+    "attention_bias": ("true or false", None),
+    "layer_types": ("a list", None),
+    "eos_token_id": ("a token id or a list of them", None),
+}
+ROPE_SOURCES = {
+    "rope_parameters": ("an object", None),
+    "rope_scaling": ("an object", None),
+    "max_position_embeddings": FIELDS["max_position_embeddings"],
+}
+ROPE_FIELDS = {
+    "rope_theta": ("a positive number", ...),
+    "factor": ("a positive number", None),
+    "original_max_position_embeddings": ("a positive integer", None),
+    "beta_fast": ("a positive number", None),
+    "beta_slow": ("a positive number", None),
+    "attention_factor": ("a positive number", None),
+}
+
+
+def checked(raw: dict[str, Any], fields: dict[str, tuple[str, Any]], file: str = "config.json") -> dict[str, Any]:
+    """The values of these fields; raises CheckpointError for one of another kind."""
+    values = {}
+    for name, (kind, default) in fields.items():
+        value = raw.get(name, None if default is ... else default)
+        if not (KINDS[kind](value) or (value is None and default is None)):
+            raise CheckpointError(f"{file}: {name}={value!r}, expected {kind}.")
+        values[name] = value
+    return values
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """None, one id or several, as JSON files have them."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 @dataclass(frozen=True)
@@ -33,8 +99,10 @@ class RopeScaling:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
         # transformers 5 writes one dict "rope_parameters"; before, "rope_theta" and "rope_scaling" stood apart
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        theta = float(rope.pop("rope_theta", raw.get("rope_theta", 10_000.0)))
+        sources = checked(raw, ROPE_SOURCES)
+        rope = dict(sources["rope_parameters"] or sources["rope_scaling"] or {})
+        rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
+        given = {k: v for k, v in checked(rope, ROPE_FIELDS).items() if v is not None}
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
         allowed = {
@@ -42,17 +110,18 @@ class RopeScaling:
             "linear": ("factor",),
             "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
         }
-        if kind not in allowed:
+        if kind not in list(allowed):  # a list, for it may be of any type
             raise CheckpointError(
                 f"config.json asks for rope scaling {kind!r}; supported are {', '.join(map(repr, allowed))}."
             )
-        unknown = {k: v for k, v in rope.items() if k not in allowed[kind] and v is not None}
+        known = ("rope_theta", *allowed[kind])
+        unknown = {k: v for k, v in rope.items() if k not in known and v is not None}
         if unknown:
             raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
-        if kind != "default" and "factor" not in rope:
+        if kind != "default" and "factor" not in given:
             raise CheckpointError(f"config.json: rope scaling {kind!r} needs a 'factor'.")
-        original = rope.pop("original_max_position_embeddings", None) or raw.get("max_position_embeddings", 0)
-        given = {k: v for k, v in rope.items() if v is not None}
+        theta = float(given.pop("rope_theta"))
+        original = given.pop("original_max_position_embeddings", sources["max_position_embeddings"])
         return cls(kind=kind, theta=theta, original_max_position=original, **given)
 
 
@@ -79,45 +148,38 @@ class Qwen3Config:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Qwen3Config":
         """Read the dict of a ``config.json``; raises CheckpointError for what cannot be honoured."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            if not isinstance(raw.get(name), int) or raw[name] < 1:
-                raise CheckpointError(f"config.json: {name}={raw.get(name)!r}, expected a positive integer.")
+        given = checked(raw, FIELDS)
         refused = {
             "hidden_act": raw.get("hidden_act", "silu") != "silu",
             "use_sliding_window": bool(raw.get("use_sliding_window")),
-            "layer_types": any(kind != "full_attention" for kind in raw.get("layer_types") or ()),
+            "layer_types": any(kind != "full_attention" for kind in given["layer_types"] or ()),
             "quantization_config": bool(raw.get("quantization_config")),
         }
         for name, is_refused in refused.items():
             if is_refused:
                 raise CheckpointError(f"config.json: {name}={raw[name]!r} is not supported.")
-        heads = raw["num_attention_heads"]
-        kv_heads = raw.get("num_key_value_heads") or heads
+        heads = given["num_attention_heads"]
+        kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
-        eos = raw.get("eos_token_id")
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in ("bfloat16", "float16", "float32"):
             raise CheckpointError(f"config.json: dtype={dtype!r}; supported are bfloat16, float16 and float32.")
-        rope, max_position = RopeScaling.from_json(raw), raw.get("max_position_embeddings", 32768)
+        rope, max_position = RopeScaling.from_json(raw), given["max_position_embeddings"]
         if rope.kind == "yarn":  # Qwen's recipe adds it to a config.json and leaves the shorter length there
             max_position = max(max_position, int(rope.factor * rope.original_max_position))
         return cls(
             architecture=raw["architectures"][0],
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
+            **{name: given[name] for name in SIZES},
             num_key_value_heads=kv_heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            head_dim=given["head_dim"] or given["hidden_size"] // heads,
             max_position_embeddings=max_position,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
+            rms_norm_eps=float(given["rms_norm_eps"]),
+            tie_word_embeddings=bool(given["tie_word_embeddings"]),
+            attention_bias=bool(given["attention_bias"]),
             dtype=dtype,
             rope=rope,
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
+            eos_token_ids=token_ids(given["eos_token_id"]),
         )
 
     def check_tensor_parallel(self, size: int) -> None:

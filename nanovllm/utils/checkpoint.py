@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.models.qwen3_config import FIELDS, Qwen3Config, checked, token_ids
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -72,7 +72,7 @@ def read_model_config(model_path: str) -> Qwen3Config:
         raise CheckpointError(f"{model_path} holds no config.json; is it a model's directory?")
     raw = _read_json(path)
     architectures = raw.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in MODELS:
+    if architectures not in [[name] for name in MODELS]:
         raise CheckpointError(
             f"{path}: architectures={architectures}; supported: {', '.join(MODELS)}."
         )
@@ -82,7 +82,6 @@ def read_model_config(model_path: str) -> Qwen3Config:
 def read_eos_token_ids(model_path: str, config: Qwen3Config) -> set[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path = Path(model_path) / "generation_config.json"
-    eos = _read_json(path).get("eos_token_id") if path.is_file() else None
-    if eos is None:
-        return set(config.eos_token_ids)
-    return set(eos) if isinstance(eos, list) else {eos}
+    raw = _read_json(path) if path.is_file() else {}
+    eos = checked(raw, {"eos_token_id": FIELDS["eos_token_id"]}, str(path))["eos_token_id"]
+    return set(config.eos_token_ids if eos is None else token_ids(eos))
