@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -159,6 +160,16 @@ def run_engine(name: str, args: argparse.Namespace, model: str | None) -> dict[s
     return result
 
 
+def check_installed(names: list[str]) -> None:
+    """Before the first engine runs: its figures would be lost when another one turns out to be missing."""
+    missing = [name for name in names if find_spec(name) is None]  # engines are called as their packages
+    if missing:
+        raise SystemExit(
+            f"--engine: {', '.join(missing)} not installed here. Install what is missing in this environment, "
+            "or leave it out."
+        )
+
+
 def run_apart(name: str, args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     """The same in a fresh process: its imports are timed from nothing, its memory is its own."""
     argv = [sys.executable, __file__, "--json-only", "--engine", name, "--workload", *args.workload]
@@ -208,6 +219,8 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(directory, args.size) if args.size else args.model
         run = run_engine if len(args.engine) == 1 else run_apart
+        if run is run_apart:
+            check_installed(args.engine)
         engines = [run(name, args, model) for name in args.engine]
     report = {
         "model": f"Qwen3-{args.size} shape, random weights" if args.size else args.model or "demo model",

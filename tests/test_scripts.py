@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import bench
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -75,6 +77,16 @@ def test_bench_says_that_vllm_is_missing():
         pytest.skip("vLLM is installed")
     done = run("bench.py", "--engine", "vllm", check=False)
     assert done.returncode != 0 and "Install it" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_bench_looks_for_all_engines_before_it_runs_one(monkeypatch):
+    """The figures of the engines before the missing one, minutes of a GPU's time, were thrown away."""
+    ran = []
+    monkeypatch.setattr(bench, "run_apart", lambda name, *_: ran.append(name))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit, match=r"^--engine: vllm not installed here\. Install"):
+        bench.main(["--engine", "nanovllm", "transformers", "vllm", "--device", "cpu"])
+    assert not ran
 
 
 VLLM_STAND_IN = """
