@@ -403,6 +403,26 @@ def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
         LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_kvcache_blocks": 10**11}, {"num_kvcache_blocks": 10**15}, {"max_num_seqs": 10**12}], ids=str
+)
+def test_more_than_the_hosts_memory(make_checkpoint, options):
+    """numpy's and torch's errors came through, and some of them did not even speak of memory."""
+    with pytest.raises(OutOfMemoryError, match=r"^no room for the model: .*\n.* lower .*max_model_len or num_kv"):
+        load(make_checkpoint(), **{"max_num_batched_tokens": 10**12, **options})
+
+
+def test_a_table_of_sequences_that_does_not_fit(make_checkpoint, monkeypatch):
+    """The scheduler's table of the sequences that run is made after the model."""
+
+    def no_room(*_):
+        raise MemoryError("Unable to allocate 149. TiB")
+
+    monkeypatch.setattr("nanovllm.engine.scheduler.SequenceTable", no_room)
+    with refuses(OutOfMemoryError, "no room for the model: Unable to allocate 149. TiB\nFree memory on the device, "):
+        load(make_checkpoint())
+
+
 def test_cuda_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton_ops", None)
     monkeypatch.delattr(kernels, "triton_ops", raising=False)

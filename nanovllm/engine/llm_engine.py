@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner, StepHandle, shortage_as_ours
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.tensor_parallel import start_runner
@@ -75,10 +75,11 @@ class LLMEngine:
         try:
             eos_token_ids = self._tokenization.eos_token_ids()
             eos_token_ids |= read_eos_token_ids(config.model_path, config.model_config)
+            with shortage_as_ours():
+                self.scheduler = Scheduler(config, eos_token_ids)
         except BaseException:
             self.exit()
             raise
-        self.scheduler = Scheduler(config, eos_token_ids)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
         self._finished_unscheduled: list[Sequence] = []  # max_tokens=0: nothing to compute
         self._num_requests = 0

@@ -5,6 +5,8 @@ nothing of queues. ``run`` launches and returns a handle at once; nothing here w
 but ``StepHandle.wait`` and ``synchronize``.
 """
 
+import math
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
@@ -93,7 +95,7 @@ class ModelRunner:
         self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        with torch.inference_mode(), _shortage_as_ours():
+        with torch.inference_mode(), shortage_as_ours():
             self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
             self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
             # Of a short prefill: token, position, slot, row and context of each token. At first, and when graphs are
@@ -536,20 +538,27 @@ def _is_short(step: StepInput) -> bool:
 
 
 @contextmanager
-def _shortage_as_ours():
-    """Where the device runs out of memory while the engine is made, an error that says what to change."""
+def shortage_as_ours():
+    """Where device or host run out of memory while the engine is made, an error that says what to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        on_host = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)  # torch's only sign of it
+        if not on_host and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise
         raise OutOfMemoryError(
-            f"no room for the model: {error}\nFree memory on the device, lower max_num_batched_tokens, max_num_seqs or "
-            "num_kvcache_blocks (if set), or spread the model over more devices (tensor_parallel_size)."
+            f"no room for the model: {error}\nFree memory on the device, lower max_num_batched_tokens, max_num_seqs, "
+            "max_model_len or num_kvcache_blocks (if set), or spread the model over more devices "
+            "(tensor_parallel_size)."
         ) from error
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU memory is taken only when it is written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > sys.maxsize:  # numpy and torch have other errors for this
+        raise MemoryError(f"{num_bytes:.1e} bytes were asked for.")
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    raw = np.zeros(num_bytes, np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
