@@ -66,4 +66,8 @@ def set_context(context: Context) -> Iterator[None]:
     try:
         yield
     finally:
-        _context.set(None)
+        reset_context()
+
+
+def reset_context() -> None:
+    _context.set(None)
