@@ -7,6 +7,7 @@ wrong block table shows at the launch that reads it. The next token is a hash of
 so what each request must get is known from the request alone (invariant 7).
 """
 
+import os
 import sys
 import weakref
 from collections import Counter, deque
@@ -215,6 +216,7 @@ class Harness:
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
+        engine._owner = os.getpid()
         engine.scheduler = Scheduler(self.config, {EOS})
         engine._in_flight, engine._finished_unscheduled, engine._num_requests = deque(), [], 0
         self.num_steps = 0
