@@ -20,6 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from nanovllm.kernels import reference, triton_ops  # noqa: E402
 from nanovllm.kernels import sample as triton_sample  # noqa: E402
+from nanovllm.kernels import thresholds as triton_thresholds  # noqa: E402
 from nanovllm.kernels.reference import SamplingColumns  # noqa: E402
 
 BOTH = pytest.mark.parametrize("ops", [reference, triton_ops], ids=["twin", "triton"])
@@ -233,10 +234,15 @@ def test_triton_thresholds_agree_with_the_twin(vocab_size, spread, dtype):
     assert same_selection(logits, expected, actual)
 
 
+@pytest.mark.parametrize("line", [1, 1 << 40], ids=["several programs", "one program"])
 @pytest.mark.parametrize("spread", [4, 0.05])
 @pytest.mark.parametrize("filters", [dict(top_k=7), dict(top_p=0.8), dict(top_k=50, top_p=0.9), dict(min_p=0.3)])
-def test_thresholds_of_rows_that_several_programs_survey(filters, spread):
-    """One row of five blocks, the last one not full; twice, for a launch must leave its counters at zero."""
+def test_thresholds_of_a_row_of_several_blocks(filters, spread, line, monkeypatch):
+    """Five blocks, the last one not full, whose row fills cache lines or does not; ids forbidden in three of them.
+
+    Twice, for a launch must leave its counters at zero.
+    """
+    monkeypatch.setattr(triton_thresholds, "_LINE", line)
     columns = make_columns(1, temperature=0.7, min_length=9, forbidden=-1, **filters)
     logits = (torch.randn(1, 20_000, device=DEVICE) * spread).to(torch.bfloat16)
     columns.forbidden[0, :4] = torch.tensor([4, 4_096, 9_000, int(logits.argmax())])

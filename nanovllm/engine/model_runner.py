@@ -40,7 +40,7 @@ SHORT_PREFILL_CONTEXTS = 1 << 17
 # a kernel is chosen by the number of tokens, with borders at multiples of 64 and at powers of two
 REHEARSED_PREFILLS = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
 NONE = np.empty(0, np.int32)
-DEFAULT_DTYPE = Lock()
+DTYPE_LOCK = Lock()
 
 
 class StepHandle:
@@ -117,7 +117,7 @@ class ModelRunner:
     @contextmanager
     def _defaults(self):
         """Modules built within get the model's dtype and device. The dtype is all threads' default: one at a time."""
-        with DEFAULT_DTYPE:
+        with DTYPE_LOCK:
             before = torch.get_default_dtype()
             torch.set_default_dtype(self.dtype)
             try:

@@ -13,7 +13,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-LOADING = Lock()  # one at a time: transformers, imported by two threads at once, is found without its classes
+LOADING_LOCK = Lock()  # one at a time: transformers, imported by two threads at once, is found without its classes
 
 
 class Tokenization:
@@ -95,7 +95,7 @@ class Tokenization:
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:
-    with LOADING:
+    with LOADING_LOCK:
         from transformers import AutoTokenizer
 
         try:

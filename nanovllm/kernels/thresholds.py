@@ -25,6 +25,7 @@ from .inputs import (
 
 _BLOCK = 4096  # logits that thresholds are found from at a time, and most candidates that are set aside
 _GROUP = 32  # logits of which the largest is kept, to find candidates by
+_LINE = 128  # bytes of a cache line
 
 
 @triton.jit
@@ -49,8 +50,8 @@ def upper_middle(low, high):
 
 @triton.jit
 def load_logits(ptr, offs, size):
-    """fp32 logits; -inf past the end and for NaN. From L2, for another program of the row may have forbidden some."""
-    x = tl.load(ptr + offs, mask=offs < size, other=-float("inf"), cache_modifier=".cg").to(tl.float32)
+    """fp32 logits; -inf past the end and for NaN."""
+    x = tl.load(ptr + offs, mask=offs < size, other=-float("inf")).to(tl.float32)
     return tl.where(x == x, x, -float("inf"))
 
 
@@ -322,6 +323,8 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
     num_groups, num_blocks = triton.cdiv(vocab_size, _GROUP), triton.cdiv(vocab_size, _BLOCK)
     num_forbidden = columns.forbidden.shape[1]
     num_parts = max(1, min(num_blocks, 2 * num_multiprocessors(logits.device) // batch_size))
+    if logits.data_ptr() % _LINE or logits.stride(0) * logits.element_size() % _LINE:
+        num_parts = 1  # blocks share cache lines: a program could still see one as it was before another forbade an id
     options = launch_options(logits.device)
     if torch.version.hip is None:
         options = options | {"maxnreg": 128}  # so that two programs fit a multiprocessor
