@@ -14,7 +14,8 @@ class StepGraphs:
     """Graphs of ``step(num_rows, max_context) -> result``, all sharing one memory pool.
 
     Args:
-        step: reads its inputs from, and writes its results to, tensors that stay where they are.
+        step: reads its inputs from, and writes its results to, tensors that stay where they are. It has run with each
+            size before, as all do in ``compile_kernels``: what libraries load or choose, they cannot while capturing.
         sizes: the batch sizes to capture, ascending.
         max_context: most tokens a row may attend.
     """
@@ -24,7 +25,6 @@ class StepGraphs:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
-            step(size, max_context)  # libraries choose and load their kernels, outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 result = step(size, max_context)

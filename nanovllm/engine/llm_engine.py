@@ -39,7 +39,8 @@ NEVER = 1 << 30  # as a threshold of the garbage collector
 def _young_garbage_only() -> Iterator[None]:
     """Within, Python's garbage collector looks at young objects only.
 
-    To look at all that a process with torch holds takes it 0.1 s, which comes at any time, and the device waits.
+    To look at all that a process with torch holds takes it 0.1 s, which comes at any time: five times in a start that
+    compiles, and in a run the device waits.
     """
     youngest, young, old = gc.get_threshold()
     if old == NEVER:  # the run of another engine, in another thread, which puts it back
@@ -66,6 +67,7 @@ class LLMEngine:
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
 
+    @_young_garbage_only()
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
         self._tokenization = Tokenization(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
