@@ -241,6 +241,7 @@ REQUESTS = [
     ([[3, True]], None, FLAT),
     ([False, 3], None, FLAT),
     ([np.array([True, False])], None, FLAT),
+    ([torch.tensor([True, False])], None, FLAT),
     ([np.ma.array([1, 2], mask=[False, True])], None, FLAT),
     ([np.array(5)], None, FLAT),
     (5, None, "prompts must be a string or a list, not 5."),
@@ -404,8 +405,13 @@ def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_kvcache_blocks": 10**11}, {"num_kvcache_blocks": 10**15}, {"max_num_seqs": 10**12}], ids=str
-)
+    "options",
+    [
+        {"num_kvcache_blocks": 10**11}, {"num_kvcache_blocks": 10**15}, {"max_num_seqs": 10**12},
+        {"kvcache_block_size": 2**62},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_more_than_the_hosts_memory(make_checkpoint, options):
     """numpy's and torch's errors came through, and some of them did not even speak of memory."""
     with pytest.raises(OutOfMemoryError, match=r"^no room for the model: .*\n.* lower .*max_model_len or num_kv"):
@@ -642,6 +648,10 @@ DAMAGES = {
         "config.json: architectures=5; supported: Qwen3ForCausalLM.",
     ),
     "a nested architecture": (configured(architectures=[["Qwen3ForCausalLM"]]), "architectures=[['Qwen3ForCausalLM']]"),
+    "a rotation that yarn cannot stretch": (
+        configured(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}),
+        "rope_theta=1.0; rope scaling 'yarn' needs more than 1.",
+    ),
     "a rope scaling of no name": (configured(rope_parameters={"rope_type": ["yarn"]}), "rope scaling ['yarn']"),
     "eos of a generation config": (
         written("generation_config.json", b'{"eos_token_id": "</s>"}'),

@@ -375,8 +375,8 @@ def _int64(token_ids: tuple) -> np.ndarray | None:
     except (TypeError, struct.error):
         return None
     # booleans became 0 and 1; to ask all ids for their types would take as long again
-    suspects = (ids < 2).nonzero()[0].tolist()
-    return None if any(isinstance(token_ids[i], bool) for i in suspects) else ids
+    suspects = [token_ids[i] for i in (ids < 2).nonzero()[0].tolist()]
+    return None if any(isinstance(x, bool) or "bool" in str(getattr(x, "dtype", "")) for x in suspects) else ids
 
 
 def _is_list(given: Any) -> bool:

@@ -209,7 +209,7 @@ class ModelRunner:
     def allocate_kv_cache(self, reserved: int) -> None:
         """Size the KV pool from what memory is left and hand each layer its pages."""
         config = self.config
-        block_bytes = int(np.prod(self._pages_shape(1))) * self.dtype.itemsize
+        block_bytes = math.prod(self._pages_shape(1)) * self.dtype.itemsize
         needed_blocks = self.max_blocks  # the longest sequence, alone
         num_blocks = config.num_kvcache_blocks
         if num_blocks == -1 and self.device.type == "cpu":

@@ -121,6 +121,8 @@ class RopeScaling:
         if kind != "default" and "factor" not in given:
             raise CheckpointError(f"config.json: rope scaling {kind!r} needs a 'factor'.")
         theta = float(given.pop("rope_theta"))
+        if kind == "yarn" and theta <= 1:
+            raise CheckpointError(f"config.json: rope_theta={theta}; rope scaling 'yarn' needs more than 1.")
         original = given.pop("original_max_position_embeddings", sources["max_position_embeddings"])
         return cls(kind=kind, theta=theta, original_max_position=original, **given)
 
