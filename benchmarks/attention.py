@@ -19,7 +19,7 @@ import statistics
 
 import torch
 
-from nanovllm.kernels import attention, reference_attention
+from nanovllm.kernels import decode_attention, prefill_attention, reference_attention
 
 PEAK_BYTES_PER_S = 4.3e12
 BLOCK_SIZE = 256
@@ -93,7 +93,7 @@ class DecodeCase:
         self.out = torch.empty(len(contexts), num_heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
 
     def launch(self, copy: int, op=None, chained: bool = False) -> torch.Tensor:
-        op = op or attention.paged_decode_attention
+        op = op or decode_attention.paged_decode_attention
         args = (self.q, self.k, self.v, self.rows, self.context_lens, self.tables[copy], SCALE)
         return op(*args, out=self.out, chained=chained)
 
@@ -211,7 +211,7 @@ class PrefillCase:
         self.context_lens = torch.full((num_seqs,), context, dtype=torch.int32, device="cuda")
 
     def triton(self, op=None) -> torch.Tensor:
-        op = op or attention.paged_prefill_attention
+        op = op or prefill_attention.paged_prefill_attention
         paged = (self.k_cache, self.v_cache, self.cu_q, self.rows, self.context_lens, self.tables)
         return op(self.q, *paged, SCALE, self.new)
 
@@ -301,7 +301,7 @@ def prefill_table() -> dict:
 
 def sweep_decode(shapes, programs, names) -> None:
     """Per case, microseconds of each tile shape (columns) and number of programs (rows)."""
-    original = attention.decode_config
+    original = decode_attention.decode_config
     for name in names:
         case = DecodeCase(*DECODE_CASES[name])
         floor_us = case.bytes / PEAK_BYTES_PER_S * 1e6
@@ -310,8 +310,8 @@ def sweep_decode(shapes, programs, names) -> None:
         for per_sm in programs:
             line = f"{per_sm:11d} "
             for shape in shapes:
-                config = attention.DecodeConfig(*shape, per_sm)
-                attention.decode_config = lambda *_, config=config: config
+                config = decode_attention.DecodeConfig(*shape, per_sm)
+                decode_attention.decode_config = lambda *_, config=config: config
                 try:
                     line += f"{case.time_us():10.2f}"
                 except Exception as failure:  # a shape that does not fit is a result too
@@ -319,24 +319,24 @@ def sweep_decode(shapes, programs, names) -> None:
             print(line, flush=True)
         del case
         torch.cuda.empty_cache()
-    attention.decode_config = original
+    decode_attention.decode_config = original
 
 
 def sweep_prefill(shapes) -> None:
     """Of the kernel in Triton; the one for Hopper, which would take its place there, stands aside."""
-    original, hopper_prefill = attention.prefill_config, attention.hopper_prefill
-    attention.hopper_prefill = None
+    original, hopper_prefill = prefill_attention.prefill_config, prefill_attention.hopper_prefill
+    prefill_attention.hopper_prefill = None
     print("\nprefill TFLOP/s by block_m/block_n/warps/stages")
     for name, spec in PREFILL_CASES.items():
         case = PrefillCase(*spec)
         for shape in shapes:
-            attention.prefill_config = lambda *_, shape=shape: attention.PrefillConfig(*shape)
+            prefill_attention.prefill_config = lambda *_, shape=shape: prefill_attention.PrefillConfig(*shape)
             try:
                 figure = f"{case.flops / time_eager_us(case.triton) / 1e6:.0f}"
             except Exception as failure:
                 figure = type(failure).__name__
             print(f"{name:26}{'/'.join(map(str, shape)):16}{figure:>8}", flush=True)
-    attention.prefill_config, attention.hopper_prefill = original, hopper_prefill
+    prefill_attention.prefill_config, prefill_attention.hopper_prefill = original, hopper_prefill
 
 
 def main() -> None:

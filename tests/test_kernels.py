@@ -14,7 +14,7 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from nanovllm.kernels import activation, attention, inputs, linear, norm, reference, rope_store  # noqa: E402
+from nanovllm.kernels import activation, inputs, linear, norm, prefill_attention, reference, rope_store  # noqa: E402
 from nanovllm.kernels.norm import PendingSum  # noqa: E402
 
 EPS = 1e-6
@@ -293,7 +293,8 @@ def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
     import triton
 
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    assert ((3, 6) <= version <= (3, 9)) == (linear.ring_linear is not None) == (attention.hopper_prefill is not None)
+    was_tried = (3, 6) <= version <= (3, 9)
+    assert was_tried == (linear.ring_linear is not None) == (prefill_attention.hopper_prefill is not None)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import attention, inputs, reference_attention  # noqa: E402
+from nanovllm.kernels import decode_attention, inputs, prefill_attention, reference_attention  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: too large for the interpreter")
 BF16 = pytest.param(
@@ -76,7 +76,7 @@ def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype
     expected = reference_attention.paged_decode_attention(*args)
     poisoned = torch.full((len(contexts), num_heads, head_size), torch.nan, dtype=dtype, device=DEVICE)
     for _ in range(2):  # twice: a launch must leave the counters as it found them
-        result = attention.paged_decode_attention(*args, **kwargs, out=poisoned.clone())
+        result = decode_attention.paged_decode_attention(*args, **kwargs, out=poisoned.clone())
         check(pages, result, expected)
     return pages, args, expected
 
@@ -89,15 +89,15 @@ def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_siz
     args = (q, pages.k, pages.v, cu_seqlens, pages.rows, pages.context_lens, pages.block_tables, pages.scale)
     expected = reference_attention.paged_prefill_attention(*args, max(new))
     poisoned = torch.full((sum(new), num_heads, head_size), torch.nan, dtype=dtype, device=DEVICE)
-    check(pages, attention.paged_prefill_attention(*args, max(new), out=poisoned), expected)
+    check(pages, prefill_attention.paged_prefill_attention(*args, max(new), out=poisoned), expected)
     return pages, args, expected
 
 
 @pytest.fixture
 def many_splits(monkeypatch):
     """Tiles of 16 tokens and about as many shares: every sequence of a few tiles is split."""
-    config = attention.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
-    monkeypatch.setattr(attention, "decode_config", lambda *_: config)
+    config = decode_attention.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
+    monkeypatch.setattr(decode_attention, "decode_config", lambda *_: config)
 
 
 # ---------------------------------------------------------------------------------------------------- decode
@@ -136,8 +136,8 @@ def test_decode_many_splits_of_large_groups(many_splits, group):
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 3])
 def test_decode_shares_that_hold_parts_of_several_sequences(monkeypatch, programs_per_sm):
     """One long context among short ones, at share lengths that begin and end inside sequences."""
-    config = attention.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
-    monkeypatch.setattr(attention, "decode_config", lambda *_: config)
+    config = decode_attention.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
+    monkeypatch.setattr(decode_attention, "decode_config", lambda *_: config)
     check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32)
 
 
@@ -151,8 +151,8 @@ def test_decode_without_out_and_empty_batch():
     q = pages.queries(2, 4, 2)
     args = (pages.k, pages.v, pages.rows, pages.context_lens, pages.block_tables, pages.scale)
     expected = reference_attention.paged_decode_attention(q, *args)
-    check(pages, attention.paged_decode_attention(q, *args), expected)
-    empty = attention.paged_decode_attention(
+    check(pages, decode_attention.paged_decode_attention(q, *args), expected)
+    empty = decode_attention.paged_decode_attention(
         q[:0], pages.k, pages.v, pages.rows[:0], pages.context_lens[:0], pages.block_tables, 1.0
     )
     assert empty.shape == (0, 4, 32)
@@ -164,7 +164,7 @@ def test_decode_large_scores_do_not_overflow(many_splits):
     q = pages.queries(2, 2, 1)
     args = (q, pages.k, pages.v, pages.rows, pages.context_lens, pages.block_tables, pages.scale)
     expected = reference_attention.paged_decode_attention(*args)
-    torch.testing.assert_close(attention.paged_decode_attention(*args), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(decode_attention.paged_decode_attention(*args), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_decode_result_is_that_of_the_sequence_alone():
@@ -172,7 +172,7 @@ def test_decode_result_is_that_of_the_sequence_alone():
     pages, args, expected = check_decode([100, 333, 12], 4, 2, 32, 16, torch.float32)
     q, k, v, rows, context_lens, tables, scale = args
     for i in range(3):
-        alone = attention.paged_decode_attention(
+        alone = decode_attention.paged_decode_attention(
             q[i : i + 1], k, v, rows[i : i + 1], context_lens[i : i + 1], tables, scale
         )
         check(pages, alone, expected[i : i + 1])
@@ -216,7 +216,7 @@ def test_prefill_in_chunks_is_the_whole():
         end = min(begin + 13, 50)
         cu_seqlens = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
         context = torch.tensor([end], dtype=torch.int32, device=DEVICE)
-        chunk = attention.paged_prefill_attention(
+        chunk = prefill_attention.paged_prefill_attention(
             q[begin:end], k, v, cu_seqlens, rows, context, tables, scale, end - begin
         )
         check(pages, chunk, expected[begin:end])
@@ -227,8 +227,8 @@ def test_prefill_of_one_token_is_decode():
     q = pages.queries(3, 4, 2)
     cu_seqlens = torch.arange(4, dtype=torch.int32, device=DEVICE)
     rest = (pages.rows, pages.context_lens, pages.block_tables, pages.scale)
-    prefill = attention.paged_prefill_attention(q, pages.k, pages.v, cu_seqlens, *rest, 1)
-    decode = attention.paged_decode_attention(q, pages.k, pages.v, *rest)
+    prefill = prefill_attention.paged_prefill_attention(q, pages.k, pages.v, cu_seqlens, *rest, 1)
+    decode = decode_attention.paged_decode_attention(q, pages.k, pages.v, *rest)
     torch.testing.assert_close(prefill, decode, **TOLERANCE[torch.float32])
 
 
@@ -304,9 +304,9 @@ def test_hopper_prefill(spans, group, dtype, block_size):
     q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
     by_other = group == 1 and max_seqlen_q < 1024  # its tiles would be shorter than a run
     assert hopper_prefill.takes(q, k, max_seqlen_q) != by_other
-    first = attention.paged_prefill_attention(*args, max_seqlen_q)
+    first = prefill_attention.paged_prefill_attention(*args, max_seqlen_q)
     for _ in range(3):  # no race, and nothing is left from launch to launch
-        assert torch.equal(attention.paged_prefill_attention(*args, max_seqlen_q), first)
+        assert torch.equal(prefill_attention.paged_prefill_attention(*args, max_seqlen_q), first)
     if not by_other:
         torch.cuda.synchronize()
         assert inputs.zero_counters(1, q.device).count_nonzero() == 0
@@ -322,12 +322,12 @@ def test_decode_in_a_cuda_graph_follows_new_contexts(chained):
     q, full = source.clone(), pages.context_lens.clone()
     args = (q, pages.k, pages.v, pages.rows, pages.context_lens, pages.block_tables, pages.scale)
     pages.context_lens.fill_(1)
-    attention.paged_decode_attention(*args)
+    decode_attention.paged_decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         if chained:  # the launch before, which ours overlaps with, writes q
             q.copy_(source)
-        result = attention.paged_decode_attention(*args, chained=chained)
+        result = decode_attention.paged_decode_attention(*args, chained=chained)
     for shorter_by in (0, 63, 0, 17):
         pages.context_lens.copy_(full - shorter_by)
         result.fill_(torch.nan)

@@ -1,6 +1,7 @@
 """Gluon, Triton's lower level: prefill attention on NVIDIA Hopper, for 16 bits and a head size of 128.
 
-Owns `hopper_prefill_attention` and what it takes; `attention.py` decides where it runs, and what runs elsewhere.
+Owns `hopper_prefill_attention` and what it takes; `prefill_attention.py` decides where it runs, and has what runs
+elsewhere.
 
 One program per multiprocessor stays for the whole launch. Its work items are runs of query tokens with all query heads
 that share a KV head: 128 rows (token, head of the group), cut at positions that are multiples of TOKENS = 128 / GROUP.
@@ -46,14 +47,13 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .inputs import is_hopper, launch_options, launcher, num_multiprocessors, zero_counters
+from .pages import LOG2_E, LOWEST
 
 HEAD_SIZE = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # of a consumer
 # of an item: KV head, or -1 at the end; token of row 0; the sequence's first token and its end; position of row 0
 FIELDS = gl.constexpr(5)
 ITEMS = gl.constexpr(2)  # slots
-LOG2_E = 1.4426950408889634
-LOWEST = gl.constexpr(-1.0e30)  # a running maximum's start: finite, so that minus itself it is 0 and not NaN
 MAX_SEQS = gl.constexpr(256)  # of a launch
 
 
@@ -405,7 +405,7 @@ def tiles(max_seqlen_q):
 
 
 def takes(q, k_cache, max_seqlen_q):
-    """Whether `hopper_prefill_attention` can, and is faster than attention.py: not where a sequence has few rows."""
+    """Whether `hopper_prefill_attention` can, and is faster than Triton's: not where a sequence has few rows."""
     _, num_heads, head_size = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -427,7 +427,7 @@ def takes(q, k_cache, max_seqlen_q):
 def hopper_prefill_attention(
     q, k_cache, v_cache, cu_seqlens_q, rows, context_lens, block_tables, scale, max_seqlen_q, out
 ):
-    """See attention.paged_prefill_attention; for what `takes` says it takes."""
+    """See prefill_attention.paged_prefill_attention; for what `takes` says it takes."""
     _, num_heads, head_size = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     group, most = num_heads // num_kv_heads, MAX_SEQS.value

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in plain torch: what `attention.py` computes, on any device.
+"""Attention over the paged KV cache in plain torch: what the kernels of decode and prefill compute, on any device.
 
 Owns clarity: one sequence at a time, pages gathered by indexing, softmax in fp32. Knows nothing of speed.
 Legend: T packed query tokens, B or S sequences, H query heads, K KV heads, D head size, NB blocks of BS

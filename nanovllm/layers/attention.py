@@ -120,19 +120,19 @@ class TritonBackend:
     reads_pages = True
 
     def __init__(self):
-        from nanovllm.kernels import attention
+        from nanovllm.kernels import triton_ops
 
-        self.kernels = attention
+        self.ops = triton_ops
 
     def prefill(self, q, k, v, k_cache, v_cache, scale, context):
-        return self.kernels.paged_prefill_attention(
+        return self.ops.paged_prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.rows, context.context_lens, context.block_tables,
             scale, context.max_seqlen_q,
         )
 
     def decode(self, q, k_cache, v_cache, scale, context):
         # Chained: the embedding, an ordinary launch, lies between this and what wrote lengths and tables.
-        return self.kernels.paged_decode_attention(
+        return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.rows, context.context_lens, context.block_tables, scale, context.max_context,
             chained=True,
         )
