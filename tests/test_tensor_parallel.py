@@ -517,6 +517,31 @@ def test_two_engines_at_once(run_script):
     assert out.splitlines()[-1].startswith("tokens") and out.splitlines()[-1] == other.splitlines()[-1]
 
 
+def test_starts_in_two_threads_leave_the_main_module_in_its_place():
+    """Otherwise nothing that the user's script defines can be pickled from then on."""
+    main = sys.modules["__main__"]
+    hidden = [threading.Event() for _ in range(2)]
+    may_end = [threading.Event() for _ in range(2)]
+
+    def start(i):
+        with tensor_parallel._without_main_module():
+            hidden[i].set()
+            may_end[i].wait(10)
+
+    threads = [threading.Thread(target=start, args=(i,)) for i in range(2)]
+    try:
+        threads[0].start()
+        assert hidden[0].wait(10) and sys.modules["__main__"] is not main
+        threads[1].start()
+        hidden[1].wait(0.3)  # it does so while the first is at it, unless it is made to wait
+        for thread, event in zip(threads, may_end, strict=True):
+            event.set()
+            thread.join(10)
+        assert sys.modules["__main__"] is main
+    finally:
+        sys.modules["__main__"] = main
+
+
 def test_ctrl_c_in_a_terminal(run_script):
     """It reaches all processes; the workers leave it to rank 0, which says what is to be said once."""
     process = run_script(4000)

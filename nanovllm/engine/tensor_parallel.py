@@ -49,6 +49,7 @@ SILENCE_LIMIT_S = 30.0  # without a beat; one import may hold the interpreter's 
 START_TIMEOUT_S = 120.0  # to be there, and again to be ready once rank 0 is
 STEP_TIMEOUT_S = 900.0  # for one step or one collective
 LEAVE_S = 5.0  # between asking the workers to leave and ending them
+MAIN_LOCK = threading.Lock()  # whoever hid the main module is the one to put it back
 
 
 # ---------------------------------------------------------------------------------------------- rank 0
@@ -310,13 +311,16 @@ def _without_main_module() -> Iterator[None]:
 
     A spawned process otherwise runs the script again, as a module, in case the target lives there; a
     script without ``if __name__ == "__main__"`` would start an engine in every worker. Ours lives here.
+    One at a time: of two engines that start in two threads, the second would take the first one's stand-in for the
+    script, and leave it in its place.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with MAIN_LOCK:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 # ---------------------------------------------------------------------------------------------- a worker
