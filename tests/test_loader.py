@@ -463,6 +463,17 @@ def test_yarn_added_to_a_published_config(tmp_path):
     assert read_model_config(str(tmp_path)).max_position_embeddings == 131072
 
 
+def test_two_different_rope_scalings():
+    """The recipe's dict beside the one that transformers 5 writes was ignored: the model ran unstretched."""
+    new, old = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(CheckpointError, match=r"rope_parameters=.* and rope_scaling=.* differ; write all into"):
+        RopeScaling.from_json({"rope_parameters": new, "rope_scaling": old})
+    want = RopeScaling.from_json({"rope_parameters": new})
+    for other in (new, None, {}):
+        assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": other}) == want
+        assert RopeScaling.from_json({"rope_parameters": other, "rope_scaling": new}) == want
+
+
 def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):
     """What transformers writes today and the older layout of the same numbers give one and the same config."""
     new = json.loads((Path(make_checkpoint()) / "config.json").read_text())

@@ -100,7 +100,12 @@ class RopeScaling:
     def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
         # transformers 5 writes one dict "rope_parameters"; before, "rope_theta" and "rope_scaling" stood apart
         sources = checked(raw, ROPE_SOURCES)
-        rope = dict(sources["rope_parameters"] or sources["rope_scaling"] or {})
+        new, old = sources["rope_parameters"], sources["rope_scaling"]
+        if new and old and new != old:  # as when a recipe's "rope_scaling" is added to a file that has the other
+            raise CheckpointError(
+                f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
+            )
+        rope = dict(new or old or {})
         rope.setdefault("rope_theta", raw.get("rope_theta", 10_000.0))
         given = {k: v for k, v in checked(rope, ROPE_FIELDS).items() if v is not None}
         kind = rope.pop("rope_type", rope.pop("type", "default"))
