@@ -393,6 +393,16 @@ def test_min_tokens_with_ignore_eos_leaves_end_of_sequence_alone(eos, make_llm):
     assert tokens(make_llm(model=path), PROMPT, params)[0] == free
 
 
+@pytest.mark.parametrize("beyond", (0, 2**32, 2**70))
+def test_end_of_sequence_beyond_the_vocabulary(beyond, tiny, make_checkpoint, make_llm):
+    """It cannot be sampled. As 32 bits on the device it was another token's id, which min_tokens then held back."""
+    free = tiny.greedy(PROMPT, 20)
+    llm = make_llm(model=make_checkpoint(eos_token_id=[beyond + free[1], 512, 100_000]))
+    assert llm.scheduler.eos_token_ids == ({free[1]} if beyond == 0 else set())
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20, ignore_eos=beyond == 0)
+    assert tokens(llm, PROMPT, params)[0] == free
+
+
 def test_min_tokens_in_sampled_text(small, make_llm):
     """One of 16 tokens ends: without min_tokens most are short, with it none ends before its time."""
     path, _ = small

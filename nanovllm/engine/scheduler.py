@@ -71,11 +71,12 @@ class Scheduler:
     def __init__(self, config: Config, eos_token_ids: Iterable[int] = ()):
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        vocab_size = config.model_config.vocab_size
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # no other can be sampled
         self.num_preemptions = 0
         # ids that stop some sequence; a hit is then checked against the sequence itself
-        self._stops_some = np.zeros(config.model_config.vocab_size, bool)
-        self._stops_some[[i for i in self.eos_token_ids if i < len(self._stops_some)]] = True
+        self._stops_some = np.zeros(vocab_size, bool)
+        self._stops_some[list(self.eos_token_ids)] = True
         self._config = config
         self.clear()
 
