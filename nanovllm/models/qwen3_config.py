@@ -169,6 +169,9 @@ class Qwen3Config:
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
+        head_dim = given["head_dim"] or given["hidden_size"] // heads
+        if head_dim < 2 or head_dim % 2:
+            raise CheckpointError(f"config.json: heads of size {head_dim}; rotation takes an even size.")
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in ("bfloat16", "float16", "float32"):
             raise CheckpointError(f"config.json: dtype={dtype!r}; supported are bfloat16, float16 and float32.")
@@ -179,7 +182,7 @@ class Qwen3Config:
             architecture=raw["architectures"][0],
             **{name: given[name] for name in SIZES},
             num_key_value_heads=kv_heads,
-            head_dim=given["head_dim"] or given["hidden_size"] // heads,
+            head_dim=head_dim,
             max_position_embeddings=max_position,
             rms_norm_eps=float(given["rms_norm_eps"]),
             tie_word_embeddings=bool(given["tie_word_embeddings"]),
