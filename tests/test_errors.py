@@ -375,6 +375,17 @@ def test_messages_that_the_template_cannot_take():
         assert opened.prompt.startswith(closed.prompt) and len(opened.prompt) > len(closed.prompt)
 
 
+def test_chat_without_a_template():
+    """One that is given does as well; it was refused, too."""
+    template, messages = "{{ messages[0].content }}!", [{"role": "user", "content": "hi"}]
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        llm.tokenizer.chat_template = None
+        with refuses(RequestError, "chat() needs a tokenizer with a chat template; this model has none."):
+            llm.chat(messages, use_tqdm=False)
+        none = SamplingParams(max_tokens=0)
+        assert llm.chat(messages, none, use_tqdm=False, chat_template=template)[0].prompt == "hi!"
+
+
 def test_text_that_is_not_unicode():
     """A lone surrogate, as in names of files that are not UTF-8, raised the tokenizer's TypeError about its types."""
     bad, text = "\udcff bad", "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\udcff'"

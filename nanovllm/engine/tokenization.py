@@ -71,8 +71,11 @@ class Tokenization:
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
         tokenizer = self._required()
-        if not tokenizer.chat_template:
-            raise RequestError("chat() needs a tokenizer with a chat template; this model has none. Use generate().")
+        if not (kwargs.get("chat_template") or tokenizer.chat_template):
+            raise RequestError(
+                "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
+                "chat_template."
+            )
         kwargs.setdefault("add_generation_prompt", True)
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
