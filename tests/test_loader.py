@@ -132,6 +132,34 @@ def test_a_file_of_several_is_missing(sharded):
         load_model(build(path), path)
 
 
+def test_other_files_beside_those_of_the_index(sharded):
+    """As repositories have them: the same weights in one file, an adapter, what macOS leaves behind."""
+    path, whole = sharded
+    save_file(tensors_of(whole), Path(path) / "consolidated.safetensors")
+    save_file({"lora_A": torch.ones(2)}, Path(path) / "adapter_model.safetensors")
+    (Path(path) / "._model-00001-of-00009.safetensors").write_bytes(b"\0\5\x16\7")
+    several, one = loaded(path).state_dict(), loaded(whole).state_dict()
+    assert several.keys() == one.keys() and all(torch.equal(several[name], one[name]) for name in one)
+
+
+def test_one_file_beside_those_of_the_index(sharded):
+    """Either may be the newer one: refused, unless the index is all that is left of the several."""
+    path, whole = sharded
+    shutil.copy(Path(whole) / "model.safetensors", path)
+    with pytest.raises(CheckpointError, match="is twice there"):
+        load_model(build(path), path)
+    for file in Path(path).glob("model-*.safetensors"):
+        file.unlink()
+    loaded(path)
+
+
+def test_an_unreadable_index(sharded):
+    path, _ = sharded
+    (Path(path) / "model.safetensors.index.json").write_text('{"weight_map": {')
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+        load_model(build(path), path)
+
+
 def test_weights_are_converted_to_the_models_dtype(make_checkpoint):
     path = make_checkpoint()
     model = build(path).to(torch.bfloat16)

@@ -55,7 +55,7 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         raise CheckpointError(f"model={str(model)!r}: no such directory, and the hub says: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ def read_model_config(model_path: str) -> Qwen3Config:
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{model_path} holds no config.json; is it a model's directory?")
-    raw = _read_json(path)
+    raw = read_json(path)
     architectures = raw.get("architectures") or []
     if architectures not in [[name] for name in MODELS]:
         raise CheckpointError(
@@ -82,6 +82,6 @@ def read_model_config(model_path: str) -> Qwen3Config:
 def read_eos_token_ids(model_path: str, config: Qwen3Config) -> set[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path = Path(model_path) / "generation_config.json"
-    raw = _read_json(path) if path.is_file() else {}
+    raw = read_json(path) if path.is_file() else {}
     eos = checked(raw, {"eos_token_id": FIELDS["eos_token_id"]}, str(path))["eos_token_id"]
     return set(config.eos_token_ids if eos is None else token_ids(eos))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.checkpoint import read_json
 
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 
@@ -47,7 +48,7 @@ def default_weight_loader(param: nn.Parameter, loaded: CheckpointTensor, shard_i
 
 
 def load_model(model: nn.Module, path: str) -> None:
-    """Fill ``model`` from the ``*.safetensors`` files in directory ``path``.
+    """Fill ``model`` from the ``*.safetensors`` files in directory ``path``, of several those that its index names.
 
     The model names the parts of its merged layers in ``packed_modules_mapping``, e.g.
     ``{"q_proj": ("qkv_proj", "q")}``, and the tensors it does without in ``unused_weights``.
@@ -57,7 +58,7 @@ def load_model(model: nn.Module, path: str) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(Path(path).glob("*.safetensors"))
+    files = _weight_files(Path(path))
     if not files:
         raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
     params = dict(model.named_parameters())
@@ -81,6 +82,19 @@ def load_model(model: nn.Module, path: str) -> None:
     if missing:
         some = ", ".join(sorted(missing)[:5])
         raise CheckpointError(f"{path}: {len(missing)} tensors are missing, among them {some}.")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """All of them; if an index names some, those, for others beside them hold the same weights in other layouts.
+
+    But ``model.safetensors`` is not left out: whether it or the index is newer cannot be told.
+    """
+    files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map") if index.is_file() else None
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if not names.intersection(file.name for file in files):  # a leftover of files that were put together
+        return files
+    return [file for file in files if file.name in names or file.name == "model.safetensors"]
 
 
 def _expected_tensors(params: dict[str, nn.Parameter], packed: dict[str, tuple[str, Any]]) -> dict[str, tuple]:
