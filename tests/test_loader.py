@@ -168,6 +168,15 @@ def test_weights_are_converted_to_the_models_dtype(make_checkpoint):
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight, want)
 
 
+@pytest.mark.parametrize("dtype", (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64))
+def test_weights_that_are_not_floats(dtype, make_checkpoint, copy_of):
+    """They were copied as numbers, and the model spoke nonsense."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = copy_of(make_checkpoint(), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' is of {str(dtype)[6:]}, expected floats"):
+        load_model(build(path), path)
+
+
 # -------------------------------------------------------------------- several ranks
 
 SIZES = (2, 4, 8)

@@ -39,7 +39,11 @@ def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, st
     if list(loaded.shape) != expected:
         raise CheckpointError(f"tensor {loaded.name!r} has shape {list(loaded.shape)}, expected {expected}.")
     index = (slice(None),) * dim + (slice(start, start + param.shape[dim]),)
-    param.copy_(loaded[index])
+    part = loaded[index]
+    if not part.is_floating_point():  # of a quantized or broken model; as numbers they would pass for weights
+        dtype = str(part.dtype).removeprefix("torch.")
+        raise CheckpointError(f"tensor {loaded.name!r} is of {dtype}, expected floats.")
+    param.copy_(part)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
