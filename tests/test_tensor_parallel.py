@@ -459,15 +459,15 @@ print("tokens", [o["token_ids"] for o in outputs])
 
 @pytest.fixture
 def run_script(device, make_checkpoint, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     root = str(Path(__file__).parents[1])
     search_path = root + os.pathsep + os.environ.get("PYTHONPATH", "")
     environment = {**os.environ, "PYTHONPATH": search_path, "TMPDIR": str(tmp_path)}
     options(device, 2)  # skips where there are no two devices
     started = []
 
-    def run(max_tokens: int) -> subprocess.Popen:
+    def run(max_tokens: int, text: str = SCRIPT) -> subprocess.Popen:
+        script = tmp_path / f"script{len(started)}.py"
+        script.write_text(text)
         arguments = [sys.executable, str(script), make_checkpoint(), device, str(max_tokens)]
         started.append(
             subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -515,6 +515,22 @@ def test_two_engines_at_once(run_script):
     (out, errors), (other, _) = answers
     assert out.count("script runs") == 1 and errors == ""
     assert out.splitlines()[-1].startswith("tokens") and out.splitlines()[-1] == other.splitlines()[-1]
+
+
+FORKED = """
+if os.fork() == 0:
+    sys.exit()
+assert os.wait()[1] == 0
+outputs = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+print("again", outputs[0]["token_ids"])
+"""
+
+
+def test_the_end_of_a_forked_process_leaves_the_workers_alone(run_script):
+    """They were terminated with it, for it had inherited the list of its parent's daemons."""
+    process = run_script(5, SCRIPT.replace("import sys", "import os, sys") + FORKED)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and out.splitlines()[-1].startswith("again"), errors
 
 
 def test_starts_in_two_threads_leave_the_main_module_in_its_place():

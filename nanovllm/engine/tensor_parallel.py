@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ SILENCE_LIMIT_S = 30.0  # without a beat; one import may hold the interpreter's 
 START_TIMEOUT_S = 120.0  # to be there, and again to be ready once rank 0 is
 STEP_TIMEOUT_S = 900.0  # for one step or one collective
 LEAVE_S = 5.0  # between asking the workers to leave and ending them
+STARTED: weakref.WeakSet[Any] = weakref.WeakSet()  # every worker of this process
 MAIN_LOCK = threading.Lock()  # whoever hid the main module is the one to put it back
 
 
@@ -244,6 +246,7 @@ class Workers:
             )
             with _without_main_module():
                 process.start()
+            STARTED.add(process)
             theirs.close()
             self._processes[rank], self._pipes[rank] = process, ours
 
@@ -303,6 +306,16 @@ def _settle(future: Future, function: Callable, *args: Any) -> None:
         future.set_result(function(*args))
     except BaseException as error:
         future.set_exception(error)
+
+
+def _disown_workers() -> None:
+    """In a forked copy of the process: ``multiprocessing`` ends the daemons it knows of when a process ends."""
+    getattr(multiprocessing.process, "_children", set()).difference_update(STARTED)
+    STARTED.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_workers)
 
 
 @contextmanager
