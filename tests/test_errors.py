@@ -740,9 +740,12 @@ def test_damaged_tokenizer(damaged):
 
 
 def test_no_such_model(tmp_path):
-    for name in ("./no/such/dir", str(tmp_path / "nothing"), "a/b/c", "what is this?"):
+    unheard_of = "./no/such/dir", str(tmp_path / "nothing"), "a/b/c", "~nobody-of-this-name/x", "/" + "a" * 300
+    for name in (*unheard_of, "what is this?"):
         with refuses(CheckpointError, f"model={name!r}: there is no such directory, and it is not a hub id."):
             load(name)
+    with refuses(CheckpointError, "no such directory, and the hub says: "):
+        load("a" * 300)
     file = tmp_path / "model.safetensors"
     file.touch()
     with refuses(CheckpointError, f"model={str(file)!r} is a file; give the directory that holds config.json."):

@@ -32,12 +32,13 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         CheckpointError: no such directory, or the hub cannot provide it (the cache and
             ``HF_HUB_OFFLINE`` are honoured).
     """
-    path = DEMO_MODEL if model is None else Path(model).expanduser()
-    if path.is_dir():
+    # os.path leaves the home of an unknown user and names that are too long for files as they are; pathlib raises
+    path = DEMO_MODEL if model is None else Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         if revision is not None:
             raise ConfigError(f"revision={revision!r}: {path} is a directory; only a model of the hub has revisions.")
         return str(path)
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"model={str(model)!r} is a file; give the directory that holds config.json.")
     if not HUB_ID.fullmatch(str(model)) or str(model).startswith("."):
         raise CheckpointError(f"model={str(model)!r}: there is no such directory, and it is not a hub id.")
