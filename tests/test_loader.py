@@ -509,6 +509,7 @@ def test_two_different_rope_scalings():
     with pytest.raises(CheckpointError, match=r"rope_parameters=.* and rope_scaling=.* differ; write all into"):
         RopeScaling.from_json({"rope_parameters": new, "rope_scaling": old})
     want = RopeScaling.from_json({"rope_parameters": new})
+    assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": {"type": "default"}}) == want
     for other in (new, None, {}):
         assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": other}) == want
         assert RopeScaling.from_json({"rope_parameters": other, "rope_scaling": new}) == want

@@ -70,6 +70,11 @@ def checked(raw: dict[str, Any], fields: dict[str, tuple[str, Any]], file: str =
     return values
 
 
+def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """Without what both ways of writing it need not have in common."""
+    return {"rope_type" if name == "type" else name: value for name, value in rope.items() if name != "rope_theta"}
+
+
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """None, one id or several, as JSON files have them."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
@@ -101,7 +106,8 @@ class RopeScaling:
         # transformers 5 writes one dict "rope_parameters"; before, "rope_theta" and "rope_scaling" stood apart
         sources = checked(raw, ROPE_SOURCES)
         new, old = sources["rope_parameters"], sources["rope_scaling"]
-        if new and old and new != old:  # as when a recipe's "rope_scaling" is added to a file that has the other
+        # as when a recipe's "rope_scaling" is added to a file that has the other
+        if new and old and _scaling(new) != _scaling(old):
             raise CheckpointError(
                 f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
             )
