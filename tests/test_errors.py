@@ -740,18 +740,37 @@ def test_damaged_tokenizer(damaged):
 
 
 def test_no_such_model(tmp_path):
-    unheard_of = "./no/such/dir", str(tmp_path / "nothing"), "a/b/c", "~nobody-of-this-name/x", "/" + "a" * 300
-    for name in (*unheard_of, "what is this?"):
+    for name in ("./no/such/dir", str(tmp_path / "nothing"), "a/b/c", "what is this?"):
         with refuses(CheckpointError, f"model={name!r}: there is no such directory, and it is not a hub id."):
             load(name)
-    with refuses(CheckpointError, "no such directory, and the hub says: "):
-        load("a" * 300)
     file = tmp_path / "model.safetensors"
     file.touch()
     with refuses(CheckpointError, f"model={str(file)!r} is a file; give the directory that holds config.json."):
         load(file)
     with refuses(CheckpointError, "holds no config.json; is it a model's directory?"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Write a poem about the sea. " * 20, "~nobody-of-this-name/model"])
+def test_a_name_that_cannot_be_looked_up(name):
+    """A prompt in the place of the model, and the home of an unknown user, raised errors of pathlib's."""
+    with refuses(CheckpointError, f"model={name!r:.300}: it cannot be looked up: "):
+        load(name)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_no_permission(tmp_path):
+    """A model below somebody else's home raised pathlib's PermissionError."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(0)
+    try:
+        with refuses(CheckpointError, f"model={str(locked / 'model')!r}: it cannot be looked up: Permission denied."):
+            load(locked / "model")
+        with refuses(CheckpointError, f"{locked / 'config.json'} cannot be read: "):
+            load(locked)
+    finally:
+        locked.chmod(0o700)
 
 
 def test_hub_out_of_reach(tmp_path, monkeypatch):

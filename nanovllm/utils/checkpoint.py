@@ -7,6 +7,7 @@ Owns the way from a model's name to a local directory, and what ``config.json`` 
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,22 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
 
     Raises:
         ConfigError: a revision of a directory.
-        CheckpointError: no such directory, or the hub cannot provide it (the cache and
+        CheckpointError: no such directory, it may not be looked at, or the hub cannot provide it (the cache and
             ``HF_HUB_OFFLINE`` are honoured).
     """
-    # os.path leaves the home of an unknown user and names that are too long for files as they are; pathlib raises
-    path = DEMO_MODEL if model is None else Path(os.path.expanduser(model))
-    if os.path.isdir(path):
+    try:
+        path = DEMO_MODEL if model is None else Path(model).expanduser()
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        mode = 0
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, the home of a user who is unknown
+        why = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise CheckpointError(f"model={str(model)!r:.300}: it cannot be looked up: {why}.") from error
+    if stat.S_ISDIR(mode):
         if revision is not None:
             raise ConfigError(f"revision={revision!r}: {path} is a directory; only a model of the hub has revisions.")
         return str(path)
-    if os.path.exists(path):
+    if mode:
         raise CheckpointError(f"model={str(model)!r} is a file; give the directory that holds config.json.")
     if not HUB_ID.fullmatch(str(model)) or str(model).startswith("."):
         raise CheckpointError(f"model={str(model)!r}: there is no such directory, and it is not a hub id.")
@@ -69,9 +76,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_model_config(model_path: str) -> Qwen3Config:
     """Read ``config.json``; raises CheckpointError if it is missing or names another architecture."""
     path = Path(model_path) / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{model_path} holds no config.json; is it a model's directory?")
-    raw = read_json(path)
+    try:
+        raw = read_json(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CheckpointError(f"{model_path} holds no config.json; is it a model's directory?") from None
+        raise
     architectures = raw.get("architectures") or []
     if architectures not in [[name] for name in MODELS]:
         raise CheckpointError(
