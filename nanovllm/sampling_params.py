@@ -47,7 +47,7 @@ class SamplingParams:
         top_p: sample among the fewest tokens whose probabilities reach this sum, in (0, 1]. Default 1 (off).
         min_p: drop tokens less probable than this share of the most probable one, in [0, 1]. Default 0 (off).
         seed: an integer makes the draw reproducible, whatever else runs in the batch. Default: from the engine.
-        stop_token_ids: further token ids that end the generation; they stay in ``token_ids``. Default none.
+        stop_token_ids: further token ids that end the generation; they stay in ``token_ids``. Default (or None) none.
         min_tokens: no end-of-sequence or stop token before this many were generated. Default 0.
 
     Raises:
@@ -75,7 +75,7 @@ class SamplingParams:
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "an integer or None")
-        stop_ids = self.stop_token_ids
+        stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         _require(isinstance(stop_ids, (tuple, list)) and all(_is_int(i) and i >= 0 for i in stop_ids),
                  "stop_token_ids", stop_ids, "a list of token ids >= 0")
         _require(_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens",

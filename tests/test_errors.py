@@ -198,6 +198,7 @@ def test_sampling_params_are_frozen_and_know_their_fields():
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # vLLM's default
     assert hash(SamplingParams(stop_token_ids=[3])) == hash(SamplingParams(stop_token_ids=(3,)))
 
 
