@@ -45,3 +45,7 @@ def __getattr__(name: str):
 
         return LLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

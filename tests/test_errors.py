@@ -46,6 +46,7 @@ def test_the_tree():
     for error in (OutOfMemoryError, EngineError, WorkerError):
         assert issubclass(error, NanoVLLMError) and issubclass(error, RuntimeError)
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
+    assert set(nanovllm.__all__) <= set(dir(nanovllm))  # what an interactive session completes
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = nanovllm.Engine
 
