@@ -67,7 +67,8 @@ class Tokenization:
             except UnicodeEncodeError as error:
                 which = f"prompt {i}: " if len(texts) > 1 else ""
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
-        return tokenizer(given, add_special_tokens=add_special_tokens)["input_ids"]
+        # not verbose: what is too long is refused by the engine, whose limit is another than the tokenizer's
+        return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
         tokenizer = self._required()
