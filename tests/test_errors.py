@@ -356,7 +356,7 @@ def test_refused_requests_draw_nothing(make_llm):
 
 @pytest.mark.parametrize("messages", ["hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"}])
 def test_messages(small_llm, messages):
-    with refuses(RequestError, "messages must be a list"):
+    with refuses(RequestError, 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of'):
         small_llm.chat(messages, use_tqdm=False)
 
 
@@ -375,6 +375,9 @@ def test_messages_that_the_template_cannot_take():
             for options in ({}, {"add_generation_prompt": False})
         )
         assert opened.prompt.startswith(closed.prompt) and len(opened.prompt) > len(closed.prompt)
+        begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hel"}]
+        (output,) = llm.chat(begun, SamplingParams(max_tokens=0), use_tqdm=False, continue_final_message=True)
+        assert output.prompt == opened.prompt + "Hel"
 
 
 def test_chat_without_a_template():

@@ -219,15 +219,13 @@ class LLMEngine:
             sampling_params, use_tqdm: as in ``generate``.
             **template_options: for the tokenizer's chat template, e.g. ``enable_thinking=False``.
         """
-        conversations = _as_list("messages must be a list", messages)
+        rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
+        conversations = _as_list(rule, messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
-                raise RequestError(
-                    'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists, '
-                    f"not {messages!s:.100}."
-                )
+                raise RequestError(f"{rule}, not {messages!s:.100}.")
         texts = [self._tokenization.apply_chat_template(m, **template_options) for m in conversations]  # type: ignore
         token_ids = self._tokenization.encode(texts, add_special_tokens=False)
         return self._generate(texts, token_ids, sampling_params, use_tqdm)

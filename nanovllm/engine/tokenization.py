@@ -77,7 +77,7 @@ class Tokenization:
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
-        kwargs.setdefault("add_generation_prompt", True)
+        kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message"))
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # whatever the model's template makes of them
