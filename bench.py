@@ -60,6 +60,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--model and --size exclude each other: a size has random weights")
     if args.repeats < 1 or (args.scale is not None and not 1 <= args.scale <= 64):
         parser.error("--repeats must be at least 1, --scale between 1 and 64")
+    if args.profile and not Path(args.profile).absolute().parent.is_dir():
+        parser.error(f"--profile: there is no directory {Path(args.profile).parent}")  # known before the runs
     if "all" in args.workload:
         args.workload = list(WORKLOADS)
     return args

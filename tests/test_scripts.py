@@ -123,6 +123,12 @@ def test_unknown_flags_are_refused(script):
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
 
 
+def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path):
+    """The figures of all runs were lost when the timeline could not be written."""
+    done = run("bench.py", "--profile", str(tmp_path / "none" / "trace.json"), check=False)
+    assert done.returncode == 2 and f"there is no directory {tmp_path / 'none'}" in done.stderr
+
+
 def test_host_overhead_runs():
     report = report_of(run("benchmarks/host_overhead.py", "--batch", "1", "8", "--steps", "20"))
     assert [figures["steady"]["batch"] for figures in report["results"]] == [1, 8]
