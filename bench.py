@@ -11,6 +11,7 @@ other token ids, so that no prefix cache knows it.
 """
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -235,6 +236,8 @@ def main(argv: list[str] | None = None) -> None:
         "versions": versions(),
     }
     if not args.json_only:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # where it is not Unicode
         print_table(report)
     print(json.dumps(report), flush=True)
 

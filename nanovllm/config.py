@@ -48,7 +48,8 @@ class Config:
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
         num_kvcache_blocks: size of the KV pool in blocks; -1 takes what memory allows.
         device: "auto" (a CUDA device if there is one), "cuda" or "cpu".
-        dtype: "auto" (the checkpoint's; float32 on CPU), "bfloat16", "float16" or "float32".
+        dtype: "auto" (the checkpoint's; float32 on CPU, float16 on a GPU without bfloat16), "bfloat16", "float16" or
+            "float32".
         attention_backend: "auto" (what measured fastest), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights from config.json alone).
         enable_prefix_caching: reuse the keys and values of equal prompt beginnings.

@@ -422,7 +422,7 @@ def test_ctrl_c(start):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert not any(p.is_alive() for p in mine)
-    text = r"shut down, because a run on several ranks was interrupted; make a new LLM\(...\)\."
+    text = r"shut down, because a run on several ranks was interrupted or a rank failed; make a new LLM\(...\)\."
     with pytest.raises(EngineError, match=text):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 

@@ -169,7 +169,7 @@ class LLMEngine:
         self._in_flight.clear()
         self._finished_unscheduled.clear()
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
-            self._why_shut_down = ", because a run on several ranks was interrupted"
+            self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()
         if self._finalizer.alive:
             self.model_runner.synchronize()

@@ -60,7 +60,7 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         why = "it is not in the local cache and the hub cannot be reached (or HF_HUB_OFFLINE is set)"
         raise CheckpointError(f"model={str(model)!r}: no such directory, and {why}.") from error
     except Exception as error:  # errors of the HTTP client come through as they are, and versions use different ones
-        raise CheckpointError(f"model={str(model)!r}: no such directory, and the hub says: {error}") from error
+        raise CheckpointError(f"model={str(model)!r}: no such directory, and the hub says: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
