@@ -98,7 +98,7 @@ class Config:
         return cls(model, **options)
 
     def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, (str, os.PathLike)):
+        if self.model is not None and not (isinstance(self.model, (str, os.PathLike)) and str(self.model)):
             raise ConfigError(f"model={self.model!r}: must be a path, a hub id or None.")
         self.max_num_batched_tokens = _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self.max_num_seqs = _integer("max_num_seqs", self.max_num_seqs, 1)

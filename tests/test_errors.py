@@ -114,6 +114,8 @@ def test_options(make_checkpoint, options, text):
 def test_the_model_option(make_checkpoint):
     with refuses(ConfigError, "model=7: must be a path, a hub id or None."):
         LLM(7)
+    with refuses(ConfigError, "model='': must be a path, a hub id or None."):
+        LLM("")
     with refuses(ConfigError, "tensor_parallel_size=2 and the model's 3 KV heads: one must divide the other."):
         LLM(make_checkpoint(num_attention_heads=6, num_key_value_heads=3), tensor_parallel_size=2, device="cpu")
 
