@@ -30,7 +30,7 @@ class RequestError(NanoVLLMError, ValueError):
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
-    """The device has no room for the weights or for a KV cache."""
+    """The device, or the host, has no room for the weights or for a KV cache."""
 
 
 class EngineError(NanoVLLMError, RuntimeError):

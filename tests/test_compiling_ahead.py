@@ -44,6 +44,34 @@ def test_the_rehearsal_compiles_all_that_a_run_launches_and_runs_nothing(shape, 
     assert report["launched_in_rehearsal"] == [] and report["not_rehearsed"] == []
 
 
+def test_without_an_asynchronous_mode_kernels_are_loaded_as_they_are_compiled(monkeypatch):
+    """As with torch 2.8: one that was not would be loaded while a graph is captured, which CUDA forbids."""
+    import torch
+    import triton
+
+    from nanovllm.kernels import inputs
+
+    loaded, launched = [], []
+
+    class Compiled:
+        @property
+        def run(self):
+            loaded.append(self)
+
+    class Kernel:
+        def run(self, *args, grid, warmup):
+            if not warmup:
+                launched.append((args, grid))
+            return Compiled()
+
+    monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
+    with inputs.compiling_ahead(torch.device("cpu")):
+        inputs.launcher(Kernel(), (3,))(7)
+        assert len(loaded) == 1 and launched == []
+    inputs.launcher(Kernel(), (3,))(7)
+    assert len(loaded) == 1 and launched == [((7,), (3,))]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch, enforce_eager):

@@ -198,9 +198,9 @@ class ModelRunner:
         torch.cuda.synchronize()
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
-        # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
         if not self.use_graphs:
             return prefill_peak
+        # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
         num_graphs = len(StepGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
         logits = num_seqs * config.model_config.vocab_size // self.group.size * 8

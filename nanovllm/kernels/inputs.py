@@ -38,14 +38,17 @@ class _Compilers(ThreadPoolExecutor):
     """Threads that make kernels ready to launch."""
 
     def submit(self, compile_kernel):  # type: ignore[override]
-        def make_ready():
-            kernel = compile_kernel()
-            # Loads it. To some versions of Triton, 3.6 among them, this also means to have a C compiler make a program
-            # that launches it, which takes as long again and would otherwise be done at the first launch.
-            _ = kernel.run
-            return kernel
+        return super().submit(lambda: loaded(compile_kernel()))
 
-        return super().submit(make_ready)
+
+def loaded(kernel):
+    """A compiled kernel, on the device. So a CUDA graph can be captured without having launched it before.
+
+    To some versions of Triton, 3.6 among them, this also means to have a C compiler make a program that launches it,
+    which takes as long again as compiling it.
+    """
+    _ = kernel.run
+    return kernel
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def compiling_ahead(device: torch.device) -> Iterator[Callable[[], None]]:
     try:
         with (
             _Compilers(initializer=initialize) as compilers,
-            # Triton before 3.5 has no such mode: it compiles at once, one kernel after the other.
+            # Triton before 3.5 has no such mode: it compiles at once, one kernel after the other (see `launcher`).
             triton.AsyncCompileMode(compilers) if hasattr(triton, "AsyncCompileMode") else nullcontext(),
         ):
             try:
@@ -83,7 +86,10 @@ def compiling_ahead(device: torch.device) -> Iterator[Callable[[], None]]:
 
 def launcher(kernel, grid):
     """What launches `kernel` as `kernel[grid]` does, or within `compiling_ahead` has it compiled for its arguments."""
-    return functools.partial(kernel.run, grid=grid, warmup=_compiling_ahead.get())
+    launch = functools.partial(kernel.run, grid=grid, warmup=_compiling_ahead.get())
+    if _compiling_ahead.get() and not hasattr(triton, "AsyncCompileMode"):
+        return lambda *args, **kwargs: loaded(launch(*args, **kwargs))
+    return launch
 
 
 @functools.cache

@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-1.0e30)
 def pages_of(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Blocks of the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
 
-    The loops below look up the pages of the next tile while they load this one. Looked up in the same
+    The kernels' loops look up the pages of the next tile while they load this one. Looked up in the same
     iteration, they would be a load that a load waits for, and Triton would pipeline neither.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
