@@ -49,13 +49,13 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
     parallel.PEER_SUM_BYTES[size] = largest
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    columns: dict[str, parallel.ParallelGroup] = {}
+    columns: dict[str, parallel.TPGroup] = {}
     for programs, block in SHAPES:
         parallel.LANES = ((largest, programs, block),)
         path = os.path.join(directory, f"{programs}-{block}")
-        columns[f"{programs}x{block}"] = parallel.ParallelGroup.connect(rank, size, device, path, 60.0)
+        columns[f"{programs}x{block}"] = parallel.TPGroup.connect(rank, size, device, path, 60.0)
     some = next(iter(columns.values()))
-    columns = {"NCCL": parallel.ParallelGroup(rank, size, some.backend), **columns}
+    columns = {"NCCL": parallel.TPGroup(rank, size, some.backend), **columns}
     results: dict[str, dict[int, float]] = {name: {} for name in columns}
     if rank == 0:
         print(f"{size} ranks, bf16 [rows, {hidden}]; us per all-reduce, by programs x block; {some.peers}")

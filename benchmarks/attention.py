@@ -6,7 +6,7 @@
 Each figure is the median over replays of a CUDA graph that holds several launches, each over keys and values
 of its own, 256 MB and more together: no launch finds in the L2 cache what the last one left there, as between
 the layers of a model. Bandwidth counts the keys and values of every sequence once, against 4.3 TB/s, the copy
-bandwidth of an H200; sequences that share pages may exceed it. "chained" is the same with every launch allowed to
+bandwidth of an H200; sequences that share pages may exceed it. "pdl" is the same with every launch allowed to
 start before the one before has ended.
 """
 
@@ -92,13 +92,13 @@ class DecodeCase:
         self.q = packed[:, : num_heads * HEAD_SIZE].view(len(contexts), num_heads, HEAD_SIZE)
         self.out = torch.empty(len(contexts), num_heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
 
-    def launch(self, copy: int, op=None, chained: bool = False) -> torch.Tensor:
+    def launch(self, copy: int, op=None, pdl: bool = False) -> torch.Tensor:
         op = op or decode_attention.paged_decode_attention
         args = (self.q, self.k, self.v, self.rows, self.context_lens, self.tables[copy], SCALE)
-        return op(*args, out=self.out, chained=chained)
+        return op(*args, out=self.out, pdl=pdl)
 
-    def time_us(self, chained: bool = False) -> float:
-        return time_graph_us(lambda i: self.launch(i, chained=chained), self.copies)
+    def time_us(self, pdl: bool = False) -> float:
+        return time_graph_us(lambda i: self.launch(i, pdl=pdl), self.copies)
 
     def time_flash_us(self) -> float:
         from flash_attn import flash_attn_with_kvcache
@@ -160,13 +160,13 @@ def time_eager_us(launch, repeats: int = 15) -> float:
 def decode_table() -> dict:
     has_flash = importlib.util.find_spec("flash_attn") is not None
     results = {}
-    columns = ("us", "chained", "GB/s", "% peak", "flash us", "ratio", "error")
+    columns = ("us", "pdl", "GB/s", "% peak", "flash us", "ratio", "error")
     print(f"{'decode (B x context)':26}" + "".join(f"{column:>9}" for column in columns))
     for name, spec in DECODE_CASES.items():
         case = DecodeCase(*spec)
         error = case.check()
         assert error < 0.02, f"{name}: differs from the reference by {error}"
-        us, chained_us = case.time_us(), case.time_us(chained=True)
+        us, chained_us = case.time_us(), case.time_us(pdl=True)
         flash_us = case.time_flash_us() if has_flash else float("nan")
         peak = case.bytes / us * 1e6 / PEAK_BYTES_PER_S
         print(

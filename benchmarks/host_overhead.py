@@ -38,16 +38,16 @@ STEP_US, CHANGED_US = 150, 1  # the target
 class ReturnsAtOnce:
     """Stands in for ``ModelRunner.run_model``: the header is read, and all rows get other token ids."""
 
-    def __init__(self, outbox: np.ndarray, seed: int = 0):
-        self.outbox = outbox
-        self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, outbox.shape, dtype=np.int32)
+    def __init__(self, sampled_tokens: np.ndarray, seed: int = 0):
+        self.sampled_tokens = sampled_tokens
+        self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, sampled_tokens.shape, dtype=np.int32)
 
     def __call__(self, packed: np.ndarray) -> None:
-        from nanovllm.engine.step import read_header
+        from nanovllm.runner.step import read_header
 
         read_header(packed)
         self.token_ids ^= 1
-        self.outbox[:] = self.token_ids
+        self.sampled_tokens[:] = self.token_ids
 
 
 def make_engine(batch: int, directory: str) -> Any:
@@ -70,7 +70,7 @@ def make_engine(batch: int, directory: str) -> Any:
         max_model_len=4096,
         num_kvcache_blocks=batch * 16,
     )
-    llm.model_runner.run_model = ReturnsAtOnce(llm.model_runner.row_state.outbox.numpy())
+    llm.model_runner.run_model = ReturnsAtOnce(llm.model_runner.request_state.sampled_tokens.numpy())
     llm.model_runner.depth = 1
     return llm
 

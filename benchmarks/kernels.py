@@ -106,7 +106,7 @@ def make_columns(num_rows, **values):
     }  # fmt: skip
     columns["seed"] = torch.randint(-(2**31), 2**31 - 1, (num_rows, 2), device="cuda", dtype=torch.int32)
     columns["forbidden"] = torch.full((num_rows, 16), -1, device="cuda", dtype=torch.int32)
-    return reference.SamplingColumns(**columns)
+    return reference.SamplingState(**columns)
 
 
 def sampling(batch_size):
@@ -122,22 +122,22 @@ def sampling(batch_size):
     }
     table = {}
     for name, columns in kinds.items():
-        thresholds = filters.logit_thresholds(logits, rows, columns)
+        thresholds = filters.filter_thresholds(logits, rows, columns)
         if batch_size <= 64:
-            expected = reference.logit_thresholds(logits, rows, columns)
+            expected = reference.filter_thresholds(logits, rows, columns)
             check(f"thresholds, {name}", thresholds.clamp(min=-9), expected.clamp(min=-9))
             values, _ = sample.sample(logits, rows, columns, thresholds)
             check(f"sample, {name}", values, reference.sample(logits, rows, columns, thresholds)[0], 1e-5)
 
         def filter_(columns=columns):
-            return filters.logit_thresholds(logits, rows, columns)
+            return filters.filter_thresholds(logits, rows, columns)
 
         def draw(columns=columns, thresholds=thresholds):
             return sample.sample(logits, rows, columns, thresholds)
 
         size = logits.numel() * 2
         if name != "greedy":
-            table[f"logit_thresholds, {name}"] = (filter_, 0 if name == "no filter" else size)
+            table[f"filter_thresholds, {name}"] = (filter_, 0 if name == "no filter" else size)
         if name in ("greedy", "no filter"):
             table[f"sample, {'greedy' if name == 'greedy' else 'temperature'}"] = (draw, size)
     block_tables = torch.randint(0, 99, (batch_size, 16), device="cuda", dtype=torch.int32)
@@ -167,17 +167,17 @@ def layer_chains(shape, num_tokens):
     positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
     caches = torch.zeros(2, num_tokens, 1, num_kv_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     cos_sin = torch.randn(num_tokens, HEAD_DIM, device="cuda")
-    heads = reference.Heads(
+    heads = reference.QKVEpilogue(
         weight[:HEAD_DIM], weight[:HEAD_DIM], EPS, cos_sin, positions, positions, *caches, num_heads, num_kv_heads
     )
 
     def chain(ops, norms):
         x = start.clone()  # fused_linear may write over its residual
         for qkv_weight, o_weight, gate_up_weight, down_weight in layers:
-            q, _, _ = ops.project_heads(x, qkv_weight, None, weight, EPS, heads, pages_only=True)
-            x = ops.fused_linear(q.flatten(1), o_weight, residual=x, may_defer=True)
+            q, _, _ = ops.qkv_linear(x, qkv_weight, None, weight, EPS, heads, pages_only=True)
+            x = ops.fused_linear(q.flatten(1), o_weight, residual=x, allow_split_k=True)
             hidden_states = ops.fused_linear(x, gate_up_weight, norm_weight=weight, eps=EPS, silu_mul=True)
-            x = ops.fused_linear(hidden_states, down_weight, residual=x, may_defer=True)
+            x = ops.fused_linear(hidden_states, down_weight, residual=x, allow_split_k=True)
         return norms.rms_norm(x, weight, EPS)
 
     def cublas():

@@ -72,7 +72,7 @@ class Timeline:
     @contextmanager
     def recording(self):
         """Wrap the engine's methods; take the wrapping off again at the end."""
-        from nanovllm.engine.model_runner import StepHandle
+        from nanovllm.runner.model_runner import StepHandle
 
         engine = self.engine
         scheduler, runner = engine.scheduler, engine.model_runner

@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.checkpoint import read_model_config, resolve_model
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -83,7 +83,7 @@ class Config:
     skip_tokenizer_init: bool = False
     # derived: where the checkpoint lies and what its config.json says
     model_path: str = field(init=False)
-    model_config: Qwen3Config = field(init=False)
+    model_config: ModelConfig = field(init=False)
 
     @classmethod
     def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":

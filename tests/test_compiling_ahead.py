@@ -40,7 +40,7 @@ def test_the_rehearsal_compiles_all_that_a_run_launches_and_runs_nothing(shape, 
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["run"] and report["run"] <= report["rehearsed"]
     if shape == "0.6b" and report["has_ring"]:
-        assert {"ring_kernel", "product_kernel"} <= {name.rpartition(".")[2] for name in report["names"]}
+        assert {"decode_gemm_kernel", "product_kernel"} <= {name.rpartition(".")[2] for name in report["names"]}
     assert report["launched_in_rehearsal"] == [] and report["not_rehearsed"] == []
 
 
@@ -65,7 +65,7 @@ def test_without_an_asynchronous_mode_kernels_are_loaded_as_they_are_compiled(mo
             return Compiled()
 
     monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
-    with inputs.compiling_ahead(torch.device("cpu")):
+    with inputs.parallel_compile(torch.device("cpu")):
         inputs.launcher(Kernel(), (3,))(7)
         assert len(loaded) == 1 and launched == []
     inputs.launcher(Kernel(), (3,))(7)
@@ -131,15 +131,15 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.engine import llm_engine, model_runner
     from nanovllm.kernels import linear, triton_ops
     from nanovllm.layers.attention import TritonBackend
-    from nanovllm.layers.parallel import ALONE, ParallelGroup
+    from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 
     torch.empty = torch.zeros  # token ids that no kernel writes must be valid ones
     kernels.select = model_runner.select = lambda device_type=None: triton_ops
     model_runner.select_backend = lambda *_: TritonBackend()
-    if linear.ring_linear is not None:
-        linear.ring_linear.is_hopper = linear.hopper_linear.is_hopper = lambda device: True
-        linear.num_multiprocessors = lambda device: 132
-    group = ALONE if num_ranks == 1 else ParallelGroup(1, num_ranks, SilentRanks())
+    if linear.decode_gemm_sm90 is not None:
+        linear.decode_gemm_sm90.is_sm90 = linear.prefill_gemm_sm90.is_sm90 = lambda device: True
+        linear.num_sms = lambda device: 132
+    group = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, group)
     llm = LLM(
         model, device="cpu", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=64,
@@ -149,7 +149,7 @@ def main(model: str, num_ranks: int) -> None:
 
     phase = "rehearsal"
     model_and_pages = runner.model, runner.kv_cache
-    with torch.inference_mode(), triton_ops.compiling_ahead(runner.device):
+    with torch.inference_mode(), triton_ops.parallel_compile(runner.device):
         runner.compile_kernels()
     runner.model, runner.kv_cache = model_and_pages
 
@@ -169,7 +169,7 @@ def main(model: str, num_ranks: int) -> None:
         "launched_in_rehearsal": list(launched_in_rehearsal.values()),
         "run": len(run),
         "names": sorted({name for name, _ in run}),
-        "has_ring": linear.ring_linear is not None,
+        "has_ring": linear.decode_gemm_sm90 is not None,
         "not_rehearsed": not_rehearsed,
     }
     print(json.dumps(report))

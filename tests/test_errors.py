@@ -31,7 +31,7 @@ from nanovllm import (
     WorkerError,
     kernels,
 )
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.layers.attention import SDPABackend, select_backend
 
 
@@ -417,7 +417,7 @@ def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("nanovllm.engine.model_runner.load_model", no_room)
+    monkeypatch.setattr("nanovllm.runner.model_runner.load_model", no_room)
     with refuses(OutOfMemoryError, "no room for the model: CUDA out of memory. Tried to allocate 2.00 GiB."):
         LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True)
 

@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from nanovllm.kernels import activation, inputs, linear, norm, prefill_attention, reference, rope_store  # noqa: E402
-from nanovllm.kernels.norm import PendingSum  # noqa: E402
+from nanovllm.kernels.norm import SplitKPartials  # noqa: E402
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -115,7 +115,7 @@ def test_rms_norm_makes_a_pending_sum(num_parts, num_tokens, num_channels, dtype
     beside, stream = packed[:, num_channels:].clone(), packed[:, :num_channels]
     parts, weight = randn(num_parts, num_tokens, num_channels), torch.rand(num_channels, device=DEVICE).to(dtype)
     expected = reference.add_rms_norm(parts, stream, weight, EPS)
-    pending = PendingSum(stream, parts)
+    pending = SplitKPartials(stream, parts)
     y = norm.rms_norm(pending, weight, EPS)
     assert pending.parts is None and pending.stream is stream
     assert_close(stream, expected[0])
@@ -233,7 +233,7 @@ def check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul=False
     )
     expected = reference.fused_linear(x, weight, **options)
     y = launch(x, weight, **options)
-    if isinstance(y, PendingSum):
+    if isinstance(y, SplitKPartials):
         ones = torch.ones(num_results, dtype=dtype, device=DEVICE)
         assert_close(reference.rms_norm(expected, ones, EPS), y.rms_norm(ones, EPS), scale=4)
         y = y.stream
@@ -268,7 +268,7 @@ def test_a_pending_sum_is_input_and_residual_of_what_follows():
     summed = stream + parts.sum(0)
     expected_hidden = reference.fused_linear(summed, weight, norm_weight=norm_weight, eps=EPS)
     expected = reference.fused_linear(expected_hidden, back, residual=summed)
-    pending = PendingSum(stream, parts)
+    pending = SplitKPartials(stream, parts)
     with pytest.raises(AssertionError):
         linear.fused_linear(randn(3, 24), back, residual=pending)  # not yet
     hidden = linear.fused_linear(pending, weight, norm_weight=norm_weight, eps=EPS)
@@ -282,8 +282,8 @@ def test_vector_product_in_several_steps(options):
     """More channels than a program takes in one step, and not a multiple of it."""
 
     def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
-        tiling = linear.VectorTiling(16, 128, 4)
-        return linear.vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
+        tiling = linear.GemvConfig(16, 128, 4)
+        return linear.gemv(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
 
     check_fused_linear(1, 72, 300, torch.float32, launch=launch, **options)
 
@@ -294,7 +294,7 @@ def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
 
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     was_tried = (3, 6) <= version <= (3, 9)
-    assert was_tried == (linear.ring_linear is not None) == (prefill_attention.hopper_prefill is not None)
+    assert was_tried == (linear.decode_gemm_sm90 is not None) == (prefill_attention.hopper_prefill is not None)
 
 
 @pytest.mark.gpu
@@ -303,23 +303,23 @@ def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 33, 64, 100, 200])
 def test_ring_product(num_tokens, num_rows, num_channels, dtype):
     """Every tile, more stages than steps and fewer, several splits; rows and tokens that fill no tile."""
-    ring_linear = pytest.importorskip("nanovllm.kernels.ring_linear", exc_type=ImportError)
-    if not inputs.is_hopper(torch.device("cuda")):
+    decode_gemm_sm90 = pytest.importorskip("nanovllm.kernels.decode_gemm_sm90", exc_type=ImportError)
+    if not inputs.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     block_c = 128 if num_channels % 128 == 0 else 64
     splits = [1, 2, 4] if num_channels % (4 * block_c) == 0 else [1]
     for block_m, block_n, num_warps in ((16, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 8), (128, 128, 8)):
         for split in splits:
             for stages in (2, 3):
-                tiling = ring_linear.RingTiling(block_m, block_n, block_c, split, stages, num_warps)
+                tiling = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split, stages, num_warps)
 
                 def launch(x, weight, bias, residual, silu_mul, tiling=tiling, **_):
                     num_results = len(weight) // 2 if silu_mul else len(weight)
                     if tiling.splits > 1:
                         parts = torch.empty(tiling.splits, len(x), num_results, device=DEVICE)
-                        return ring_linear.ring_product(tiling, x, weight, parts).sum(0).to(x.dtype)
+                        return decode_gemm_sm90.decode_gemm(tiling, x, weight, parts).sum(0).to(x.dtype)
                     y = torch.empty(len(x), num_results, dtype=x.dtype, device=DEVICE)
-                    return ring_linear.ring_product(tiling, x, weight, y, bias, residual, silu_mul)
+                    return decode_gemm_sm90.decode_gemm(tiling, x, weight, y, bias, residual, silu_mul)
 
                 shape = (num_tokens, num_rows, num_channels, dtype)
                 check_fused_linear(*shape, launch=launch)
@@ -335,13 +335,13 @@ def test_ring_product(num_tokens, num_rows, num_channels, dtype):
 @pytest.mark.parametrize("num_tokens, num_rows, num_channels", [(1, 256, 64), (100, 512, 320), (5000, 1280, 1024)])
 def test_hopper_product(num_tokens, num_rows, num_channels, silu_mul, dtype):
     """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
-    hopper_linear = pytest.importorskip("nanovllm.kernels.hopper_linear", exc_type=ImportError)
-    if not inputs.is_hopper(torch.device("cuda")):
+    prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.prefill_gemm_sm90", exc_type=ImportError)
+    if not inputs.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
 
     def launch(x, weight, bias, norm_weight, eps, residual, silu_mul):
         y = torch.empty(num_tokens, num_rows // 2 if silu_mul else num_rows, dtype=dtype, device=DEVICE)
-        return hopper_linear.hopper_product(x, weight, y, silu_mul)
+        return prefill_gemm_sm90.prefill_gemm(x, weight, y, silu_mul)
 
     check_fused_linear(num_tokens, num_rows, num_channels, dtype, silu_mul, launch=launch)
 
@@ -362,10 +362,10 @@ def check_project_heads(num_tokens, num_heads, num_kv_heads, head_dim, num_chann
     cos_sin = make_cos_sin(500, head_dim)
     results = []
     for twin, k_cache, v_cache in ((reference, *caches[:2]), (linear, *caches[2:])):
-        heads = reference.Heads(
+        heads = reference.QKVEpilogue(
             *qk_weights, EPS, cos_sin, positions, slots, k_cache, v_cache, num_heads, num_kv_heads
         )
-        results.append(twin.project_heads(x, weight, biases, norm_weight, EPS, heads, pages_only))
+        results.append(twin.qkv_linear(x, weight, biases, norm_weight, EPS, heads, pages_only))
     (q, k, v), actual = results
     assert_close(actual[0], q, scale=4)
     assert_close(caches[2:], caches[:2], scale=4)
@@ -390,7 +390,7 @@ def test_project_heads_at_model_size(num_tokens, num_heads, num_kv_heads, dtype)
     for num_channels in (1024, 2560):
         shape = (num_tokens, num_heads, num_kv_heads, 128, num_channels, dtype)
         _, k, _ = check_project_heads(*shape)
-        if num_tokens >= 2048 and linear.hopper_linear is not None and inputs.is_hopper(torch.device("cuda")):
+        if num_tokens >= 2048 and linear.prefill_gemm_sm90 is not None and inputs.is_sm90(torch.device("cuda")):
             assert k is None
         check_project_heads(*shape, with_qk_norm=False)
         check_project_heads(*shape, bias=True)
@@ -403,8 +403,8 @@ def test_project_heads_at_model_size(num_tokens, num_heads, num_kv_heads, dtype)
 @pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
 def test_ring_qkv(num_tokens, has_norm, has_bias, dtype):
     """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
-    ring_linear = pytest.importorskip("nanovllm.kernels.ring_linear", exc_type=ImportError)
-    if not inputs.is_hopper(torch.device("cuda")):
+    decode_gemm_sm90 = pytest.importorskip("nanovllm.kernels.decode_gemm_sm90", exc_type=ImportError)
+    if not inputs.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     H, K, D, num_channels = 6, 3, 128, 512
     x = randn(num_tokens, num_channels, dtype=dtype)
@@ -421,12 +421,12 @@ def test_ring_qkv(num_tokens, has_norm, has_bias, dtype):
     qkv = torch.nn.functional.linear(*wide[:3])
     expected = reference.norm_rope_store(qkv, *wide[3:], EPS, cos_sin, positions, slots, *expected_caches, H, K)[0]
     for block_m, stages, num_warps in ((64, 4, 4), (64, 3, 4), (128, 2, 8)):
-        tiling = ring_linear.RingTiling(block_m, 128, 128, 1, stages, num_warps)
+        tiling = decode_gemm_sm90.DecodeGemmConfig(block_m, 128, 128, 1, stages, num_warps)
         caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
-        assert ring_linear.takes_heads(tiling, x, weight, caches[0])
+        assert decode_gemm_sm90.takes_heads(tiling, x, weight, caches[0])
         torch.cuda.synchronize()
         args = (q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
-        q = ring_linear.ring_qkv(tiling, x, weight, bias, *args)
+        q = decode_gemm_sm90.decode_qkv_gemm(tiling, x, weight, bias, *args)
         assert_close(q.view(num_tokens, H, D), expected.to(dtype), scale=4)
         assert_close(caches, expected_caches.to(dtype), scale=4)
 
@@ -438,13 +438,13 @@ def test_ring_qkv(num_tokens, has_norm, has_bias, dtype):
     [
         (4096, 1024, dict(norm=True)),
         (1024, 2048, dict(residual=True)),
-        (1024, 2048, dict(residual=True, may_defer=True)),
+        (1024, 2048, dict(residual=True, allow_split_k=True)),
         (6144, 1024, dict(norm=True, silu_mul=True)),
-        (1024, 3072, dict(residual=True, may_defer=True)),
+        (1024, 3072, dict(residual=True, allow_split_k=True)),
         (151936, 1024, dict(norm=True)),
         (4096, 1024, dict(residual=True, padding=1)),
         (4096, 12288, dict(residual=True)),
-        (4096, 12288, dict(residual=True, may_defer=True)),
+        (4096, 12288, dict(residual=True, allow_split_k=True)),
     ],
 )
 def test_fused_linear_at_model_size(num_tokens, num_rows, num_channels, options):

@@ -234,7 +234,7 @@ def test_prefill_of_one_token_is_decode():
 
 def test_hopper_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     """How they are divided over launches, with the plain twin in the place of the kernel, which needs a Hopper."""
-    hopper_prefill = pytest.importorskip("nanovllm.kernels.hopper_prefill", exc_type=ImportError)
+    hopper_prefill = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
     _, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
     sizes = []
@@ -253,7 +253,7 @@ def test_hopper_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
     monkeypatch.setattr(hopper_prefill, "launcher", launcher)
     out = torch.full_like(expected, torch.nan)
-    assert hopper_prefill.hopper_prefill_attention(*args, 3, out) is out
+    assert hopper_prefill.prefill_attention_sm90(*args, 3, out) is out
     assert sizes == [256, 256, 88]
     torch.testing.assert_close(out, expected)
 
@@ -296,8 +296,8 @@ HOPPER_SPANS = {
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
 def test_hopper_prefill(spans, group, dtype, block_size):
-    hopper_prefill = pytest.importorskip("nanovllm.kernels.hopper_prefill", exc_type=ImportError)
-    if not inputs.is_hopper(torch.device("cuda")):
+    hopper_prefill = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
+    if not inputs.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     spans = HOPPER_SPANS[spans]
     _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
@@ -314,8 +314,8 @@ def test_hopper_prefill(spans, group, dtype, block_size):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("chained", [False, True])
-def test_decode_in_a_cuda_graph_follows_new_contexts(chained):
+@pytest.mark.parametrize("pdl", [False, True])
+def test_decode_in_a_cuda_graph_follows_new_contexts(pdl):
     """A graph captured at short contexts is replayed at longer ones, and its counters survive each replay."""
     pages = Pages([900, 1300, 64, 2000], 8, 128, 256, torch.bfloat16)
     source = pages.queries(4, 16, 8)
@@ -325,13 +325,13 @@ def test_decode_in_a_cuda_graph_follows_new_contexts(chained):
     decode_attention.paged_decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        if chained:  # the launch before, which ours overlaps with, writes q
+        if pdl:  # the launch before, which ours overlaps with, writes q
             q.copy_(source)
-        result = decode_attention.paged_decode_attention(*args, chained=chained)
+        result = decode_attention.paged_decode_attention(*args, pdl=pdl)
     for shorter_by in (0, 63, 0, 17):
         pages.context_lens.copy_(full - shorter_by)
         result.fill_(torch.nan)
-        if chained:
+        if pdl:
             q.fill_(torch.nan)
         graph.replay()
         check(pages, result, reference_attention.paged_decode_attention(source, *args[1:]))

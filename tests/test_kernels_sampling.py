@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from nanovllm.kernels import reference, triton_ops  # noqa: E402
 from nanovllm.kernels import sample as triton_sample  # noqa: E402
 from nanovllm.kernels import thresholds as triton_thresholds  # noqa: E402
-from nanovllm.kernels.reference import SamplingColumns  # noqa: E402
+from nanovllm.kernels.reference import SamplingState  # noqa: E402
 
 BOTH = pytest.mark.parametrize("ops", [reference, triton_ops], ids=["twin", "triton"])
 
@@ -58,7 +58,7 @@ def make_columns(num_rows, **values):
             column[:] = value if value.dim() != 1 else value[:, None]
         columns[name] = column if width > 1 else column[:, 0]
         start += width
-    return SamplingColumns(**columns)
+    return SamplingState(**columns)
 
 
 def all_rows(columns):
@@ -191,7 +191,7 @@ def test_thresholds_agree_with_the_definition(ops, temperature, ties):
         logits = logits.round()
     filters = [dict(dict(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), **f) for f in FILTERS]
     columns = make_columns(len(filters), **{name: [f[name] for f in filters] for name in filters[0]})
-    thresholds = ops.logit_thresholds(logits, all_rows(columns), columns)
+    thresholds = ops.filter_thresholds(logits, all_rows(columns), columns)
     for row, wanted in enumerate(filters):
         if wanted["temperature"] == 0 or FILTERS[row] in (dict(), dict(top_k=10_000)):
             assert thresholds[row] == -torch.inf
@@ -228,8 +228,8 @@ def test_triton_thresholds_agree_with_the_twin(vocab_size, spread, dtype):
     logits[2, 5] = torch.nan
     logits[3, 7:9] = -torch.inf
     other = logits.clone()
-    expected = reference.logit_thresholds(logits, rows, columns)
-    actual = triton_ops.logit_thresholds(other, rows, columns)
+    expected = reference.filter_thresholds(logits, rows, columns)
+    actual = triton_ops.filter_thresholds(other, rows, columns)
     assert torch.equal(logits.nan_to_num(), other.nan_to_num())  # the same ids forbidden
     assert same_selection(logits, expected, actual)
 
@@ -247,9 +247,9 @@ def test_thresholds_of_a_row_of_several_blocks(filters, spread, line, monkeypatc
     logits = (torch.randn(1, 20_000, device=DEVICE) * spread).to(torch.bfloat16)
     columns.forbidden[0, :4] = torch.tensor([4, 4_096, 9_000, int(logits.argmax())])
     other = logits.clone()
-    expected = reference.logit_thresholds(logits, all_rows(columns), columns)
+    expected = reference.filter_thresholds(logits, all_rows(columns), columns)
     for _ in range(2):
-        actual = triton_ops.logit_thresholds(other, all_rows(columns), columns)
+        actual = triton_ops.filter_thresholds(other, all_rows(columns), columns)
         assert torch.equal(logits, other) and logits[0, columns.forbidden[0, :4].long()].isinf().all()
         assert same_selection(logits, expected, actual)
 
@@ -268,7 +268,7 @@ def test_forbidden_ids_until_min_length(ops):
     logits = torch.randn(3, 10, device=DEVICE)
     expected = logits.clone()
     expected[0, 2] = expected[0, 9] = -torch.inf  # ids 10 .. 19 live here
-    ops.logit_thresholds(logits, all_rows(columns), columns, 10)
+    ops.filter_thresholds(logits, all_rows(columns), columns, 10)
     assert torch.equal(logits, expected)
 
 
@@ -283,7 +283,7 @@ def test_greedy_takes_the_lowest_of_equals(ops):
     logits[1] = torch.nan
     logits[2] = -torch.inf
     logits[2, 2499] = -5.0
-    thresholds = ops.logit_thresholds(logits, all_rows(columns), columns)
+    thresholds = ops.filter_thresholds(logits, all_rows(columns), columns)
     values, tokens = ops.sample(logits, all_rows(columns), columns, thresholds)
     assert tokens.tolist() == [17, 0, 2499, 0]
     assert values.tolist() == [9.0, -math.inf, -5.0, 0.0]
@@ -295,7 +295,7 @@ def test_triton_draws_agree_with_the_twin(batch_size, vocab_size, vocab_start, d
     columns = random_columns(16)
     rows = torch.randperm(16, device=DEVICE)[:batch_size].int()
     logits = (torch.randn(batch_size, vocab_size, device=DEVICE) * 3).to(dtype)
-    thresholds = reference.logit_thresholds(logits, rows, columns, vocab_start)
+    thresholds = reference.filter_thresholds(logits, rows, columns, vocab_start)
     expected = reference.sample(logits, rows, columns, thresholds, vocab_start)
     actual = triton_sample.sample(logits, rows, columns, thresholds, vocab_start)
     assert torch.equal(actual[1], expected[1])
@@ -346,16 +346,16 @@ def test_no_rows_and_strided_logits(ops):
     copy = logits.clone()
     results = []
     for x in (logits, copy):
-        thresholds = ops.logit_thresholds(x, rows, columns)
+        thresholds = ops.filter_thresholds(x, rows, columns)
         results.append((thresholds, *ops.sample(x, rows, columns, thresholds)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (wide[:, :50] == 99).all() and (wide[:, 100:] == 99).all()
 
     before, last_token = columns.length.clone(), torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
     advance = last_token, columns.length, torch.zeros(2, 6, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    thresholds = ops.logit_thresholds(logits[:0], rows[:0], columns)
+    thresholds = ops.filter_thresholds(logits[:0], rows[:0], columns)
     values, tokens = ops.sample(logits[:0], rows[:0], columns, thresholds, advance=advance)
-    ops.advance_rows(tokens, rows[:0], *advance)
+    ops.advance_requests(tokens, rows[:0], *advance)
     assert (len(thresholds), len(values), len(tokens)) == (0, 0, 0) and tokens.dtype == torch.int32
     assert torch.equal(columns.length, before) and (last_token == 77).all()
 
@@ -386,20 +386,20 @@ def test_advance_rows(ops):
     rows = torch.tensor([2, 1, 4], dtype=torch.int32, device=DEVICE)
     logits = torch.randn(3, 50, device=DEVICE)
     thresholds = torch.full((3,), -torch.inf, device=DEVICE)
-    outbox = torch.zeros(2, 5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    _, tokens = ops.sample(logits, rows, columns, thresholds, advance=(last_token, columns.length, outbox))
+    sampled_tokens = torch.zeros(2, 5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    _, tokens = ops.sample(logits, rows, columns, thresholds, advance=(last_token, columns.length, sampled_tokens))
     assert columns.length.tolist() == [3, 0, 8, 9, 2]
     assert last_token.tolist() == [77, 77, int(tokens[0]), 77, int(tokens[2])]
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     odd = [0, 0, int(tokens[0]), 0, int(tokens[2])]  # both lengths were
-    assert outbox.tolist() == [[0] * 5, odd]
+    assert sampled_tokens.tolist() == [[0] * 5, odd]
     assert tokens.tolist() == [int(logits[0].argmax()), 0, int(logits[2].argmax())]
 
-    ops.advance_rows(tokens + 1, rows, last_token, columns.length, outbox)
+    ops.advance_requests(tokens + 1, rows, last_token, columns.length, sampled_tokens)
     assert columns.length.tolist() == [3, 0, 9, 9, 3]
     assert last_token.tolist() == [77, 77, int(tokens[0]) + 1, 77, int(tokens[2]) + 1]
-    assert outbox.tolist() == [[0, 0, int(tokens[0]) + 1, 0, int(tokens[2]) + 1], odd]
+    assert sampled_tokens.tolist() == [[0, 0, int(tokens[0]) + 1, 0, int(tokens[2]) + 1], odd]
 
 
 @BOTH
@@ -448,7 +448,7 @@ def test_frequencies_follow_the_exact_odds(ops, num_draws, filters, vary):
         columns = replace(columns, length=torch.arange(1, num_draws + 1, device=DEVICE, dtype=torch.int32))
     rows = all_rows(columns)
     batch = logits.repeat(num_draws, 1)
-    thresholds = ops.logit_thresholds(batch[:1], rows[:1], columns).expand(num_draws).contiguous()
+    thresholds = ops.filter_thresholds(batch[:1], rows[:1], columns).expand(num_draws).contiguous()
     _, tokens = ops.sample(batch, rows, columns, thresholds)
 
     settings = dict(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), **filters)
@@ -476,8 +476,8 @@ def test_whole_vocabulary(batch_size, dtype, spread):
     rows = all_rows(columns)
     logits = (torch.randn(batch_size, 151_936, device=DEVICE) * spread).to(dtype)
     other = logits.clone()
-    expected = reference.logit_thresholds(logits, rows, columns)
-    actual = triton_ops.logit_thresholds(other, rows, columns)
+    expected = reference.filter_thresholds(logits, rows, columns)
+    actual = triton_ops.filter_thresholds(other, rows, columns)
     assert same_selection(logits, expected, actual, slack=20)
     expected_values, expected_tokens = reference.sample(logits, rows, columns, expected)
     values, tokens = triton_sample.sample(logits, rows, columns, expected)

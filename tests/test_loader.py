@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.attention import SDPABackend
-from nanovllm.layers.parallel import ALONE, ParallelGroup
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.layers.rotary_embedding import get_rope
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.qwen3_config import RopeScaling
+from nanovllm.models.decoder import Qwen3ForCausalLM
+from nanovllm.model_config import RopeScaling
 from nanovllm.utils.checkpoint import read_model_config
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
@@ -23,7 +23,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 BIASED = {**HEADS, "attention_bias": True}
 
 
-def build(path, group=ALONE):
+def build(path, group=SINGLE_RANK):
     """The model of a checkpoint, its parameters poisoned with NaN."""
     model = Qwen3ForCausalLM(read_model_config(path), SDPABackend(), group)
     for param in model.parameters():
@@ -31,7 +31,7 @@ def build(path, group=ALONE):
     return model
 
 
-def loaded(path, group=ALONE):
+def loaded(path, group=SINGLE_RANK):
     model = build(path, group)
     load_model(model, path)
     assert not any(param.isnan().any() for param in model.parameters())
@@ -188,7 +188,7 @@ def test_the_parts_of_the_ranks_make_up_the_checkpoint(tied, size, make_checkpoi
     """4 KV heads over 2, 4 and 8 ranks; over 8, two neighbours hold the same head."""
     path = make_checkpoint(**BIASED, tie_word_embeddings=tied)
     tensors = tensors_of(path)
-    models = [loaded(path, ParallelGroup(rank, size)) for rank in range(size)]
+    models = [loaded(path, TPGroup(rank, size)) for rank in range(size)]
     ranks = [dict(model.named_parameters()) for model in models]
     D, copies = 16, max(1, size // 4)
     checked = set()
@@ -225,7 +225,7 @@ def test_the_parts_of_the_ranks_make_up_the_checkpoint(tied, size, make_checkpoi
     assert checked == set(tensors)
 
 
-class Silent(ParallelGroup):
+class Silent(TPGroup):
     """A rank whose partial results are left as they are, for the test to add up."""
 
     def all_reduce(self, x):
@@ -322,7 +322,7 @@ def test_tensor_in_two_files(make_checkpoint, copy_of):
     ),
 )
 @pytest.mark.parametrize("dim", (0, -1))
-@pytest.mark.parametrize("group", (ALONE, ParallelGroup(1, 2)))
+@pytest.mark.parametrize("group", (SINGLE_RANK, TPGroup(1, 2)))
 def test_misshapen_tensor(group, dim, name, shape, make_checkpoint, copy_of):
     """Also one that is too large: a loader that slices would not notice. Shapes in the error are the file's."""
     wrong = list(shape)

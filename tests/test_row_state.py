@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.row_state import RowState, RowUpdates
+from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.engine.sequence import Sequence, SequenceTable
-from nanovllm.engine.step import NUM_HEADER, StepHeader, StepInput, read_header
+from nanovllm.runner.step import NUM_HEADER, StepHeader, StepInput, read_header
 
 ROWS, BLOCKS = 4, 5
 
@@ -18,8 +18,8 @@ class Mirror:
     """Host and device side together."""
 
     def __init__(self):
-        self.updates = RowUpdates(ROWS, BLOCKS)
-        self.state = RowState(ROWS, BLOCKS, torch.device("cpu"))
+        self.updates = StagedWrites(ROWS, BLOCKS)
+        self.state = RequestState(ROWS, BLOCKS, torch.device("cpu"))
 
     def send(self) -> int:
         cells, values = self.updates.take()
@@ -112,12 +112,12 @@ def test_an_unchanged_batch_sends_nothing():
     mirror = Mirror()
     mirror.updates.set_batch(np.array([1, 3], np.int32))
     mirror.send()
-    assert mirror.state.batch_rows.tolist() == [1, 3, ROWS, ROWS]
+    assert mirror.state.batch_req_indices.tolist() == [1, 3, ROWS, ROWS]
     mirror.updates.set_batch(np.array([1, 3], np.int32))
     assert mirror.send() == 0
     mirror.updates.set_batch(np.array([1, 2, 3], np.int32))
     assert mirror.send() == 2
-    assert mirror.state.batch_rows.tolist() == [1, 2, 3, ROWS]
+    assert mirror.state.batch_req_indices.tolist() == [1, 2, 3, ROWS]
 
 
 def test_reset_sends_everything_again():
@@ -130,7 +130,7 @@ def test_reset_sends_everything_again():
     mirror.updates.reset()
     mirror.updates.set_batch(rows)
     assert mirror.send() == ROWS
-    assert mirror.state.batch_rows.tolist() == [1, 3, ROWS, ROWS]
+    assert mirror.state.batch_req_indices.tolist() == [1, 3, ROWS, ROWS]
     assert not mirror.state.length.any()
 
 
@@ -151,7 +151,7 @@ def test_batches_follow_each_other(batches):
     for rows in batches:
         mirror.updates.set_batch(np.array(rows, np.int32))
         mirror.send()
-        assert mirror.state.batch_rows.tolist() == rows + [ROWS] * (ROWS - len(rows))
+        assert mirror.state.batch_req_indices.tolist() == rows + [ROWS] * (ROWS - len(rows))
 
 
 def segment(size, start):

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
-from nanovllm.engine.row_state import RowState, RowUpdates
+from nanovllm.runner.model_runner import ModelRunner, StepHandle
+from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step import StepInput, read_header
+from nanovllm.runner.step import StepInput, read_header
 from nanovllm.kernels.reference import decode_inputs
 
 VOCAB, EOS = 5, 0
@@ -85,13 +85,13 @@ class FakeDevice(ModelRunner):
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = torch.device("cpu")
-        self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
-        self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+        self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
+        self.updates = StagedWrites(config.max_num_seqs, self.max_blocks)
         self.prefill_graphs = None
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
-        self.last_token, self.length = self.row_state.last_token.numpy(), self.row_state.length.numpy()
-        self.block_tables, self.outbox = self.row_state.block_tables.numpy(), self.row_state.outbox.numpy()
+        self.last_token, self.length = self.request_state.last_token.numpy(), self.request_state.length.numpy()
+        self.block_tables, self.sampled_tokens = self.request_state.block_tables.numpy(), self.request_state.sampled_tokens.numpy()
         self.fail_at = None
         self.num_launches = 0
         self.seen = set()  # what happened, as a check that histories hold what they should
@@ -108,7 +108,7 @@ class FakeDevice(ModelRunner):
             self.seen |= {"chunk to a block's end" for s, n in ends if n < len(s) and n % self.block_size == 0}
         prepare = self.prepare_prefill if isinstance(batch, PrefillBatch) else self.prepare_decode
         self.run_model(prepare(batch))
-        return StepHandle(self.row_state.outbox, batch, None, None)
+        return StepHandle(self.request_state.sampled_tokens, batch, None, None)
 
     def run_model(self, packed):
         self.num_launches += 1
@@ -119,11 +119,11 @@ class FakeDevice(ModelRunner):
         assert len(set(step.cells.tolist())) == len(step.cells), (
             "two values for one cell: which one stays is undefined"
         )
-        self.row_state.apply(step.cells, step.values)
+        self.request_state.apply(step.cells, step.values)
         run = self._prefill if header.is_prefill else self._decode
         tokens, rows = run(header, step)
         self.last_token[rows] = tokens
-        self.outbox[self.length[rows] % 2, rows] = tokens
+        self.sampled_tokens[self.length[rows] % 2, rows] = tokens
         self.length[rows] += 1
         assert header.num_sampled == len(tokens) == len(self.batch.rows)
 
@@ -141,8 +141,8 @@ class FakeDevice(ModelRunner):
 
     def _attend(self, request, row, context):
         np.testing.assert_array_equal(self.kv[self._slots(row, 0, context)], request.states[:context])
-        forbidden = self.row_state.columns.forbidden[row].tolist()
-        too_short = context < self.row_state.columns.min_length[row].item()
+        forbidden = self.request_state.columns.forbidden[row].tolist()
+        too_short = context < self.request_state.columns.min_length[row].item()
         return pick(request.states[context - 1].item(), forbidden if too_short else ())
 
     def _prefill(self, header, step):
@@ -169,9 +169,9 @@ class FakeDevice(ModelRunner):
         return np.array(tokens[:sampled], np.int32), step.sampled_rows
 
     def _decode(self, header, step):
-        state, batch = self.row_state, self.batch
-        assert (state.batch_rows[header.num_sampled :] == state.null_row).all()
-        rows = state.batch_rows[: header.num_sampled]
+        state, batch = self.request_state, self.batch
+        assert (state.batch_req_indices[header.num_sampled :] == state.padding_req_idx).all()
+        rows = state.batch_req_indices[: header.num_sampled]
         inputs = decode_inputs(rows, state.last_token, state.length, state.block_tables, self.block_size)
         input_ids, positions, slots, context_lens = (x.numpy() for x in inputs)
         rows = rows.numpy().copy()
@@ -444,7 +444,7 @@ def test_random_histories_with_an_abort(depth, limits, first, second, fail_at, b
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
-    FILES = ("scheduler.py", "block_manager.py", "sequence.py", "row_state.py", "llm_engine.py", "model_runner.py")
+    FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "model_runner.py")
 
     def __init__(self, countdown):
         self.countdown = countdown

@@ -22,8 +22,8 @@ import torch
 
 from nanovllm import LLM, OutOfMemoryError, RequestError, SamplingParams
 from nanovllm.engine import model_runner
-from nanovllm.engine.cuda_graph import StepGraphs
-from nanovllm.engine.llm_engine import _young_garbage_only
+from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.engine.llm_engine import no_full_gc
 from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
@@ -88,7 +88,7 @@ def pad_batches(llm):
     """Decode batches and short prefills padded as for graphs, on the CPU: each "replay" is an ordinary step."""
 
     def stand_in(decode, sizes):
-        graphs = StepGraphs.__new__(StepGraphs)
+        graphs = CudaGraphs.__new__(CudaGraphs)
         graphs.captured_sizes, graphs.graphs = sizes, {}
         for size in sizes:
             result = decode(size, llm.config.max_model_len).clone()
@@ -101,7 +101,7 @@ def pad_batches(llm):
 
     runner = llm.model_runner
     with torch.inference_mode():
-        runner.graphs = stand_in(runner._decode, StepGraphs.sizes(llm.config.max_num_seqs))
+        runner.graphs = stand_in(runner._decode, CudaGraphs.sizes(llm.config.max_num_seqs))
         runner.prefill_graphs = stand_in(runner._prefill_hidden, runner.prefill_sizes)
 
 
@@ -139,7 +139,7 @@ def test_full_batches(make_llm, reference, max_num_seqs, device, padded):
 def test_a_graph_for_every_batch_size():
     """``max_num_seqs=3`` captured 1, 2 and 4, and the last had more rows than the row table; 20 captured up to 16."""
     for max_num_seqs in range(1, 700):
-        sizes = StepGraphs.sizes(max_num_seqs)
+        sizes = CudaGraphs.sizes(max_num_seqs)
         assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
         assert all(b - a <= max(a, 8) and b - a <= 32 for a, b in itertools.pairwise(sizes))  # little is padding
 
@@ -464,7 +464,7 @@ def test_the_collector_does_not_stop_a_run(make_llm, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             llm.generate([[5, 6]], greedy(3), use_tqdm=False)
         assert gc.get_threshold() == (100, 1, 1)
-        first, second = _young_garbage_only(), _young_garbage_only()  # runs of two engines, in two threads
+        first, second = no_full_gc(), no_full_gc()  # runs of two engines, in two threads
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)

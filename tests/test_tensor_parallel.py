@@ -25,7 +25,7 @@ import worker_mains
 
 from nanovllm import LLM, ConfigError, EngineError, SamplingParams, WorkerError
 from nanovllm.engine import tensor_parallel
-from nanovllm.engine.channel import Backoff, Channel
+from nanovllm.distributed.channel import Backoff, Channel
 from nanovllm.layers import parallel
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -404,8 +404,8 @@ def test_exit_while_a_worker_does_not_hear(make_checkpoint, monkeypatch, signal_
     """A dead or stopped worker was asked to leave, and rank 0's device waited for it for ever, with all its memory."""
     aborted = []
     monkeypatch.setattr(tensor_parallel, "LEAVE_S", 1.0)
-    monkeypatch.setattr(parallel.ParallelGroup, "drain", lambda self, timeout_s: bool(aborted))  # a device that waits
-    monkeypatch.setattr(parallel.ParallelGroup, "abort", lambda self: aborted.append(self))
+    monkeypatch.setattr(parallel.TPGroup, "drain", lambda self, timeout_s: bool(aborted))  # a device that waits
+    monkeypatch.setattr(parallel.TPGroup, "abort", lambda self: aborted.append(self))
     llm = LLM(make_checkpoint(), **options("cpu", 2))
     runner, worker = llm.model_runner, workers_of(llm)[0]
     os.kill(worker.pid, signal_number)

@@ -7,8 +7,8 @@ import os
 import signal
 import time
 
-from nanovllm.engine.channel import Channel
-from nanovllm.engine.tensor_parallel import worker_main
+from nanovllm.distributed.channel import Channel
+from nanovllm.distributed.workers import worker_main
 
 
 def raises(rank, config, *args):
@@ -29,7 +29,7 @@ def never_ready(rank, config, memory, pipe, directory):
     """Beats, and does nothing else."""
     import threading
 
-    from nanovllm.engine.tensor_parallel import _beat
+    from nanovllm.distributed.workers import _beat
 
     threading.Thread(target=_beat, args=(Channel(memory, rank, config.tensor_parallel_size), directory)).start()
     time.sleep(1000)

@@ -20,13 +20,13 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner, StepHandle, shortage_as_ours
+from nanovllm.distributed.workers import start_runner
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.tensor_parallel import start_runner
-from nanovllm.engine.tokenization import Tokenization
+from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.runner.model_runner import ModelRunner, StepHandle, translate_oom
 from nanovllm.sampling_params import MAX_FORBIDDEN, SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids
 
@@ -36,7 +36,7 @@ NEVER = 1 << 30  # as a threshold of the garbage collector
 
 
 @contextmanager
-def _young_garbage_only() -> Iterator[None]:
+def no_full_gc() -> Iterator[None]:
     """Within, Python's garbage collector looks at young objects only.
 
     To look at all that a process with torch holds takes it 0.1 s, which comes at any time: five times in a start that
@@ -67,17 +67,17 @@ class LLMEngine:
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
 
-    @_young_garbage_only()
+    @no_full_gc()
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
-        self._tokenization = Tokenization(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
+        self._tokenizer = AsyncTokenizer(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
         self.model_runner = start_runner(config)
         # the runner does not know the engine, so the engine can be collected, and takes the runner along
-        self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenization)
+        self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
         try:
-            eos_token_ids = self._tokenization.eos_token_ids()
+            eos_token_ids = self._tokenizer.eos_token_ids()
             eos_token_ids |= read_eos_token_ids(config.model_path, config.model_config)
-            with shortage_as_ours():
+            with translate_oom():
                 self.scheduler = Scheduler(config, eos_token_ids)
         except BaseException:
             self.exit()
@@ -103,7 +103,7 @@ class LLMEngine:
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer; None with ``skip_tokenizer_init``."""
-        return self._tokenization.tokenizer
+        return self._tokenizer.tokenizer
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:
@@ -120,7 +120,7 @@ class LLMEngine:
             RequestError: it can never be served; nothing was queued.
         """
         self._require_running()
-        token_ids = self._tokenization.encode([prompt])[0] if isinstance(prompt, str) else prompt
+        token_ids = self._tokenizer.encode([prompt])[0] if isinstance(prompt, str) else prompt
         params = SamplingParams() if sampling_params is None else sampling_params
         seq = self._make_sequence(token_ids, params, self._num_requests)
         self._add(seq)
@@ -201,7 +201,7 @@ class LLMEngine:
         if prompts and isinstance(prompts[0], (int, np.integer)):
             prompts = [prompts]  # type: ignore[list-item]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        encoded = iter(self._tokenization.encode(texts))
+        encoded = iter(self._tokenizer.encode(texts))
         token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
@@ -226,11 +226,11 @@ class LLMEngine:
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
                 raise RequestError(f"{rule}, not {messages!s:.100}.")
-        texts = [self._tokenization.apply_chat_template(m, **template_options) for m in conversations]  # type: ignore
-        token_ids = self._tokenization.encode(texts, add_special_tokens=False)
+        texts = [self._tokenizer.apply_chat_template(m, **template_options) for m in conversations]  # type: ignore
+        token_ids = self._tokenizer.encode(texts, add_special_tokens=False)
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
-    @_young_garbage_only()
+    @no_full_gc()
     def _generate(self, texts, token_ids, sampling_params, use_tqdm) -> list[RequestOutput]:
         self._require_running()
         if not self.is_finished():
@@ -276,7 +276,7 @@ class LLMEngine:
                 finished, batch = self._step()
                 for seq in finished:
                     completion = seq.completion_token_ids
-                    text = self._tokenization.decode_later(completion)
+                    text = self._tokenizer.decode_later(completion)
                     results[seq.seq_id] = seq.prompt_token_ids, completion, text
                 if use_tqdm and batch is not None:
                     now = perf_counter()
@@ -392,6 +392,6 @@ def _as_list(rule: str, given: Any) -> list:
     return list(given)
 
 
-def _shut_down(runner: ModelRunner, tokenization: Tokenization) -> None:
+def _shut_down(runner: ModelRunner, tokenization: AsyncTokenizer) -> None:
     tokenization.close()
     runner.exit()

@@ -1,31 +1,54 @@
-"""Hand-written kernels, each with a plain twin of the same signature in ``reference.py``.
+"""Hand-written kernels by subject, each with its plain twin in the ``reference.py`` beside it.
 
-Owns the choice between them, made once when a layer is built: the Triton ones on CUDA, the twins
-anywhere else. Triton is imported only when it is chosen.
+Owns the table of operations and the choice between kernel and twin, made once when a layer is built: Triton on CUDA,
+the twins elsewhere. Triton is imported only when it is chosen.
 """
 
-from types import ModuleType
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 
 from nanovllm.errors import ConfigError
 
+# operation -> module of its kernel; the twin has the same name and signature in ``reference.py`` of the same folder
+OPS = {
+    "parallel_compile": "launch",
+    "decode_inputs": "step_inputs",
+    "rms_norm": "linear.norm",
+    "silu_and_mul": "linear.silu_and_mul",
+    "norm_rope_store": "linear.norm_rope_store",
+    "fused_linear": "linear.dispatch",
+    "qkv_linear": "linear.dispatch",
+    "paged_decode_attention": "attention.decode",
+    "paged_prefill_attention": "attention.prefill",
+    "filter_thresholds": "sampling.filters",
+    "sample": "sampling.gumbel",
+    "advance_requests": "sampling.gumbel",
+}
 
-def select(device_type: str | None = None) -> ModuleType:
-    """The module of operations for a device type; None means torch's current default device.
+
+def select(device_type: str | None = None) -> SimpleNamespace:
+    """The operations for a device type; None is torch's default device.
 
     Raises:
-        ConfigError: the device needs Triton, and it is not there.
+        ConfigError: the device needs Triton, and Triton cannot be imported.
     """
-    if (device_type or torch.get_default_device().type) == "cuda":
+    return _load_ops((device_type or torch.get_default_device().type) == "cuda")
+
+
+@cache
+def _load_ops(use_triton: bool) -> SimpleNamespace:
+    ops = {}
+    for name, module in OPS.items():
+        folder, _, _ = module.rpartition(".")
+        path = module if use_triton else f"{folder}.reference".lstrip(".")
         try:
-            from nanovllm.kernels import triton_ops
+            ops[name] = getattr(import_module(f"nanovllm.kernels.{path}"), name)
         except ImportError as error:
             raise ConfigError(
                 f"a CUDA device needs Triton, which cannot be imported ({error}). Install the package triton "
                 "(on Windows triton-windows), or use device='cpu'."
             ) from error
-        return triton_ops
-    from nanovllm.kernels import reference
-
-    return reference
+    return SimpleNamespace(**ops)

@@ -7,7 +7,7 @@ Owns the protocol between the ranks' kernels. Knows nothing of how that memory c
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
+from .launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def one_shot_kernel(
     POLLS: tl.constexpr,
     THREADS: tl.constexpr,
     GATHER: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
 
@@ -43,10 +43,10 @@ def one_shot_kernel(
     Launches take the two halves of the buffer in turn: who publishes in launch n + 2 has heard from everybody in
     launch n + 1, so everybody has finished launch n, which read this half last.
     """
-    let_successor_start(CHAINED)
+    pdl_launch_dependents(USE_PDL)
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    after_predecessor(CHAINED)
+    pdl_wait(USE_PDL)
     epoch = tl.load(epochs_ptr + program) + 1
     half = (epoch & 1) * capacity
     mine = _buffer(buffers_ptr, RANK, dtype) + half
@@ -98,7 +98,9 @@ def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, ga
     without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
     """
     programs = epochs.numel()
-    launcher(one_shot_kernel, (programs,))(
+    launch(
+        one_shot_kernel,
+        (programs,),
         x, out, buffers, marks, epochs, released, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
         num_warps=num_warps, **launch_options(x.device),

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm import kernels
 from nanovllm.errors import ConfigError
-from nanovllm.utils.context import Context, get_context
+from nanovllm.layers.context import Context, get_context
 
 
 class AttentionBackend(Protocol):
@@ -120,9 +121,7 @@ class TritonBackend:
     reads_pages = True
 
     def __init__(self):
-        from nanovllm.kernels import triton_ops
-
-        self.ops = triton_ops
+        self.ops = kernels.select("cuda")
 
     def prefill(self, q, k, v, k_cache, v_cache, scale, context):
         return self.ops.paged_prefill_attention(
@@ -134,7 +133,7 @@ class TritonBackend:
         # Chained: the embedding, an ordinary launch, lies between this and what wrote lengths and tables.
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.rows, context.context_lens, context.block_tables, scale, context.max_context,
-            chained=True,
+            pdl=True,
         )
 
 

@@ -5,14 +5,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.layers.parallel import ALONE, ParallelGroup
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token ids [T] -> embeddings [T, C]; each rank looks up its ids, the sum over ranks is whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup = ALONE):
+    def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup = SINGLE_RANK):
         super().__init__()
         self.group = group
         self.vocab_start = group.rank * (vocab_size // group.size)
@@ -34,7 +34,7 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, C] -> logits of this rank's ids [S, V/size]. May share its weight with the embedding."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup = ALONE):
+    def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup = SINGLE_RANK):
         super().__init__(vocab_size, hidden_size, group)
         self.ops = kernels.select()
 

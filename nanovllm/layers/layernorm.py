@@ -7,7 +7,7 @@ from nanovllm import kernels
 
 
 class RMSNorm(nn.Module):
-    """Computed in fp32, rounded to the input's dtype, then scaled. A tensor is left alone, a `PendingSum` summed up."""
+    """Computed in fp32, rounded to the input's dtype, then scaled. A tensor is left alone, a `SplitKPartials` summed up."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.kernels.reference import Heads
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.linear.reference import QKVEpilogue
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.parallel import ALONE, ParallelGroup
 from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
 
 class ReplicatedLinear(nn.Module):
     """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: ParallelGroup = ALONE):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: TPGroup = SINGLE_RANK):
         super().__init__()
         self.group = group
         self.ops = kernels.select()
@@ -54,14 +54,14 @@ class ReplicatedLinear(nn.Module):
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
             silu_mul=act_fn is not None,
-            may_defer=self.group.size == 1,  # ranks add up the whole
+            allow_split_k=self.group.size == 1,  # ranks add up the whole
         )
 
 
 class ColumnParallelLinear(ReplicatedLinear):
     """Output features split over ranks: this rank holds ``output_size / size`` rows."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: ParallelGroup = ALONE):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: TPGroup = SINGLE_RANK):
         super().__init__(input_size, output_size // group.size, bias, group)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
@@ -71,7 +71,7 @@ class ColumnParallelLinear(ReplicatedLinear):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers that read the same input, as one product; shard_id is the layer's index."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, group: ParallelGroup = ALONE):
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, group: TPGroup = SINGLE_RANK):
         super().__init__(input_size, sum(output_sizes), bias, group)
         self.output_sizes = output_sizes
 
@@ -84,12 +84,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as one product; shard_id is "q", "k" or "v".
 
-    Heads are split over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring
+    QKVEpilogue are split over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring
     ranks hold the same KV head.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 group: ParallelGroup = ALONE):
+                 group: TPGroup = SINGLE_RANK):
         self.head_dim = head_dim
         self.num_heads = num_heads // group.size  # of this rank
         self.num_kv_heads = max(1, num_kv_heads // group.size)
@@ -98,13 +98,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, rows * group.size, bias, group)
 
     def forward(  # type: ignore[override]
-        self, x: torch.Tensor, norm: RMSNorm, heads: Heads, pages_only: bool
+        self, x: torch.Tensor, norm: RMSNorm, heads: QKVEpilogue, pages_only: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """x [T, hidden_size] -> norm(x) W^T, its heads normed, rotated and stored: q [T, H, D], k and v [T, K, D].
 
         With ``pages_only`` k and v may be None: they are in the pages.
         """
-        return self.ops.project_heads(x, self.weight, self.bias, norm.weight, norm.eps, heads, pages_only)
+        return self.ops.qkv_linear(x, self.weight, self.bias, norm.weight, norm.eps, heads, pages_only)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str) -> None:  # type: ignore[override]
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -117,7 +117,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(ReplicatedLinear):
     """Input features split over ranks: this rank holds ``input_size / size`` columns; outputs are added up."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: ParallelGroup = ALONE):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: TPGroup = SINGLE_RANK):
         super().__init__(input_size // group.size, output_size, bias, group)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:

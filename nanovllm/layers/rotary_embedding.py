@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from nanovllm.models.qwen3_config import RopeScaling
+from nanovllm.model_config import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 MODELS = {
-    "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen3ForCausalLM": "nanovllm.models.decoder",
 }
 
 

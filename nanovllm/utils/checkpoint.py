@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.model_config import FIELDS, ModelConfig, checked, token_ids
 from nanovllm.models import MODELS
-from nanovllm.models.qwen3_config import FIELDS, Qwen3Config, checked, token_ids
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(model_path: str) -> Qwen3Config:
+def read_model_config(model_path: str) -> ModelConfig:
     """Read ``config.json``; raises CheckpointError if it is missing or names another architecture."""
     path = Path(model_path) / "config.json"
     try:
@@ -87,10 +87,10 @@ def read_model_config(model_path: str) -> Qwen3Config:
         raise CheckpointError(
             f"{path}: architectures={architectures}; supported: {', '.join(MODELS)}."
         )
-    return Qwen3Config.from_json(raw)
+    return ModelConfig.from_json(raw)
 
 
-def read_eos_token_ids(model_path: str, config: Qwen3Config) -> set[int]:
+def read_eos_token_ids(model_path: str, config: ModelConfig) -> set[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path = Path(model_path) / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}

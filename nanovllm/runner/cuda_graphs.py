@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 
-class StepGraphs:
+class CudaGraphs:
     """Graphs of ``step(num_rows, max_context) -> result``, all sharing one memory pool.
 
     Args:

@@ -3,7 +3,7 @@
 Owns one int32 buffer on the device. Its first part lists the rows of the current decode batch;
 the rest is a table with a row for each running sequence (last token, length, sampling values,
 block table). A decode step reads its inputs there and writes its tokens there, so the host sends
-nothing while nothing changes, and otherwise only which cells change to what. Owns as well the outbox
+nothing while nothing changes, and otherwise only which cells change to what. Owns as well the sampled_tokens
 in the host's memory, where it finds the tokens.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.reference import SamplingColumns
+from nanovllm.kernels.sampling.reference import SamplingState
 from nanovllm.sampling_params import MAX_FORBIDDEN
 
 # columns of the table; float values are kept as their bits
@@ -25,31 +25,31 @@ def _bits(*values: float) -> list[int]:
     return np.array(values, np.float32).view(np.int32).tolist()
 
 
-class RowState:
+class RequestState:
     """Device side: views of the buffer.
 
     Attributes:
-        batch_rows: int32 [R], batch position -> row; positions past the batch hold the null row.
+        batch_req_indices: int32 [R], batch position -> row; positions past the batch hold the null row.
         last_token, length: int32 [R + 1]; length counts the token whose keys and values are due next.
         columns: the sampling columns, each [R + 1, ...].
         block_tables: int32 [R + 1, max_blocks].
-        outbox: int32 [2, R + 1] in the host's memory, where launches put their tokens: of a row whose length was
+        sampled_tokens: int32 [2, R + 1] in the host's memory, where launches put their tokens: of a row whose length was
             n, at [n % 2, row]. So a launch does not overwrite what the one before it left.
     """
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
-        self.null_row = num_rows  # length 0: stores nothing, attends nothing
+        self.padding_req_idx = num_rows  # length 0: stores nothing, attends nothing
         width = BLOCK_TABLE + max_blocks
         self.buffer = torch.zeros(num_rows + (num_rows + 1) * width, dtype=torch.int32, device=device)
-        self.batch_rows = self.buffer[:num_rows]
-        self.batch_rows.fill_(self.null_row)
+        self.batch_req_indices = self.buffer[:num_rows]
+        self.batch_req_indices.fill_(self.padding_req_idx)
         table = self.buffer[num_rows:].view(num_rows + 1, width)
         floats = table.view(torch.float32)
-        self.outbox = torch.zeros(2, num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        self.sampled_tokens = torch.zeros(2, num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.last_token = table[:, LAST_TOKEN]
         self.length = table[:, LENGTH]
         self.block_tables = table[:, BLOCK_TABLE:]
-        self.columns = SamplingColumns(
+        self.columns = SamplingState(
             temperature=floats[:, TEMPERATURE],
             top_k=table[:, TOP_K],
             top_p=floats[:, TOP_P],
@@ -66,7 +66,7 @@ class RowState:
             self.buffer.index_copy_(0, cells.long(), values)
 
 
-class RowUpdates:
+class StagedWrites:
     """Host side: gathers the cells to change until the next launch takes them along."""
 
     def __init__(self, num_rows: int, max_blocks: int):

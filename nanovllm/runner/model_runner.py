@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.channel import Channel
-from nanovllm.engine.cuda_graph import StepGraphs
-from nanovllm.engine.row_state import RowState, RowUpdates
+from nanovllm.distributed.channel import Channel
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.distributed.workers import Workers
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
-from nanovllm.engine.step import StepHeader, StepInput, read_header
-from nanovllm.engine.tensor_parallel import Workers
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.kernels import select
 from nanovllm.layers.attention import Attention, select_backend
-from nanovllm.layers.parallel import ALONE, ParallelGroup
+from nanovllm.layers.context import Context, set_context
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
-from nanovllm.utils.context import Context, set_context
+from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.step import StepHeader, StepInput, read_header
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
 CPU_KV_BYTES = 2 << 30  # KV pool on the CPU: a laptop's memory belongs to its owner
@@ -44,10 +44,10 @@ DTYPE_LOCK = Lock()
 
 
 class StepHandle:
-    """The token ids of a launch, on their way to the host's memory (``RowState.outbox``)."""
+    """The token ids of a launch, on their way to the host's memory (``RequestState.sampled_tokens``)."""
 
-    def __init__(self, outbox: torch.Tensor, batch: Batch, event: torch.cuda.Event | None, workers: Workers | None):
-        self._outbox = outbox
+    def __init__(self, sampled_tokens: torch.Tensor, batch: Batch, event: torch.cuda.Event | None, workers: Workers | None):
+        self._outbox = sampled_tokens
         self._places = batch.lengths % 2, batch.rows
         self._event = event
         self._workers = workers
@@ -71,15 +71,15 @@ class ModelRunner:
         channel: where rank 0's calls come from, if this is one of the others.
     """
 
-    def __init__(self, config: Config, group: ParallelGroup = ALONE, workers: Workers | None = None,
+    def __init__(self, config: Config, group: TPGroup = SINGLE_RANK, workers: Workers | None = None,
                  channel: Channel | None = None):
         self.config = config
         self.group = group
         self.workers = workers
         self.channel = channel
-        self.graphs: StepGraphs | None = None
-        self.sampling_graphs: StepGraphs | None = None
-        self.prefill_graphs: StepGraphs | None = None
+        self.graphs: CudaGraphs | None = None
+        self.sampling_graphs: CudaGraphs | None = None
+        self.prefill_graphs: CudaGraphs | None = None
         self._last_handle: StepHandle | None = None
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
@@ -95,16 +95,16 @@ class ModelRunner:
         self.depth = 1 if self.device.type == "cuda" and not config.enforce_eager else 0  # launches run ahead
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        with torch.inference_mode(), shortage_as_ours():
-            self.row_state = RowState(config.max_num_seqs, self.max_blocks, self.device)
-            self.updates = RowUpdates(config.max_num_seqs, self.max_blocks)
+        with torch.inference_mode(), translate_oom():
+            self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
+            self.updates = StagedWrites(config.max_num_seqs, self.max_blocks)
             # Of a short prefill: token, position, slot, row and context of each token. At first, and when graphs are
             # captured, they attend nothing and are stored in slot 0 of the empty pool.
             self.prefill_sizes = _short_prefill_sizes(config.max_num_batched_tokens)
             self.token_inputs = torch.zeros(5 * self.prefill_sizes[-1], dtype=torch.int32, device=self.device)
             with self._defaults():
                 self.sampler = Sampler(group)
-            with self.ops.compiling_ahead(self.device) as begin:
+            with self.ops.parallel_compile(self.device) as begin:
                 if self.device.type == "cuda":
                     self.compile_kernels()
                 begin()
@@ -129,12 +129,12 @@ class ModelRunner:
     # ------------------------------------------------------------ kernels and weights
 
     def compile_kernels(self) -> None:
-        """Rehearse the launches of a start and of a run, so that they find their kernels: for `compiling_ahead`.
+        """Rehearse the launches of a start and of a run, so that they find their kernels: for `parallel_compile`.
 
         The stage is a model of two layers, because the last one differs in a prefill, and a pool of one block.
         Its weights are whatever lies in memory; its sequences are the null row, and store nothing, or attend nothing.
         """
-        config, state, device = self.config, self.row_state, self.device
+        config, state, device = self.config, self.request_state, self.device
         self.model = self._make_model(num_layers=2)
         self.warmup_model()
         self._make_pages(1)
@@ -143,7 +143,7 @@ class ModelRunner:
         # Prefills first, the longest of them, for their kernels take the longest to compile.
         for num_tokens in (n for n in reversed(REHEARSED_PREFILLS) if n <= config.max_num_batched_tokens):
             tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-            row, ends = tokens[:1] + state.null_row, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+            row, ends = tokens[:1] + state.padding_req_idx, torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
             step = StepInput(
                 cells=ends[:0], values=ends[:0], input_ids=tokens, positions=tokens, slot_mapping=tokens - 1,
                 rows=row, context_lens=ends[1:].clamp(max=config.max_model_len), cu_seqlens_q=ends, cu_seqlens_k=ends,
@@ -154,10 +154,10 @@ class ModelRunner:
                 max_seqlen_q=num_tokens, max_context=num_tokens, has_prefix=0, has_filters=0,
             )  # fmt: skip
             self._prefill(header, step)
-        for num_rows in StepGraphs.sizes(config.max_num_seqs):
+        for num_rows in CudaGraphs.sizes(config.max_num_seqs):
             hidden = self._decode_hidden(num_rows, config.max_model_len)
             for has_filters in (False, True):
-                self._sample(hidden, state.batch_rows[:num_rows], has_filters)
+                self._sample(hidden, state.batch_req_indices[:num_rows], has_filters)
         for num_tokens in self.prefill_sizes if self.use_graphs else ():
             self._prefill_hidden(num_tokens, config.max_model_len)
         del self.model, self.kv_cache
@@ -190,18 +190,18 @@ class ModelRunner:
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         slots = torch.full_like(ids, -1)
-        context = Context(True, ids[:1], ids[:1], self.row_state.block_tables, slots, num_tokens)
+        context = Context(True, ids[:1], ids[:1], self.request_state.block_tables, slots, num_tokens)
         with set_context(context):
             hidden = self.model(ids, ids)
         # what takes most memory: with several ranks, filters gather the logits
-        self._sample(hidden[:num_seqs], self.row_state.batch_rows, has_filters=True)
+        self._sample(hidden[:num_seqs], self.request_state.batch_req_indices, has_filters=True)
         torch.cuda.synchronize()
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
         if not self.use_graphs:
             return prefill_peak
         # a graph's activations are kept for good; the largest decode batch takes its share of the prefill's
-        num_graphs = len(StepGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
+        num_graphs = len(CudaGraphs.sizes(num_seqs)) * min(2, self.group.size) + len(self.prefill_sizes)
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
         logits = num_seqs * config.model_config.vocab_size // self.group.size * 8
         return prefill_peak + graph_peak + logits
@@ -258,18 +258,18 @@ class ModelRunner:
         With several ranks in two parts, for how ranks agree on a token depends on the filters in the batch: up to the
         hidden states, and sampling without filters. With filters, sampling is launched behind the first part.
         """
-        sizes, max_context = StepGraphs.sizes(self.config.max_num_seqs), self.config.max_model_len
+        sizes, max_context = CudaGraphs.sizes(self.config.max_num_seqs), self.config.max_model_len
         if self.group.size == 1:
-            self.graphs = StepGraphs(self._decode, sizes, max_context)
+            self.graphs = CudaGraphs(self._decode, sizes, max_context)
         else:
-            self.graphs = StepGraphs(self._decode_hidden, sizes, max_context)
-            hidden, rows = self.graphs.result, self.row_state.batch_rows
+            self.graphs = CudaGraphs(self._decode_hidden, sizes, max_context)
+            hidden, rows = self.graphs.result, self.request_state.batch_req_indices
 
             def sample(num_rows: int, _: int) -> torch.Tensor:
                 return self._sample(hidden(num_rows), rows[:num_rows], False)
 
-            self.sampling_graphs = StepGraphs(sample, sizes, max_context)
-        self.prefill_graphs = StepGraphs(self._prefill_hidden, self.prefill_sizes, max_context)
+            self.sampling_graphs = CudaGraphs(sample, sizes, max_context)
+        self.prefill_graphs = CudaGraphs(self._prefill_hidden, self.prefill_sizes, max_context)
 
     # ------------------------------------------------------------ a step
 
@@ -284,7 +284,7 @@ class ModelRunner:
         else:
             packed = self.prepare_decode(batch)
         event = self.call("run_model", packed)
-        self._last_handle = StepHandle(self.row_state.outbox, batch, event, self.workers)
+        self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, event, self.workers)
         return self._last_handle
 
     def call(self, method: str, *args):
@@ -370,7 +370,7 @@ class ModelRunner:
             input_ids=padded(step.input_ids),
             positions=padded(step.positions),
             slot_mapping=padded(step.slot_mapping, -1),
-            rows=padded(np.repeat(step.rows, np.diff(step.cu_seqlens_q)), self.row_state.null_row),
+            rows=padded(np.repeat(step.rows, np.diff(step.cu_seqlens_q)), self.request_state.padding_req_idx),
             context_lens=context_lens,
             cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
             cu_seqlens_k=np.cumsum([0, *context_lens], dtype=np.int32),
@@ -397,14 +397,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_model(self, packed: np.ndarray) -> torch.cuda.Event | None:
-        """Launch a packed step on this rank; the event comes when its tokens are in the outbox, None if they are."""
+        """Launch a packed step on this rank; the event comes when its tokens are in the sampled_tokens, None if they are."""
         header = read_header(packed)
         on_device = torch.from_numpy(packed)
         if self.device.type == "cuda" and (header.num_updates or header.is_prefill):
             on_device = on_device.pin_memory().to(self.device, non_blocking=True)
         step = StepInput.unpack(header, on_device)
         if header.num_updates:
-            self.row_state.apply(step.cells, step.values)
+            self.request_state.apply(step.cells, step.values)
         if header.is_prefill:
             self._prefill(header, step)
         elif self.graphs is None:
@@ -414,7 +414,7 @@ class ModelRunner:
         else:
             hidden = self.graphs.replay(header.num_sampled)[: header.num_sampled]
             if header.has_filters:
-                self._sample(hidden, self.row_state.batch_rows[: header.num_sampled], True)
+                self._sample(hidden, self.request_state.batch_req_indices[: header.num_sampled], True)
             else:
                 self.sampling_graphs.replay(header.num_sampled)
         if self.device.type == "cpu":
@@ -442,7 +442,7 @@ class ModelRunner:
             is_prefill=True,
             rows=step.rows,
             context_lens=step.context_lens,
-            block_tables=self.row_state.block_tables,
+            block_tables=self.request_state.block_tables,
             slot_mapping=step.slot_mapping,
             max_context=header.max_context,
             cu_seqlens_q=step.cu_seqlens_q,
@@ -463,12 +463,12 @@ class ModelRunner:
     def _decode(self, num_rows: int, max_context: int, has_filters: bool = False) -> torch.Tensor:
         """One token for each of the first ``num_rows`` batch rows; all inputs come from the row state."""
         hidden = self._decode_hidden(num_rows, max_context)
-        return self._sample(hidden, self.row_state.batch_rows[:num_rows], has_filters)
+        return self._sample(hidden, self.request_state.batch_req_indices[:num_rows], has_filters)
 
     def _decode_hidden(self, num_rows: int, max_context: int) -> torch.Tensor:
         """The part of a decode step before the LM head, [num_rows, C]."""
-        state = self.row_state
-        rows = state.batch_rows[:num_rows]
+        state = self.request_state
+        rows = state.batch_req_indices[:num_rows]
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
             rows, state.last_token, state.length, state.block_tables, self.block_size
         )
@@ -477,13 +477,13 @@ class ModelRunner:
     def _hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
                 rows: torch.Tensor, context_lens: torch.Tensor, max_context: int) -> torch.Tensor:
         """Of a decode batch, [B, C]."""
-        context = Context(False, rows, context_lens, self.row_state.block_tables, slot_mapping, max_context)
+        context = Context(False, rows, context_lens, self.request_state.block_tables, slot_mapping, max_context)
         with set_context(context):
             return self.model(input_ids, positions)
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, has_filters: bool) -> torch.Tensor:
-        logits, state = self.model.compute_logits(hidden), self.row_state
-        return self.sampler(logits, rows, state.columns, state.last_token, state.outbox, has_filters)
+        logits, state = self.model.compute_logits(hidden), self.request_state
+        return self.sampler(logits, rows, state.columns, state.last_token, state.sampled_tokens, has_filters)
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -499,7 +499,7 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and giving memory back would wait for it
         self.graphs = self.sampling_graphs = self.prefill_graphs = None
-        for name in ("model", "kv_cache", "row_state", "token_inputs", "sampler", "backend"):
+        for name in ("model", "kv_cache", "request_state", "token_inputs", "sampler", "backend"):
             self.__dict__.pop(name, None)
         self.group.close()  # after the graphs, which hold on to it
         if self.device.type == "cuda":
@@ -538,7 +538,7 @@ def _is_short(step: StepInput) -> bool:
 
 
 @contextmanager
-def shortage_as_ours():
+def translate_oom():
     """Where device or host run out of memory while the engine is made, an error that says what to change."""
     try:
         yield

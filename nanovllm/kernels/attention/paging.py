@@ -16,7 +16,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def pages_of(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_block_ids(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Blocks of the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
 
     The kernels' loops look up the pages of the next tile while they load this one. Looked up in the same

@@ -1,6 +1,6 @@
 """Gluon: per-head RMSNorm and rotary embedding of heads of 128 that lie in the accumulators of tensor cores.
 
-Owns what the ends of `hopper_linear.hopper_qkv` and `ring_linear.ring_qkv` share. Their plain twin is
+Owns what the ends of `prefill_gemm_sm90.prefill_qkv_gemm` and `decode_gemm_sm90.decode_qkv_gemm` share. Their plain twin is
 reference.norm_rope_store; results are rounded as its are, but for the product itself, which stays in fp32.
 
 A head is given as its two halves [tokens, 64], in the layout of accumulators of 64 columns: where a thread holds d of a

@@ -1,7 +1,7 @@
 """Qwen3, dense: the shared layers put together.
 
 T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size. A stream is a tensor [T, C] or,
-where a kernel leaves the sum to the next norm, what only norms and residuals understand (`kernels.norm.PendingSum`).
+where a kernel leaves the sum to the next norm, what only norms and residuals understand (`kernels.norm.SplitKPartials`).
 """
 
 from typing import ClassVar
@@ -9,20 +9,20 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.reference import Heads
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.linear.reference import QKVEpilogue
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
-from nanovllm.models.qwen3_config import Qwen3Config
-from nanovllm.utils.context import get_context
+from nanovllm.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: Qwen3Config, rope: RotaryEmbedding, backend: AttentionBackend, group: ParallelGroup):
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, group: TPGroup):
         super().__init__()
         D = config.head_dim
         self.qkv_proj = QKVParallelLinear(
@@ -40,7 +40,7 @@ class Qwen3Attention(nn.Module):
     def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm,
                 sampled: torch.Tensor | None = None) -> torch.Tensor:
         """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]; of ``sampled`` tokens, [N, C]."""
-        heads = Heads(
+        heads = QKVEpilogue(
             self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
         )  # fmt: skip
@@ -50,7 +50,7 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3MLP(nn.Module):
-    def __init__(self, config: Qwen3Config, group: ParallelGroup):
+    def __init__(self, config: ModelConfig, group: TPGroup):
         super().__init__()
         C, I = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], group=group)
@@ -63,7 +63,7 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: Qwen3Config, rope: RotaryEmbedding, backend: AttentionBackend, group: ParallelGroup):
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, group: TPGroup):
         super().__init__()
         self.self_attn = Qwen3Attention(config, rope, backend, group)
         self.mlp = Qwen3MLP(config, group)
@@ -78,7 +78,7 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: Qwen3Config, backend: AttentionBackend, group: ParallelGroup):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: TPGroup):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
         self.rope = get_rope(config.head_dim, config.max_position_embeddings, config.rope)
@@ -110,7 +110,7 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
-    def __init__(self, config: Qwen3Config, backend: AttentionBackend, group: ParallelGroup):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: TPGroup):
         super().__init__()
         self.model = Qwen3Model(config, backend, group)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group)

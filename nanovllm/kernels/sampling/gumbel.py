@@ -1,6 +1,6 @@
 """Triton: draws tokens, without a softmax.
 
-Owns `sample` (Gumbel-max over the logits at or above a row's threshold, which thresholds.py finds) and `advance_rows`.
+Owns `sample` (Gumbel-max over the logits at or above a row's threshold, which thresholds.py finds) and `advance_requests`.
 Knows nothing of requests; reference.py has the plain twins and says what the noise means.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 # Chunks that scores are computed in, of all rows together: what the largest devices run at once. More of them would
 # have more first scores to find, before which nothing can be left out.
@@ -188,11 +188,11 @@ def best_of_likely(
 @triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
 def sample_chunks_kernel(
     logits_ptr,  # [B, V], written by the LM head
-    rows_ptr,  # i32[B]
+    req_indices_ptr,  # i32[B]
     temperature_ptr,  # the row table's columns, each with its row stride
     seed_ptr,
     length_ptr,
-    thresholds_ptr,  # f32[B], written by logit_thresholds
+    thresholds_ptr,  # f32[B], written by filter_thresholds
     values_ptr,  # f32[B, chunks], written here: the best score of a chunk
     tokens_ptr,  # i32[B, chunks], written here: its id
     vocab_start,
@@ -205,17 +205,17 @@ def sample_chunks_kernel(
     FEW_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: one chunk of ids of one sequence, BLOCK at a time.
 
     Few rows leave room to compute all scores at once, which takes less time than to choose among them.
     """
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     chunk = tl.program_id(0)
     sequence = tl.program_id(1)
-    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    row = tl.load(req_indices_ptr + sequence).to(tl.int64)
     length = tl.load(length_ptr + row * length_stride)
     if length > 0:
         temperature = tl.load(temperature_ptr + row * temperature_stride)
@@ -247,7 +247,7 @@ def sample_chunks_kernel(
 def sample_combine_kernel(
     values_ptr,  # f32[B, chunks], written by sample_chunks_kernel
     tokens_ptr,  # i32[B, chunks]; 2**31 - 1 where a chunk had nothing to offer
-    rows_ptr,  # i32[B]
+    req_indices_ptr,  # i32[B]
     length_ptr,  # i32[R] strided
     value_ptr,  # f32[B], written here
     token_ptr,  # i32[B], written here
@@ -262,13 +262,13 @@ def sample_combine_kernel(
     outbox_stride,
     ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program per sequence."""
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     sequence = tl.program_id(0)
-    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    row = tl.load(req_indices_ptr + sequence).to(tl.int64)
     value = 0.0
     token = 0
     if tl.load(length_ptr + row * length_stride) > 0:
@@ -306,7 +306,9 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
     tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
     options = launch_options(device)
-    launcher(sample_chunks_kernel, (num_chunks, batch_size))(
+    launch(
+        sample_chunks_kernel,
+        (num_chunks, batch_size),
         logits,
         rows,
         columns.temperature,
@@ -328,8 +330,10 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         num_warps=4 if few_rows else 1,
         **options,
     )
-    last_token, new_length, outbox = advance if advance is not None else (columns.length, columns.length, tokens)
-    launcher(sample_combine_kernel, (batch_size,))(
+    last_token, new_length, sampled_tokens = advance if advance is not None else (columns.length, columns.length, tokens)
+    launch(
+        sample_combine_kernel,
+        (batch_size,),
         values,
         tokens,
         rows,
@@ -338,13 +342,13 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
         token,
         last_token,
         new_length,
-        outbox,
+        sampled_tokens,
         vocab_start,
         num_chunks,
         columns.length.stride(0),
         last_token.stride(0),
         new_length.stride(0),
-        outbox.stride(0),
+        sampled_tokens.stride(0),
         ADVANCE=advance is not None,
         BLOCK=triton.next_power_of_2(num_tiles),
         num_warps=1,
@@ -356,7 +360,7 @@ def sample(logits, rows, columns, thresholds, vocab_start=0, advance=None):
 @triton.jit(do_not_specialize=["batch_size"])
 def advance_rows_kernel(
     tokens_ptr,  # i32[B]
-    rows_ptr,  # i32[B]
+    req_indices_ptr,  # i32[B]
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, counted up here
     outbox_ptr,  # i32[2, R] of the host, written here
@@ -365,13 +369,13 @@ def advance_rows_kernel(
     length_stride,
     outbox_stride,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < batch_size
-    rows = tl.load(rows_ptr + offs, mask=mask, other=0).to(tl.int64)
+    rows = tl.load(req_indices_ptr + offs, mask=mask, other=0).to(tl.int64)
     length = tl.load(length_ptr + rows * length_stride, mask=mask, other=0)
     token = tl.load(tokens_ptr + offs, mask=mask, other=0)
     tl.store(last_token_ptr + rows * last_token_stride, token, mask=length > 0)
@@ -379,21 +383,23 @@ def advance_rows_kernel(
     tl.store(length_ptr + rows * length_stride, length + 1, mask=length > 0)
 
 
-def advance_rows(tokens, rows, last_token, length, outbox):
-    """See reference.advance_rows."""
+def advance_requests(tokens, rows, last_token, length, sampled_tokens):
+    """See reference.advance_requests."""
     (batch_size,) = rows.shape
     if batch_size > 0:
         block = 128
-        launcher(advance_rows_kernel, (triton.cdiv(batch_size, block),))(
+        launch(
+            advance_rows_kernel,
+            (triton.cdiv(batch_size, block),),
             tokens,
             rows,
             last_token,
             length,
-            outbox,
+            sampled_tokens,
             batch_size,
             last_token.stride(0),
             length.stride(0),
-            outbox.stride(0),
+            sampled_tokens.stride(0),
             BLOCK=block,
             **launch_options(rows.device),
         )

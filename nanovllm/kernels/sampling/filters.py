@@ -1,6 +1,6 @@
 """Triton: top-k, top-p, min-p and forbidden ids, as one smallest logit per row, without a sort.
 
-Owns `logit_thresholds`. Knows nothing of requests, nor of how tokens are drawn; reference.py has the plain twin and
+Owns `filter_thresholds`. Knows nothing of requests, nor of how tokens are drawn; reference.py has the plain twin and
 says what the filters mean.
 
 A row's threshold is found by bisection over keys: integers in the order of the floats they stand for. Logits of 16 bits
@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import (
-    after_predecessor,
+from ..launch import (
+    launch,
     launch_options,
-    launcher,
-    let_successor_start,
-    num_multiprocessors,
+    num_sms,
+    pdl_launch_dependents,
+    pdl_wait,
     zero_counters,
 )
 
@@ -177,9 +177,9 @@ def gather_candidates(
 
 
 @triton.jit
-def logit_thresholds_kernel(
+def filter_thresholds_kernel(
     logits_ptr,  # [B, V], written by the LM head; forbidden ids are overwritten with -inf here
-    rows_ptr,  # i32[B]
+    req_indices_ptr,  # i32[B]
     temperature_ptr,  # the row table's columns, each with its row stride
     top_k_ptr,
     top_p_ptr,
@@ -210,7 +210,7 @@ def logit_thresholds_kernel(
     BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """A few programs per sequence survey its row; the last of them finds the threshold.
 
@@ -218,10 +218,10 @@ def logit_thresholds_kernel(
     largest logits of the row's groups. Where more than BLOCK logits pass the bound (flat distributions), it bisects
     over the whole row instead.
     """
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     sequence, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    row = tl.load(req_indices_ptr + sequence).to(tl.int64)
     length = tl.load(length_ptr + row * length_stride)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
     top_k = tl.load(top_k_ptr + row * top_k_stride)
@@ -313,8 +313,8 @@ def logit_thresholds_kernel(
         tl.store(thresholds_ptr + sequence, minus_inf)
 
 
-def logit_thresholds(logits, rows, columns, vocab_start=0):
-    """See reference.logit_thresholds. A row without filters and forbidden ids costs its programs a few loads."""
+def filter_thresholds(logits, rows, columns, vocab_start=0):
+    """See reference.filter_thresholds. A row without filters and forbidden ids costs its programs a few loads."""
     batch_size, vocab_size = logits.shape
     assert logits.stride(1) == 1 and columns.forbidden.stride(1) == 1
     thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
@@ -322,13 +322,15 @@ def logit_thresholds(logits, rows, columns, vocab_start=0):
         return thresholds
     num_groups, num_blocks = triton.cdiv(vocab_size, _GROUP), triton.cdiv(vocab_size, _BLOCK)
     num_forbidden = columns.forbidden.shape[1]
-    num_parts = max(1, min(num_blocks, 2 * num_multiprocessors(logits.device) // batch_size))
+    num_parts = max(1, min(num_blocks, 2 * num_sms(logits.device) // batch_size))
     if logits.data_ptr() % _LINE or logits.stride(0) * logits.element_size() % _LINE:
         num_parts = 1  # blocks share cache lines: a program could still see one as it was before another forbade an id
     options = launch_options(logits.device)
     if torch.version.hip is None:
         options = options | {"maxnreg": 128}  # so that two programs fit a multiprocessor
-    launcher(logit_thresholds_kernel, (batch_size, num_parts))(
+    launch(
+        filter_thresholds_kernel,
+        (batch_size, num_parts),
         logits,
         rows,
         columns.temperature,

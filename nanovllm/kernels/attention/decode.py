@@ -26,16 +26,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import (
-    after_predecessor,
+from ..launch import (
     has_large_shared_memory,
+    launch,
     launch_options,
-    launcher,
-    let_successor_start,
-    num_multiprocessors,
+    num_sms,
+    pdl_launch_dependents,
+    pdl_wait,
     zero_counters,
 )
-from .pages import LOG2_E, LOWEST, pages_of, slot_offsets
+from .paging import LOG2_E, LOWEST, load_block_ids, slot_offsets
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -43,7 +43,7 @@ def _decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [NB, BS, K, D]
     v_ptr,  # [NB, BS, K, D]
-    rows_ptr,  # i32[B]
+    req_indices_ptr,  # i32[B]
     context_lens_ptr,  # i32[B]
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [B, H, D]
@@ -70,7 +70,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -109,14 +109,14 @@ def _decode_kernel(
     seq = first_seq
     seq_end = first_seq_end
     context = tl.load(context_lens_ptr + seq)
-    row = tl.load(rows_ptr + seq)
+    row = tl.load(req_indices_ptr + seq)
     first = (begin - first_seq_begin) * BLOCK_N
-    pages = pages_of(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
+    pages = load_block_ids(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # So far everything came from tables that the step began with; q and the newest keys and values come from
     # the launches before this one.
-    after_predecessor(CHAINED)
-    let_successor_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -165,9 +165,9 @@ def _decode_kernel(
         first = tl.where(ended, 0, first + BLOCK_N)
         fetch = ended & (seq < num_seqs)
         context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
-        row = tl.where(ended, tl.load(rows_ptr + seq, mask=fetch, other=0), row)
+        row = tl.where(ended, tl.load(req_indices_ptr + seq, mask=fetch, other=0), row)
         seq_end += tl.where(ended, tl.maximum(tl.cdiv(context, BLOCK_N), 1), 0)
-        pages = pages_of(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
+        pages = load_block_ids(tables_ptr + row.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # The stores of all threads come before the release by one of them, or the share that finishes last might miss
     # some.
@@ -283,7 +283,7 @@ def paged_decode_attention(
     scale: float,
     max_context: int | None = None,
     out: torch.Tensor | None = None,
-    chained: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attend one new token per sequence to its context. Can be captured in a CUDA graph: no host reads.
 
@@ -292,7 +292,7 @@ def paged_decode_attention(
     i32[R, max_blocks]. context_lens: i32[B], tokens to attend, the new one included; 0 gives zeros.
     scale: factor on q·k.
     max_context: no context is longer (default: what a table row holds); a hint that avoids idle programs.
-    chained: start before the launch before has ended, where the hardware can (see inputs.py). Only where an
+    pdl: start before the launch before has ended, where the hardware can (see inputs.py). Only where an
     unchained launch lies between this one and the one that wrote rows, context_lens or block_tables.
     Returns [B, H, D] like q, or `out`.
 
@@ -316,7 +316,7 @@ def paged_decode_attention(
     if max_context is None:
         max_context = block_tables.shape[1] * block_size
     max_tiles = num_seqs * max(1, -(-max_context // config.block_n))
-    num_shares = config.programs_per_sm * num_multiprocessors(q.device) // num_kv_heads
+    num_shares = config.programs_per_sm * num_sms(q.device) // num_kv_heads
     num_shares = max(1, min(num_shares, max_tiles))
 
     part_shape = (num_shares + num_seqs, num_kv_heads, group)
@@ -324,7 +324,9 @@ def paged_decode_attention(
     part_stat = torch.empty((*part_shape, 2), dtype=torch.float32, device=q.device)
     block_d = triton.next_power_of_2(head_size)
     block_g = triton.next_power_of_2(group)
-    launcher(_decode_kernel, (num_kv_heads, num_shares))(
+    launch(
+        _decode_kernel,
+        (num_kv_heads, num_shares),
         q,
         k_cache,
         v_cache,
@@ -358,6 +360,6 @@ def paged_decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(q.device, chained),
+        **launch_options(q.device, pdl),
     )
     return out

@@ -7,7 +7,7 @@ slots, not blocks or sequences; reference.py has the plain twins.
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -28,10 +28,10 @@ def norm_rope_store_kernel(
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: BLOCK_H heads (of q, k and v, as they lie in the row) of one token."""
-    let_successor_start(CHAINED)
+    pdl_launch_dependents(USE_PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]  # [BLOCK_H, 1]
@@ -52,7 +52,7 @@ def norm_rope_store_kernel(
     if HAS_CACHE:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
 
-    after_predecessor(CHAINED)
+    pdl_wait(USE_PDL)
     # The two halves of each head, [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
     head_ptrs = qkv_ptr + token * qkv_stride + head * HEAD_DIM + offs_d
     raw_1 = tl.load(head_ptrs, mask=mask, other=0.0)
@@ -99,7 +99,9 @@ def norm_rope_store(
     if num_tokens > 0:
         # Few tokens: spread a token's heads over programs for latency. Many: fewer, larger programs.
         block_h = 4 if num_tokens <= 64 else 16
-        launcher(norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)))(
+        launch(
+            norm_rope_store_kernel,
+            (num_tokens, triton.cdiv(num_all_heads, block_h)),
             qkv,
             q_weight,
             k_weight,
@@ -138,10 +140,10 @@ def store_kvcache_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -160,7 +162,9 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.stride(2) == 1 and v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     if num_tokens > 0:
-        launcher(store_kvcache_kernel, (num_tokens,))(
+        launch(
+            store_kvcache_kernel,
+            (num_tokens,),
             k,
             v,
             k_cache,

@@ -1,6 +1,6 @@
 """Gluon, Triton's lower level: prefill attention on NVIDIA Hopper, for 16 bits and a head size of 128.
 
-Owns `hopper_prefill_attention` and what it takes; `prefill_attention.py` decides where it runs, and has what runs
+Owns `prefill_attention_sm90` and what it takes; `prefill_attention.py` decides where it runs, and has what runs
 elsewhere.
 
 One program per multiprocessor stays for the whole launch. Its work items are runs of query tokens with all query heads
@@ -35,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gluon_names import (
+from ..gluon_compat import (
     async_load,
     commit_group,
     fence_async_shared,
@@ -46,8 +46,8 @@ from .gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .inputs import is_hopper, launch_options, launcher, num_multiprocessors, zero_counters
-from .pages import LOG2_E, LOWEST
+from ..launch import is_sm90, launch, launch_options, num_sms, zero_counters
+from .paging import LOG2_E, LOWEST
 
 HEAD_SIZE = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -67,7 +67,7 @@ def _plus(a, b):
 
 @gluon.jit
 def produce(
-    rings, k_desc, v_desc, cu_seqlens_ptr, rows_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs, num_kv_heads,
+    rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs, num_kv_heads,
     stride_table, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _, ks, vs, items, k_full, k_free, v_full, v_free, item_full, item_free = rings
@@ -105,7 +105,7 @@ def produce(
         q_begin = gl.load(cu_seqlens_ptr + seq)
         q_end = gl.load(cu_seqlens_ptr + seq + 1)
         context = gl.load(context_lens_ptr + seq)
-        table_ptr = tables_ptr + gl.load(rows_ptr + seq).to(gl.int64) * stride_table
+        table_ptr = tables_ptr + gl.load(req_indices_ptr + seq).to(gl.int64) * stride_table
         old = context - (q_end - q_begin)
         p0 = (old // TOKENS + level) * TOKENS
 
@@ -329,7 +329,7 @@ def prefill_kernel(
     k_desc,  # [NB * BS, K * D]
     v_desc,  # [NB * BS, K * D]
     cu_seqlens_ptr,  # i32[S + 1]
-    rows_ptr,  # i32[S]
+    req_indices_ptr,  # i32[S]
     context_lens_ptr,  # i32[S]
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
@@ -346,10 +346,10 @@ def prefill_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    CHAINED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """See above. The consumers' registers are what the producer leaves them."""
-    if CHAINED:
+    if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -372,7 +372,7 @@ def prefill_kernel(
         mbarrier.init(item_full.index(i), count=1)
         mbarrier.init(item_free.index(i), count=2)
     fence_async_shared()
-    if CHAINED:
+    if USE_PDL:
         gdc_wait()
 
     tensors = (q_ptr, out_ptr, scale_log2e, stride_q_token, stride_q_head, stride_out_token, stride_out_head)
@@ -386,7 +386,7 @@ def prefill_kernel(
             (
                 produce,
                 (
-                    rings, k_desc, v_desc, cu_seqlens_ptr, rows_ptr, context_lens_ptr, tables_ptr, counter_ptr,
+                    rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr,
                     num_seqs, num_kv_heads, stride_table, GROUP, BLOCK_SIZE, BLOCK_N, STAGES,
                 ),
             ),
@@ -405,13 +405,13 @@ def tiles(max_seqlen_q):
 
 
 def takes(q, k_cache, max_seqlen_q):
-    """Whether `hopper_prefill_attention` can, and is faster than Triton's: not where a sequence has few rows."""
+    """Whether `prefill_attention_sm90` can, and is faster than Triton's: not where a sequence has few rows."""
     _, num_heads, head_size = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
     block_n, _ = tiles(max_seqlen_q)
     return (
-        is_hopper(q.device)
+        is_sm90(q.device)
         and q.element_size() == 2
         and q.dtype == k_cache.dtype
         and head_size == 128
@@ -424,7 +424,7 @@ def takes(q, k_cache, max_seqlen_q):
     )
 
 
-def hopper_prefill_attention(
+def prefill_attention_sm90(
     q, k_cache, v_cache, cu_seqlens_q, rows, context_lens, block_tables, scale, max_seqlen_q, out
 ):
     """See prefill_attention.paged_prefill_attention; for what `takes` says it takes."""
@@ -439,7 +439,9 @@ def hopper_prefill_attention(
     for first in range(0, rows.shape[0], most):
         num_seqs = min(most, rows.shape[0] - first)
         most_items = num_seqs * num_kv_heads * ((max_seqlen_q + 2 * tokens - 2) // tokens)
-        launcher(prefill_kernel, (min(num_multiprocessors(q.device), most_items),))(
+        launch(
+            prefill_kernel,
+            (min(num_sms(q.device), most_items),),
             q,
             TensorDescriptor(k_cache, shape, strides, [block_n, head_size], layout),
             TensorDescriptor(v_cache, shape, strides, [block_n, head_size], layout),

@@ -40,11 +40,11 @@ def paged_decode_attention(
     scale: float,
     max_context: int | None = None,
     out: torch.Tensor | None = None,
-    chained: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attend one new token per sequence, q [B, H, D], to its context; zeros where the context is empty.
 
-    max_context and chained are hints for the fast twin.
+    max_context and pdl are hints for the fast twin.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

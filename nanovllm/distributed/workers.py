@@ -38,12 +38,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.channel import Backoff, Channel
+from nanovllm.distributed.channel import Backoff, Channel
 from nanovllm.errors import ConfigError, NanoVLLMError, WorkerError
 
 if TYPE_CHECKING:
-    from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.layers.parallel import ParallelGroup
+    from nanovllm.distributed.group import TPGroup
+    from nanovllm.runner.model_runner import ModelRunner
 
 BEAT_S = 0.5
 SILENCE_LIMIT_S = 30.0  # without a beat; one import may hold the interpreter's lock for long on a cold disk
@@ -66,7 +66,7 @@ def start_runner(config: Config) -> "ModelRunner":
     """
     import torch
 
-    from nanovllm.engine.model_runner import ModelRunner, select_device
+    from nanovllm.runner.model_runner import ModelRunner, select_device
 
     size = config.tensor_parallel_size
     if size == 1:
@@ -101,7 +101,7 @@ class Workers:
 
     def __init__(self, config: Config):
         self.failure: WorkerError | None = None
-        self.group: ParallelGroup | None = None
+        self.group: TPGroup | None = None
         self._config = config
         self._size = config.tensor_parallel_size
         self._owner = os.getpid()
@@ -149,14 +149,14 @@ class Workers:
                 raise WorkerError(late[0], f"it was not {state} within {START_TIMEOUT_S:.0f} s; it stalled at start.")
             time.sleep(0.01)
 
-    def connect(self, device: Any) -> "ParallelGroup":
+    def connect(self, device: Any) -> "TPGroup":
         """Meet the workers. On a thread of its own: what waits in there for a rank that has died cannot be woken."""
-        from nanovllm.layers.parallel import ParallelGroup
+        from nanovllm.distributed.group import TPGroup
 
         self.wait_for_state("here")
         met: Future = Future()
         store_path = os.path.join(self._directory, "store")
-        arguments = (met, ParallelGroup.connect, 0, self._size, device, store_path, STEP_TIMEOUT_S)
+        arguments = (met, TPGroup.connect, 0, self._size, device, store_path, STEP_TIMEOUT_S)
         threading.Thread(target=_settle, args=arguments, name="nanovllm-connect", daemon=True).start()
         self.wait_until(met.done)
         self.group = met.result()
@@ -347,8 +347,8 @@ def worker_main(rank: int, config: Config, memory: Any, pipe: connection.Connect
     try:
         import torch
 
-        from nanovllm.engine.model_runner import ModelRunner, select_device
-        from nanovllm.layers.parallel import ParallelGroup
+        from nanovllm.distributed.group import TPGroup
+        from nanovllm.runner.model_runner import ModelRunner, select_device
 
         device = select_device(config.device, rank)
         if device.type == "cuda":
@@ -358,7 +358,7 @@ def worker_main(rank: int, config: Config, memory: Any, pipe: connection.Connect
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))
         pipe.send(("here",))
         store_path = os.path.join(directory, "store")
-        group = ParallelGroup.connect(rank, config.tensor_parallel_size, device, store_path, STEP_TIMEOUT_S)
+        group = TPGroup.connect(rank, config.tensor_parallel_size, device, store_path, STEP_TIMEOUT_S)
         runner = ModelRunner(config, group, channel=channel)
         pipe.send(("ready",))
         _die_with_parent()

@@ -1,17 +1,17 @@
 """Gluon, Triton's lower level: matrix products of 2 to 256 tokens on NVIDIA Hopper.
 
-Owns `ring_product`, `ring_qkv` and how they are cut into programs. Knows nothing of layers, nor of what is done with
+Owns `decode_gemm`, `decode_qkv_gemm` and how they are cut into programs. Knows nothing of layers, nor of what is done with
 the parts of a sum; `linear.py` decides where it runs, and what runs elsewhere.
 
 A program keeps a ring of stages in shared memory, of BLOCK_C channels each, which asynchronous copies fill and tensor
 cores read. It takes nearly all of a multiprocessor's shared memory, because the weights of all its stages are asked
-for before it waits for the kernel that makes x (see inputs.py on chained launches): with few tokens nearly all of the
+for before it waits for the kernel that makes x (see inputs.py on pdl launches): with few tokens nearly all of the
 weights are there when x is. So there is one wave of programs, at most one to a multiprocessor.
 
 Where there are too few weight rows to occupy the device, SPLITS programs share the channels of a tile, and each writes
 its part of the sums. Whoever reads the result next adds the parts up (`norm.add_rms_norm`), which costs a few loads.
 
-Where a tile has 128 weight rows, which are those of one head of q, k or v, `ring_qkv` ends with what norm_rope_store
+Where a tile has 128 weight rows, which are those of one head of q, k or v, `decode_qkv_gemm` ends with what norm_rope_store
 does. All that it needs besides the product is loaded before the wait, once the weights were asked for: positions and
 slots, and the angles of these positions. So behind the last product nothing is left but arithmetic and the stores.
 
@@ -27,8 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gluon_heads import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
-from .gluon_names import (
+from ..gluon_compat import (
     async_load,
     commit_group,
     fence_async_shared,
@@ -38,13 +37,14 @@ from .gluon_names import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from .inputs import is_hopper, launch_options, launcher
+from ..launch import is_sm90, launch, launch_options
+from .qkv_epilogue_sm90 import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
 
 RING_BYTES = 200 << 10  # of the 227 KB that a program may have
 PROGRAM_BYTES = 1.6e6  # of x and weights, that a program reads one stage after the other: beyond, cuBLAS is faster
 
 
-class RingTiling(NamedTuple):
+class DecodeGemmConfig(NamedTuple):
     """How a product is cut into programs. None of it changes what is computed, save for the order of sums."""
 
     block_m: int  # tokens of a program
@@ -55,7 +55,7 @@ class RingTiling(NamedTuple):
     num_warps: int
 
 
-def ring_tiling(num_tokens, num_rows, num_channels, may_split, num_multiprocessors):
+def decode_gemm_config(num_tokens, num_rows, num_channels, allow_split_k, num_sms):
     """The smallest tiles that fit the device in one wave; None where none do, or where cuBLAS was faster on an H200."""
     block_c = 128 if num_channels % 128 == 0 else 64
     if num_channels % block_c:
@@ -63,12 +63,12 @@ def ring_tiling(num_tokens, num_rows, num_channels, may_split, num_multiprocesso
     few = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((few, 64), (few, 128), (128, 128)):
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_rows, block_n)
-        if num_programs <= num_multiprocessors:
+        if num_programs <= num_sms:
             break
     else:
         return None
     splits = 1
-    while may_split and splits < 4 and 2 * splits * num_programs <= num_multiprocessors:
+    while allow_split_k and splits < 4 and 2 * splits * num_programs <= num_sms:
         if num_channels % (2 * splits * block_c):
             break
         splits *= 2
@@ -76,7 +76,7 @@ def ring_tiling(num_tokens, num_rows, num_channels, may_split, num_multiprocesso
     if num_tokens > 64 and (block_m + block_n) * split_c * 2 > PROGRAM_BYTES:
         return None
     stages = min(split_c // block_c, RING_BYTES // ((block_m + block_n) * block_c * 2))
-    return RingTiling(block_m, block_n, block_c, splits, stages, 4 if block_m * block_n <= 8192 else 8)
+    return DecodeGemmConfig(block_m, block_n, block_c, splits, stages, 4 if block_m * block_n <= 8192 else 8)
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def whole(left, right):
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def ring_kernel(
+def decode_gemm_kernel(
     x_ptr,  # [M, C], rows strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
@@ -144,10 +144,10 @@ def ring_kernel(
     NUM_HEADS: gl.constexpr,  # 0: y is the product
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
-    CHAINED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """One program: BLOCK_N weight rows, BLOCK_M tokens, a SPLITS-th of the channels."""
-    if CHAINED:
+    if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -196,7 +196,7 @@ def ring_kernel(
         if HAS_NORM:
             head_weights = norm_weights(gl.where(is_q, q_weight_ptr, k_weight_ptr), WARPS)
         cos, sin = angles(cos_sin_ptr, position)
-    if CHAINED:
+    if USE_PDL:
         gdc_wait()
     for step in gl.static_range(AHEAD):
         async_load(xs.index(step), x_ptrs + step * BLOCK_C, mask=is_token)
@@ -267,7 +267,7 @@ def ring_kernel(
         gl.store(y_ptr + offs, product.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False):
+def decode_gemm(tiling, x, weight, y, bias=None, residual=None, silu_mul=False):
     """y = [residual +] [silu_and_mul] (x W^T [+ bias]), written to y [M, I] or, with several splits, in parts.
 
     weight [N, C] and y are of x's dtype. The parts are fp32 [splits, M, N], the result is their sum over
@@ -275,10 +275,10 @@ def ring_product(tiling, x, weight, y, bias=None, residual=None, silu_mul=False)
     """
     assert residual is None or residual.stride(1) == 1
     assert tiling.splits == 1 or (bias is None and residual is None and not silu_mul and len(y) == tiling.splits)
-    return launch(tiling, x, weight, y, bias, residual, silu_mul)
+    return _launch_decode_gemm(tiling, x, weight, y, bias, residual, silu_mul)
 
 
-def ring_qkv(
+def decode_qkv_gemm(
     tiling, x, weight, bias, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache,
     num_heads, num_kv_heads,
 ):  # fmt: skip
@@ -295,14 +295,16 @@ def ring_qkv(
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and v_cache.dtype == x.dtype
     q = torch.empty((len(x), num_heads * HEAD_SIZE.value), dtype=x.dtype, device=x.device)
     heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return launch(tiling, x, weight, q, bias, None, False, heads, num_heads, num_kv_heads)
+    return _launch_decode_gemm(tiling, x, weight, q, bias, None, False, heads, num_heads, num_kv_heads)
 
 
-def launch(tiling, x, weight, y, bias, residual, silu_mul, heads=(None,) * 8, num_heads=0, num_kv_heads=0):
+def _launch_decode_gemm(tiling, x, weight, y, bias, residual, silu_mul, heads=(None,) * 8, num_heads=0, num_kv_heads=0):
     num_tokens, num_channels = x.shape
     assert takes(x) and weight.is_contiguous() and y.is_contiguous()
     grid = triton.cdiv(num_tokens, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n), tiling.splits
-    launcher(ring_kernel, grid)(
+    launch(
+        decode_gemm_kernel,
+        grid,
         x,
         weight,
         bias,
@@ -332,13 +334,13 @@ def launch(tiling, x, weight, y, bias, residual, silu_mul, heads=(None,) * 8, nu
 
 
 def takes(x):
-    """Whether `ring_product` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
+    """Whether `decode_gemm` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
     aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.element_size() == 2 and is_hopper(x.device)
+    return aligned and x.element_size() == 2 and is_sm90(x.device)
 
 
 def takes_heads(tiling, x, weight, k_cache):
-    """Whether `ring_qkv` can, with this tiling: each program makes a head, of which a warp has whole rows."""
+    """Whether `decode_qkv_gemm` can, with this tiling: each program makes a head, of which a warp has whole rows."""
     one_head = tiling.splits == 1 and tiling.block_n == HEAD_SIZE.value and tiling.block_m == 16 * tiling.num_warps
     has_cache = k_cache is not None and k_cache.numel() > 0
     return takes(x) and one_head and has_cache and k_cache.shape[-1] == HEAD_SIZE.value and k_cache.dtype == x.dtype

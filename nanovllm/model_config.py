@@ -139,7 +139,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
+class ModelConfig:
     """Shape of a dense Qwen3 model (names as in ``config.json``)."""
 
     architecture: str
@@ -159,7 +159,7 @@ class Qwen3Config:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "Qwen3Config":
+    def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for what cannot be honoured."""
         given = checked(raw, FIELDS)
         refused = {

@@ -36,7 +36,7 @@ NCCL_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class ParallelGroup:
+class TPGroup:
     """One rank's view of its group. The default is the group of one, in which nothing is exchanged."""
 
     rank: int = 0
@@ -45,7 +45,7 @@ class ParallelGroup:
     peers: "PeerMemory | None" = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def connect(cls, rank: int, size: int, device: torch.device, store_path: str, timeout_s: float) -> "ParallelGroup":
+    def connect(cls, rank: int, size: int, device: torch.device, store_path: str, timeout_s: float) -> "TPGroup":
         """Meet the other ranks; returns when all of them are there.
 
         Args:
@@ -126,7 +126,7 @@ class ParallelGroup:
             self.peers.close()
 
 
-ALONE = ParallelGroup()
+SINGLE_RANK = TPGroup()
 
 
 class _CountedFromZero(dist.Store):
@@ -214,7 +214,7 @@ class PeerMemory:
         return self._launch(x, torch.empty_like(x), gather=False)
 
     def rehearse(self, dtype: torch.dtype) -> None:
-        """Launch the kernel of each lane, with a sum as large as it takes: for `compiling_ahead`."""
+        """Launch the kernel of each lane, with a sum as large as it takes: for `parallel_compile`."""
         for lane_bytes, buffers, *_ in self._lanes:
             num_bytes = min(lane_bytes, PEER_SUM_BYTES[self._size])
             self.all_reduce(torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=buffers.device))

@@ -1,12 +1,12 @@
 """Triton: matrix products with the norm before and the activation, the residual or the rotation after fused in.
 
-Owns `fused_linear` and `project_heads`, the choice between kernels and cuBLAS, and the kernel for one token; those for
-a few and for thousands are in ring_linear.py and hopper_linear.py. Knows nothing of layers or shards; the plain twins
+Owns `fused_linear` and `qkv_linear`, the choice between kernels and cuBLAS, and the kernel for one token; those for
+a few and for thousands are in decode_gemm_sm90.py and prefill_gemm_sm90.py. Knows nothing of layers or shards; the plain twins
 are in reference.py.
 
 A decode step reads every weight once and does little else, so the kernels are built around the stream of weights:
 enough programs to keep all of the memory busy, and each asks for its weights *before* it waits for the kernel that
-makes its input (see inputs.py on chained launches), because weights depend on nobody. What is left between the end of
+makes its input (see inputs.py on pdl launches), because weights depend on nobody. What is left between the end of
 one kernel and the end of the next is a load of x from L2, the arithmetic and a store: so everything that can be is
 loaded before the wait, and the rest right after it.
 
@@ -21,18 +21,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .activation import silu_and_mul
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start, num_multiprocessors
-from .norm import PendingSum, rms_norm
-from .rope_store import norm_rope_store
+from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from .norm import SplitKPartials, rms_norm
+from .norm_rope_store import norm_rope_store
+from .silu_and_mul import silu_and_mul
 
 try:
-    from . import hopper_linear, ring_linear
+    from . import decode_gemm_sm90, prefill_gemm_sm90
 except ImportError:  # a version of Triton that they were not tried with
-    hopper_linear = ring_linear = None  # type: ignore[assignment]
+    prefill_gemm_sm90 = decode_gemm_sm90 = None  # type: ignore[assignment]
 
 
-class VectorTiling(NamedTuple):
+class GemvConfig(NamedTuple):
     """How the product of one token is cut into programs. It changes nothing but the order of sums."""
 
     block_n: int  # weight rows of a program
@@ -41,30 +41,30 @@ class VectorTiling(NamedTuple):
     max_registers: int | None = None  # of a thread
 
 
-def vector_tiling(num_rows, num_channels, itemsize):
+def gemv_config(num_rows, num_channels, itemsize):
     """The choice measured on an NVIDIA H200 with 16 bits."""
     num_bytes = num_rows * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
     if num_rows >= 12 * num_channels:  # an LM head
         if num_channels <= 1024:
-            return VectorTiling(4, block_c, 1)
-        return VectorTiling(2, 2048, 4) if num_channels % 2048 == 0 else VectorTiling(4, 512, 1)
+            return GemvConfig(4, block_c, 1)
+        return GemvConfig(2, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
     # Many small programs for many rows: the more of the next kernel's are there early, the better.
     if num_channels <= 1024:
-        return VectorTiling(2, block_c, 1) if num_rows > 4096 else VectorTiling(4, block_c, 4)
+        return GemvConfig(2, block_c, 1) if num_rows > 4096 else GemvConfig(4, block_c, 4)
     if num_bytes < 40e6:
-        return VectorTiling(2, 2048 if num_channels % 2048 == 0 else min(block_c, 4096), 4)
+        return GemvConfig(2, 2048 if num_channels % 2048 == 0 else min(block_c, 4096), 4)
     if num_rows < num_channels:
-        return VectorTiling(2, 2048, 2)
-    return VectorTiling(4, 512, 1) if num_bytes < 100e6 else VectorTiling(2, 1024, 1, 96)
+        return GemvConfig(2, 2048, 2)
+    return GemvConfig(4, 512, 1) if num_bytes < 100e6 else GemvConfig(2, 1024, 1, 96)
 
 
-def choose_ring(x, weight, may_split):
+def choose_decode_gemm(x, weight, allow_split_k):
     """The tiling of a ring product, or None where cuBLAS with unfused neighbours is as good or has to do."""
     num_tokens, num_channels = x.shape
-    if ring_linear is None or not 2 <= num_tokens <= 256 or not ring_linear.takes(x):
+    if decode_gemm_sm90 is None or not 2 <= num_tokens <= 256 or not decode_gemm_sm90.takes(x):
         return None
-    return ring_linear.ring_tiling(num_tokens, weight.shape[0], num_channels, may_split, num_multiprocessors(x.device))
+    return decode_gemm_sm90.decode_gemm_config(num_tokens, weight.shape[0], num_channels, allow_split_k, num_sms(x.device))
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def vector_kernel(
+def gemv_kernel(
     x_ptr,  # [1, C], written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
@@ -105,14 +105,14 @@ def vector_kernel(
     SILU_MUL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: BLOCK_N weight rows, all channels of the one token, by multiply and add.
 
     Channels are taken VECTOR at a time, what a thread loads at once and adds up by itself: it keeps one sum per vector
     and row, needs few registers, and so much of the next kernel fits beside this one and loads its weights.
     """
-    let_successor_start(CHAINED)
+    pdl_launch_dependents(USE_PDL)
     tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
@@ -124,7 +124,7 @@ def vector_kernel(
     norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
     offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
-    after_predecessor(CHAINED)
+    pdl_wait(USE_PDL)
     residual = tl.zeros((BLOCK_I,), tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_results, other=0.0).to(tl.float32)
@@ -153,37 +153,37 @@ def vector_kernel(
     tl.store(y_ptr + offs_i, (total + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_results)
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, may_defer=False):
+def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, allow_split_k=False):
     """See reference.fused_linear. May write over `residual`.
 
-    x and residual: tensors, or what this function returned for another product: with `may_defer` that may be a
-    PendingSum, if a sum to which the next norm adds is cheaper to make. It is a residual only after its norm was taken.
+    x and residual: tensors, or what this function returned for another product: with `allow_split_k` that may be a
+    SplitKPartials, if a sum to which the next norm adds is cheaper to make. It is a residual only after its norm was taken.
     Large products go to cuBLAS, which adds in place at no cost, with the norm apart; so is the activation, save on
     Hopper.
     """
     num_rows, num_channels = weight.shape
     num_tokens = count_tokens(x)
-    assert norm_weight is not None or not isinstance(x, PendingSum)
-    if isinstance(residual, PendingSum):
+    assert norm_weight is not None or not isinstance(x, SplitKPartials)
+    if isinstance(residual, SplitKPartials):
         assert residual.parts is None
         residual = residual.stream
     if num_tokens == 1:
-        tiling = vector_tiling(num_rows, num_channels, weight.element_size())
-        return vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
+        tiling = gemv_config(num_rows, num_channels, weight.element_size())
+        return gemv(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     adds_only = residual is not None and bias is None and not silu_mul
-    ring = choose_ring(x, weight, may_split=adds_only and may_defer)
+    ring = choose_decode_gemm(x, weight, allow_split_k=adds_only and allow_split_k)
     if ring is not None and ring.splits > 1:
         parts = torch.empty((ring.splits, num_tokens, num_rows), dtype=torch.float32, device=x.device)
-        return PendingSum(residual, ring_linear.ring_product(ring, x, weight, parts))
+        return SplitKPartials(residual, decode_gemm_sm90.decode_gemm(ring, x, weight, parts))
     if ring is not None:
         num_results = num_rows // 2 if silu_mul else num_rows
         y = torch.empty((num_tokens, num_results), dtype=x.dtype, device=x.device)
-        return ring_linear.ring_product(ring, x, weight, y, bias, residual, silu_mul)
-    if silu_mul and bias is None and residual is None and hopper_linear is not None and hopper_linear.takes(x, weight):
+        return decode_gemm_sm90.decode_gemm(ring, x, weight, y, bias, residual, silu_mul)
+    if silu_mul and bias is None and residual is None and prefill_gemm_sm90 is not None and prefill_gemm_sm90.takes(x, weight):
         y = torch.empty((num_tokens, num_rows // 2), dtype=x.dtype, device=x.device)
-        return hopper_linear.hopper_product(x, weight, y, silu_mul=True)
+        return prefill_gemm_sm90.prefill_gemm(x, weight, y, silu_mul=True)
     if adds_only:
         return torch.addmm(residual, x, weight.t(), out=residual)
     y = F.linear(x, weight, bias)
@@ -192,26 +192,26 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     return y if residual is None else residual + y
 
 
-def project_heads(x, weight, bias, norm_weight, eps, heads, pages_only=False):
-    """See reference.project_heads. On Hopper the norm apart and the rest in one launch, save for some sizes."""
+def qkv_linear(x, weight, bias, norm_weight, eps, heads, pages_only=False):
+    """See reference.qkv_linear. On Hopper the norm apart and the rest in one launch, save for some sizes."""
     if pages_only and count_tokens(x) > 1:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
         q = None
-        ring = choose_ring(x, weight, may_split=False)
-        if ring is not None and ring_linear.takes_heads(ring, x, weight, heads.k_cache):
-            q = ring_linear.ring_qkv(ring, x, weight, bias, *heads)
-        elif bias is None and hopper_linear is not None and hopper_linear.takes_heads(x, weight, heads.k_cache):
-            q = hopper_linear.hopper_qkv(x, weight, *heads)
+        ring = choose_decode_gemm(x, weight, allow_split_k=False)
+        if ring is not None and decode_gemm_sm90.takes_heads(ring, x, weight, heads.k_cache):
+            q = decode_gemm_sm90.decode_qkv_gemm(ring, x, weight, bias, *heads)
+        elif bias is None and prefill_gemm_sm90 is not None and prefill_gemm_sm90.takes_heads(x, weight, heads.k_cache):
+            q = prefill_gemm_sm90.prefill_qkv_gemm(x, weight, *heads)
         if q is not None:
             return q.unflatten(1, (heads.num_heads, -1)), None, None
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *heads)
 
 
 def count_tokens(x):
-    return x.stream.shape[0] if isinstance(x, PendingSum) else x.shape[0]
+    return x.stream.shape[0] if isinstance(x, SplitKPartials) else x.shape[0]
 
 
-def vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul):
+def gemv(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul):
     """fused_linear of one token."""
     num_tokens, num_channels = x.shape
     assert num_tokens == 1 and x.stride(1) == 1 and weight.is_contiguous()
@@ -221,7 +221,9 @@ def vector_product(tiling, x, weight, bias, norm_weight, eps, residual, silu_mul
     options = launch_options(x.device)
     if tiling.max_registers is not None and torch.version.hip is None:
         options = options | {"maxnreg": tiling.max_registers}
-    launcher(vector_kernel, (triton.cdiv(num_rows, tiling.block_n),))(
+    launch(
+        gemv_kernel,
+        (triton.cdiv(num_rows, tiling.block_n),),
         x,
         weight,
         bias,

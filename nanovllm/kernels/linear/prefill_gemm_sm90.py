@@ -1,6 +1,6 @@
 """Gluon, Triton's lower level: matrix products of thousands of tokens on NVIDIA Hopper, with what follows fused in.
 
-Owns `hopper_product` (plain, or with SiLU and the product with up) and `hopper_qkv` (with per-head RMSNorm, rotary
+Owns `prefill_gemm` (plain, or with SiLU and the product with up) and `prefill_qkv_gemm` (with per-head RMSNorm, rotary
 embedding and the store of keys and values), and what they take. Knows nothing of layers, nor of what runs elsewhere.
 
 One program per multiprocessor stays for the whole launch and computes every num_programs-th tile: CONSUMERS * 64 tokens
@@ -28,8 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gluon_heads import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
-from .gluon_names import (
+from ..gluon_compat import (
     fence_async_shared,
     mbarrier,
     thread_barrier,
@@ -39,7 +38,8 @@ from .gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .inputs import is_hopper, launch_options, launcher, num_multiprocessors
+from ..launch import is_sm90, launch, launch_options, num_sms
+from .qkv_epilogue_sm90 import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # tokens of a consumer
@@ -230,10 +230,10 @@ def product_kernel(
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
-    CHAINED: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """See above."""
-    if CHAINED:
+    if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -246,7 +246,7 @@ def product_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=CONSUMERS)
     fence_async_shared()
-    if CHAINED:
+    if USE_PDL:
         gdc_wait()
 
     rings = (xs, weights, full, free)
@@ -281,10 +281,10 @@ def product_kernel(
 
 
 def takes(x, weight):
-    """Whether `hopper_product` can, and whether there are tokens enough for it to be worth it."""
+    """Whether `prefill_gemm` can, and whether there are tokens enough for it to be worth it."""
     num_rows, num_channels = weight.shape
     return (
-        is_hopper(x.device)
+        is_sm90(x.device)
         and x.element_size() == 2
         and x.dtype == weight.dtype
         and x.shape[0] >= FEWEST
@@ -296,7 +296,7 @@ def takes(x, weight):
 
 
 def takes_heads(x, weight, k_cache):
-    """Whether `hopper_qkv` can, and whether it is worth it."""
+    """Whether `prefill_qkv_gemm` can, and whether it is worth it."""
     has_pages = k_cache is not None and k_cache.numel() > 0
     return (
         x.shape[0] >= FEWEST_FOR_HEADS
@@ -312,12 +312,14 @@ def blocks(x, rows, columns):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
-def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0):
+def _launch_prefill_gemm(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0):
     num_tokens, num_channels = x.shape
     num_rows, columns = weight.shape[0], COLUMNS.value
     assert y.is_contiguous() and y.shape[0] == num_tokens
     num_tiles = triton.cdiv(num_tokens, CONSUMERS.value * ROWS.value) * (num_rows // columns)
-    launcher(product_kernel, (min(num_multiprocessors(x.device), num_tiles),))(
+    launch(
+        product_kernel,
+        (min(num_sms(x.device), num_tiles),),
         blocks(x, ROWS.value, BLOCK_C.value),
         blocks(weight, columns // 2, BLOCK_C.value),
         blocks(y, ROWS.value, PIECE.value),
@@ -338,17 +340,17 @@ def launch(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0):
     return y
 
 
-def hopper_product(x, weight, y, silu_mul=False):
+def prefill_gemm(x, weight, y, silu_mul=False):
     """y = [silu_and_mul] (x W^T), written to y [M, I]; for what `takes` says it takes.
 
     weight [N, C] and y are of x's dtype; what lies between is kept in fp32. Without silu_mul it is as fast as cuBLAS,
     which is used instead, and is there to be compared with it.
     """
     assert y.shape[1] == weight.shape[0] // (2 if silu_mul else 1)
-    return launch(x, weight, y, silu_mul=silu_mul)
+    return _launch_prefill_gemm(x, weight, y, silu_mul=silu_mul)
 
 
-def hopper_qkv(
+def prefill_qkv_gemm(
     x, weight, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
     """reference.norm_rope_store of x W^T, for what `takes_heads` says it takes; returns q alone, [M, H * D].
@@ -362,4 +364,4 @@ def hopper_qkv(
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
     q = x.new_empty((x.shape[0], num_heads * HEAD_SIZE.value))
     heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return launch(x, weight, q, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return _launch_prefill_gemm(x, weight, q, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads)

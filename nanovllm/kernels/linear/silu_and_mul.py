@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -17,10 +17,10 @@ def silu_and_mul_kernel(
     x_stride,
     intermediate_size,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < intermediate_size
@@ -39,7 +39,9 @@ def silu_and_mul(x):
     y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(intermediate_size))
-        launcher(silu_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)))(
+        launch(
+            silu_and_mul_kernel,
+            (num_tokens, triton.cdiv(intermediate_size, block)),
             x,
             y,
             x.stride(0),

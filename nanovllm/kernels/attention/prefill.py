@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
-from .pages import LOG2_E, LOWEST, pages_of, slot_offsets
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from .paging import LOG2_E, LOWEST, load_block_ids, slot_offsets
 
 try:
     from . import hopper_prefill
@@ -75,7 +75,7 @@ def _prefill_kernel(
     k_ptr,  # [NB, BS, K, D]
     v_ptr,  # [NB, BS, K, D]
     cu_seqlens_ptr,  # i32[S + 1]
-    rows_ptr,  # i32[S]
+    req_indices_ptr,  # i32[S]
     context_lens_ptr,  # i32[S]
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
@@ -96,10 +96,10 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    let_successor_start(CHAINED)
-    after_predecessor(CHAINED)
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % num_kv_heads
     seq = tl.program_id(0) // num_kv_heads
@@ -111,7 +111,7 @@ def _prefill_kernel(
     if run * TOKENS >= num_new:
         return
     context = tl.load(context_lens_ptr + seq)
-    table_ptr = tables_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_table
+    table_ptr = tables_ptr + tl.load(req_indices_ptr + seq).to(tl.int64) * stride_table
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -134,17 +134,17 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    pages = pages_of(table_ptr, 0, context, BLOCK_SIZE, BLOCK_N)
+    pages = load_block_ids(table_ptr, 0, context, BLOCK_SIZE, BLOCK_N)
     for first in range(0, seen_by_all, BLOCK_N):
         offs = slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        pages = pages_of(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
+        pages = load_block_ids(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
             q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
             False, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     for first in range(seen_by_all, seen, BLOCK_N):
         offs = slot_offsets(pages, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        pages = pages_of(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
+        pages = load_block_ids(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum = _attend_tile(
             q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
             True, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
@@ -203,13 +203,15 @@ def paged_prefill_attention(
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert block_size % 16 == 0 and group * num_kv_heads == num_heads and group <= 16
     if hopper_prefill is not None and hopper_prefill.takes(q, k_cache, max_seqlen_q):
-        return hopper_prefill.hopper_prefill_attention(
+        return hopper_prefill.prefill_attention_sm90(
             q, k_cache, v_cache, cu_seqlens_q, rows, context_lens, block_tables, scale, max_seqlen_q, out
         )
 
     config = prefill_config(max_seqlen_q * group, head_size, k_cache.element_size())
     tokens_per_program = config.block_m // group
-    launcher(_prefill_kernel, (num_seqs * num_kv_heads, -(-max_seqlen_q // tokens_per_program)))(
+    launch(
+        _prefill_kernel,
+        (num_seqs * num_kv_heads, -(-max_seqlen_q // tokens_per_program)),
         q,
         k_cache,
         v_cache,

@@ -1,6 +1,6 @@
 """Triton: RMSNorm, and the sum before it where a product left one to be made.
 
-Owns `rms_norm`, `add_rms_norm` and `PendingSum`. Knows nothing of layers; reference.py has the plain twins. Other
+Owns `rms_norm`, `add_rms_norm` and `SplitKPartials`. Knows nothing of layers; reference.py has the plain twins. Other
 products add to the residual stream by themselves (linear.py).
 """
 
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .inputs import after_predecessor, launch_options, launcher, let_successor_start
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -26,14 +26,14 @@ def rms_norm_kernel(
     eps,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    let_successor_start(CHAINED)
+    pdl_launch_dependents(USE_PDL)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]  # [BLOCK_R, 1]
     offs_c = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
     mask = (offs_r < num_rows) & (offs_c < num_channels)
     weight = tl.load(weight_ptr + offs_c, mask=offs_c < num_channels, other=0.0)
-    after_predecessor(CHAINED)
+    pdl_wait(USE_PDL)
     x_row = (offs_r // num_heads) * x_stride_t + (offs_r % num_heads) * x_stride_h
     x = tl.load(x_ptr + x_row + offs_c, mask=mask, other=0.0)
     wide = x.to(tl.float32)
@@ -55,17 +55,17 @@ def add_rms_norm_kernel(
     NUM_CHANNELS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program: one token, all of whose loads are under way before the first sum."""
-    let_successor_start(CHAINED)
+    pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask = offs_c < NUM_CHANNELS
     weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
     stream_ptrs = stream_ptr + token * stream_stride + offs_c
     parts_ptrs = parts_ptr + token * NUM_CHANNELS + offs_c
-    after_predecessor(CHAINED)
+    pdl_wait(USE_PDL)
     before = tl.load(stream_ptrs, mask=mask, other=0.0)
     total = tl.zeros((BLOCK_C,), tl.float32)
     for part in tl.static_range(NUM_PARTS):
@@ -85,7 +85,9 @@ def add_rms_norm(parts, stream, weight, eps):
     assert stream.stride(1) == 1 and parts.is_contiguous() and weight.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=stream.dtype, device=stream.device)
     block_c = triton.next_power_of_2(num_channels)
-    launcher(add_rms_norm_kernel, (num_tokens,))(
+    launch(
+        add_rms_norm_kernel,
+        (num_tokens,),
         parts,
         stream,
         weight,
@@ -103,7 +105,7 @@ def add_rms_norm(parts, stream, weight, eps):
 
 
 @dataclass
-class PendingSum:
+class SplitKPartials:
     """A residual stream to which a product's result is still to be added: the norm that reads it next does that.
 
     stream: [T, C]; the sum, once ``parts`` is None.
@@ -127,8 +129,8 @@ class PendingSum:
 
 
 def rms_norm(x, weight, eps):
-    """See reference.rms_norm. A PendingSum as `x` becomes the sum."""
-    if isinstance(x, PendingSum):
+    """See reference.rms_norm. A SplitKPartials as `x` becomes the sum."""
+    if isinstance(x, SplitKPartials):
         return x.rms_norm(weight, eps)
     num_channels = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
@@ -139,7 +141,9 @@ def rms_norm(x, weight, eps):
         return y
     block_c = triton.next_power_of_2(num_channels)
     block_r = max(1, 1024 // block_c)
-    launcher(rms_norm_kernel, (triton.cdiv(num_rows, block_r),))(
+    launch(
+        rms_norm_kernel,
+        (triton.cdiv(num_rows, block_r),),
         x,
         weight,
         y,

@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 LOADING_LOCK = Lock()  # one at a time: transformers, imported by two threads at once, is found without its classes
 
 
-class Tokenization:
+class AsyncTokenizer:
     """A tokenizer that is being loaded, or none.
 
     Args:
