@@ -1,11 +1,11 @@
-"""Owns which sequence holds which KV block, and which blocks' contents can be found again.
+"""Owns which sequence holds which KV block, and the prefix cache.
 
-Knows nothing of devices, and nothing of tokens but their equality. Every block is in one of
-three sets at all times:
+Knows nothing of devices, and nothing of tokens but their equality. Every block is in one of three sets at all times
+(invariant 1):
 
-    free     never written, or its contents cannot be found          ``free_block_ids``
-    cached   unreferenced, but its contents can be found by hash     ``cached_block_ids``, LRU first
-    used     in ``ref_count >= 1`` block tables                      the rest
+    free     its contents cannot be found                    ``free_block_ids``
+    cached   unreferenced, contents findable by hash         ``cached_block_ids``, least recently used first
+    used     in ``ref_count >= 1`` block tables              the rest
 """
 
 from collections import OrderedDict, deque
@@ -15,11 +15,11 @@ import xxhash
 
 from nanovllm.engine.sequence import Sequence
 
-NO_PARENT = -1  # stands for "hash of the parent" of a sequence's first block
+NO_PARENT = -1  # parent hash of a sequence's first block
 
 
 class Block:
-    """One KV block. ``hash`` and ``token_ids`` are set while the prefix cache can find it."""
+    """One KV block. ``hash`` and ``token_ids`` are set while the prefix cache knows it."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -34,7 +34,7 @@ class Block:
 
 
 class BlockManager:
-    """Hands out ``num_blocks`` blocks of ``block_size`` tokens; finds equal prefixes by hash."""
+    """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.block_size = block_size
@@ -51,27 +51,26 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be allocated now."""
         return len(self.free_block_ids) + len(self.cached_block_ids)
 
     def _hash_of(self, seq: Sequence, i: int) -> int:
-        """Hash of the sequence's full block ``i``; computed once, kept in ``seq.block_hashes``."""
+        """Hash of the sequence's full block ``i``, memoised in ``seq.block_hashes``."""
         hashes = seq.block_hashes
         while len(hashes) <= i:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Ids of the blocks that already hold the sequence's leading full blocks.
+        """Blocks that already hold the sequence's leading full blocks.
 
-        The block of the last token is never among them: at least one token must be computed to
-        have logits to sample from.
+        The block of the last token is never among them: one token must be computed, to have logits to sample from.
         """
         found: list[int] = []
         if self.enable_prefix_caching:
             for i in range((seq.num_tokens - 1) // self.block_size):
                 block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
-                # equal hashes are not yet equal tokens
+                # equal hashes are no proof of equal tokens
                 if block_id is None or self.blocks[block_id].token_ids != seq.block(i).tobytes():
                     break
                 found.append(block_id)
@@ -95,13 +94,13 @@ class BlockManager:
             if block.ref_count == 0:
                 del self.cached_block_ids[block_id]
             block.ref_count += 1
-        seq.block_table = prefix + [self._take() for _ in range(seq.num_blocks - len(prefix))]
+        seq.block_table = prefix + [self._pop_block() for _ in range(seq.num_blocks - len(prefix))]
         seq.num_registered_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
 
     def deallocate(self, seq: Sequence) -> None:
-        """Drop the sequence's references. Blocks nobody holds become cached, or free if they cannot be found."""
-        # the tail goes first: a prefix is worth more than what follows it
+        """Drop the sequence's references. Unreferenced blocks become cached, or free if they have no hash."""
+        # the tail first, so that it is evicted first: more sequences share a prefix than its continuation
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -113,34 +112,30 @@ class BlockManager:
         seq.block_table = []
         seq.num_registered_blocks = seq.num_computed_tokens = 0
 
-    def can_append(self, seq: Sequence, position: int) -> bool:
-        """Whether there is, or can be, a block for the slot at ``position``, at most one block further."""
-        return position < len(seq.block_table) * self.block_size or self.num_available > 0
-
     def may_append(self, seq: Sequence, position: int) -> None:
-        """Make room for the slot at ``position``: a new block where the last one is full."""
+        """Make room for the token at ``position``: a new block if the last one is full."""
         if position >= len(seq.block_table) * self.block_size:
             self.register(seq, position)
-            seq.block_table.append(self._take())
+            seq.block_table.append(self._pop_block())
 
     def register(self, seq: Sequence, num_computed: int) -> None:
-        """Let the prefix cache find the full blocks among the first ``num_computed`` tokens.
+        """Enter the full blocks among the first ``num_computed`` tokens into the prefix cache (invariant 2).
 
-        Their ids must be known and the launch that writes their keys and values issued (or be the
-        launch that is being put together: a layer stores before it attends).
+        Their ids must be known, and the launch that writes their keys and values issued or being scheduled: a layer
+        stores before it attends.
         """
         if not self.enable_prefix_caching:
             return
         for i in range(seq.num_registered_blocks, num_computed // self.block_size):
             block_hash = self._hash_of(seq, i)
-            # a twin that was computed at the same time keeps the name it has
+            # a block of equal contents, computed at the same time, keeps the entry
             if block_hash not in self.hash_to_block_id:
                 block = self.blocks[seq.block_table[i]]
                 block.hash, block.token_ids = block_hash, seq.block(i).tobytes()
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
 
-    def _take(self) -> int:
+    def _pop_block(self) -> int:
         if self.free_block_ids:
             block_id = self.free_block_ids.popleft()
         else:

@@ -1,14 +1,12 @@
 """Decides which sequences get how many tokens in the next launch.
 
-Owns the waiting and running sequences and their counts. Knows nothing of devices, and needs no
-token ids to decide: a length stop is known before it happens, so the next launch can be put
-together while the last one still runs. Only a stop token is learnt one launch late; the surplus
-token that was sampled meanwhile is thrown away.
+Owns the waiting and running sequences and their counts. Knows nothing of devices. Scheduling needs counts, not tokens:
+a length stop is known before it happens, so the next launch is scheduled while the last one runs. Only a stop token is
+learnt one launch late; the surplus token sampled meanwhile is dropped.
 
-The policy, whole: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt
-that exceeds what is left of it is computed in chunks); otherwise one token for every running
-sequence. If the KV pool runs dry, the sequences that came last give up their blocks and are
-computed again later.
+The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
+budget is computed in chunks); otherwise decode, one token for every running sequence. If the KV cache runs out of
+blocks, the latest sequences are preempted: they give up their blocks and are recomputed later.
 """
 
 from collections import deque
@@ -24,14 +22,14 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Compute tokens [starts[i], stops[i]) of ``seqs[i]``, then sample for those whose last token is among them."""
+    """Compute tokens [starts[i], stops[i]) of ``seqs[i]``; sample for the sequences computed to their last token."""
 
     seqs: list[Sequence]
     starts: list[int]
     stops: list[int]
-    admitted: list[Sequence]  # those whose row is new
-    rows: np.ndarray  # int32 [S], of those that are sampled: all of ``seqs``, or all but the last
-    seq_ids: np.ndarray  # int64 [S]
+    new_seqs: list[Sequence]  # admitted by this launch: the device does not know them yet
+    req_indices: np.ndarray  # int32 [N] of the sampled ones: all of ``seqs``, or all but the last
+    seq_ids: np.ndarray  # int64 [N]
 
     @property
     def num_tokens(self) -> int:
@@ -39,88 +37,87 @@ class PrefillBatch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sampled sequence before this launch samples one, int32 [S]."""
-        return np.array(self.stops[: len(self.rows)], np.int32)
+        """Tokens of each sampled sequence before this launch samples one, int32 [N]."""
+        return np.array(self.stops[: len(self.req_indices)], np.int32)
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Compute one token of every row and sample the next."""
+    """Compute one token of every sequence and sample the next."""
 
-    rows: np.ndarray  # int32 [B]
+    req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
-    grown: list[Sequence]  # those whose block table got one more block
-    lengths: np.ndarray  # int32 [B], tokens before this launch samples one: so many it attends
+    seqs_with_new_block: list[Sequence]
+    lengths: np.ndarray  # int32 [B], tokens before this launch samples one; the contexts it attends
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rows)
+        return len(self.req_indices)
 
 
 Batch = PrefillBatch | DecodeBatch
 
 
 class Scheduler:
-    """Waiting and running sequences, their rows and their blocks.
+    """Waiting and running sequences, their request slots and their blocks.
 
     Args:
-        config: limits; ``num_kvcache_blocks`` must be known by now.
+        config: limits.
+        num_blocks: size of the KV cache.
         eos_token_ids: end a sequence unless it asked for ``ignore_eos``.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = ()):
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # no other can be sampled
         self.num_preemptions = 0
-        # ids that stop some sequence; a hit is then checked against the sequence itself
-        self._stops_some = np.zeros(vocab_size, bool)
-        self._stops_some[list(self.eos_token_ids)] = True
-        self._config = config
+        # [V], ids that stop some sequence; a hit is then checked against the sequence itself
+        self._is_stop_token = np.zeros(vocab_size, bool)
+        self._is_stop_token[list(self.eos_token_ids)] = True
+        self._config, self._num_blocks = config, num_blocks
         self.clear()
 
     def clear(self) -> None:
-        """Start again with nothing: no sequence, no cached prefix (the caller has made the device idle).
+        """Drop every sequence and cached prefix (the caller has made the device idle).
 
-        All is made anew, because an interrupt may have struck between any two statements.
+        Everything is made anew, because an interrupt may have struck between any two statements.
         """
         config = self._config
-        self.block_manager = BlockManager(
-            config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        self._seq_of_row: list[Sequence | None] = [None] * config.max_num_seqs
-        self._running_rows = np.empty(0, np.int32)  # in the order of ``running``
+        self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
+        self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; whoever calls has checked that it fits the pool when alone."""
-        self._stops_some[list(seq.sampling_params.stop_token_ids)] = True
+        """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
+        self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.waiting.append(seq)
 
     def schedule(self) -> Batch | None:
-        """Put the next launch together; None if the one in flight must be processed first (or nothing is left)."""
+        """The next launch; None if the one in flight must be processed first, or nothing is left."""
         batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
             self.num_in_flight += 1
         return batch
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        seqs, starts, stops, admitted = [], [], [], []
+        seqs, starts, stops, new_seqs = [], [], [], []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
-            if seq.row < 0:
-                if not self.table.free_rows or not self.block_manager.can_allocate(seq):
+            if seq.req_idx < 0:
+                if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
                     break
                 self._admit(seq)
-                admitted.append(seq)
+                new_seqs.append(seq)
             start = seq.num_computed_tokens
             stop = min(seq.num_tokens, start + budget)
             budget -= stop - start
@@ -130,90 +127,90 @@ class Scheduler:
             seq.num_computed_tokens = stop
             self.block_manager.register(seq, stop)
             if stop < seq.num_tokens:
-                break  # it stays at the head of the queue, with its row and blocks, for its next chunk
+                break  # it stays at the head of the queue, with its slot and blocks, for its next chunk
             self.running.append(self.waiting.popleft())
         if not seqs:
             return None
-        whole = len(seqs) - (stops[-1] < seqs[-1].num_tokens)
-        rows = np.array([seq.row for seq in seqs[:whole]], np.int32)
-        self._running_rows = np.concatenate([self._running_rows, rows])
-        self.table.num_scheduled[rows] += 1
-        return PrefillBatch(seqs, starts, stops, admitted, rows, self.table.seq_id[rows])
+        num_sampled = len(seqs) - (stops[-1] < seqs[-1].num_tokens)
+        req_indices = np.array([seq.req_idx for seq in seqs[:num_sampled]], np.int32)
+        self._running_req_indices = np.concatenate([self._running_req_indices, req_indices])
+        self.table.num_scheduled[req_indices] += 1
+        return PrefillBatch(seqs, starts, stops, new_seqs, req_indices, self.table.seq_id[req_indices])
 
     def _schedule_decode(self) -> DecodeBatch | None:
         table = self.table
         while True:
-            rows = self._running_rows
-            lengths = table.num_scheduled[rows]
-            going_on = lengths < table.max_tokens[rows]
-            if not going_on.all():  # the others only wait for their last token to arrive
-                rows, lengths = rows[going_on], lengths[going_on]
-            if not len(rows):
+            req_indices = self._running_req_indices
+            lengths = table.num_scheduled[req_indices]
+            unfinished = lengths < table.max_tokens[req_indices]
+            if not unfinished.all():  # the others wait for their last token to arrive
+                req_indices, lengths = req_indices[unfinished], lengths[unfinished]
+            if not len(req_indices):
                 return None
-            # this launch writes slot lengths - 1; where that slot opens a block, a block is due
-            growing = rows[(lengths - 1) % self.block_size == 0]
+            # this launch writes position lengths - 1, which may open a block
+            growing = req_indices[(lengths - 1) % self.block_size == 0]
             if len(growing) <= self.block_manager.num_available:
                 break
             if self.num_in_flight:
-                return None  # what is in flight may finish somebody; and only known tokens can be computed again
+                return None  # it may finish a sequence; and only known tokens can be recomputed
             self.preempt(self.running[-1])
-        grown = [self._seq_of_row[row] for row in growing.tolist()]
-        for seq in grown:
-            self.block_manager.may_append(seq, int(table.num_scheduled[seq.row]) - 1)
-        table.num_scheduled[rows] = lengths + 1
-        return DecodeBatch(rows, table.seq_id[rows], grown, lengths)
+        seqs_with_new_block = [self._seqs[req_idx] for req_idx in growing.tolist()]
+        for seq in seqs_with_new_block:
+            self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
+        table.num_scheduled[req_indices] = lengths + 1
+        return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks and row; it goes to the head of the queue, to be computed again."""
+        """Take a running sequence's blocks and slot; it goes to the head of the queue, to be recomputed."""
         assert self.num_in_flight == 0
         self.num_preemptions += 1
         self.running.remove(seq)
-        self._running_rows = self._running_rows[self._running_rows != seq.row]
+        self._running_req_indices = self._running_req_indices[self._running_req_indices != seq.req_idx]
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
 
     def postprocess(self, batch: Batch, token_ids: np.ndarray) -> list[Sequence]:
-        """Take in the sampled ids, int32 [len(batch.rows)]; return the sequences that are finished now."""
+        """Append the sampled ids, int32 [len(batch.req_indices)]; return the sequences that are finished now."""
         self.num_in_flight -= 1
-        table, rows = self.table, batch.rows
-        alive = table.seq_id[rows] == batch.seq_ids
-        if not alive.all():  # somebody stopped after this launch was put together: its token is surplus
-            rows, token_ids = rows[alive], token_ids[alive]
-        lengths = table.num_tokens[rows]
-        table.tokens[rows, lengths] = token_ids
-        table.num_tokens[rows] = lengths + 1
-        may_be_done = self._stops_some[token_ids] | (lengths + 1 == table.max_tokens[rows])
+        table, req_indices = self.table, batch.req_indices
+        alive = table.seq_id[req_indices] == batch.seq_ids
+        if not alive.all():  # a sequence stopped after this launch was scheduled: its token is surplus
+            req_indices, token_ids = req_indices[alive], token_ids[alive]
+        lengths = table.num_tokens[req_indices]
+        table.tokens[req_indices, lengths] = token_ids
+        table.num_tokens[req_indices] = lengths + 1
+        may_be_done = self._is_stop_token[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
         finished = []
         for i in np.flatnonzero(may_be_done).tolist():
-            seq = self._seq_of_row[rows[i]]
+            seq = self._seqs[req_indices[i]]
             assert seq is not None
             if self._is_done(seq, int(token_ids[i])):
                 self._release(seq)
                 seq.status = SequenceStatus.FINISHED
                 finished.append(seq)
         if finished:
-            gone = table.seq_id[self._running_rows] < 0
+            gone = table.seq_id[self._running_req_indices] < 0
             for i in np.flatnonzero(gone)[::-1].tolist():
                 del self.running[i]
-            self._running_rows = self._running_rows[~gone]
+            self._running_req_indices = self._running_req_indices[~gone]
         return finished
 
     def _admit(self, seq: Sequence) -> None:
         self.block_manager.allocate(seq)
-        self.table.enter(seq)
-        self._seq_of_row[seq.row] = seq
+        self.table.add(seq)
+        self._seqs[seq.req_idx] = seq
         if seq.num_completion_tokens == 0:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
 
     def _release(self, seq: Sequence) -> None:
-        """Give back blocks and row; the full blocks stay in the prefix cache."""
+        """Give back blocks and slot; the full blocks stay in the prefix cache."""
         # the last token's keys and values may never have been computed
         self.block_manager.register(seq, seq.num_tokens - 1)
         self.block_manager.deallocate(seq)
-        self._seq_of_row[seq.row] = None
-        self.table.leave(seq)
+        self._seqs[seq.req_idx] = None
+        self.table.remove(seq)
 
     def _is_done(self, seq: Sequence, token_id: int) -> bool:
         params = seq.sampling_params
@@ -221,6 +218,6 @@ class Scheduler:
             seq.finish_reason, seq.stop_reason = "stop", token_id
         elif token_id in self.eos_token_ids and not params.ignore_eos:
             seq.finish_reason = "stop"
-        elif seq.num_tokens == self.table.max_tokens[seq.row]:
+        elif seq.num_tokens == self.table.max_tokens[seq.req_idx]:
             seq.finish_reason = "length"
         return seq.finish_reason is not None

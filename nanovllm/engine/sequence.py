@@ -1,15 +1,15 @@
-"""One request, and the numbers of the running ones as columns.
+"""One sequence being completed, and the table of the running ones.
 
-Owns a request's tokens, counters and status. A waiting or finished ``Sequence`` keeps its tokens
-itself. A running one lives in a row of the ``SequenceTable``, so that a decode step over a
-thousand sequences is a few array operations instead of a thousand Python statements.
+Owns a sequence's tokens, counters and status. A waiting or finished ``Sequence`` keeps its tokens itself. A running one
+has a request slot in the ``SequenceTable``, so that a decode step over a thousand sequences is a few array operations
+instead of a thousand Python statements.
 
-What is known of a running sequence's tokens, left to right::
+Token ranges of a running sequence::
 
-    [0, num_cached)      keys and values came from the prefix cache
-    [.., num_computed)   a launch that writes their keys and values was issued (prefill; see scheduler)
-    [.., num_tokens)     ids known to the host
-    [.., num_scheduled)  ids known, or being sampled by a launch in flight
+    [0, num_cached)      keys and values were found in the prefix cache
+    [0, num_computed)    the launch that writes their keys and values was issued (prefill; see the scheduler)
+    [0, num_tokens)      ids known to the host
+    [0, num_scheduled)   the same plus the tokens being sampled by launches in flight
 """
 
 from collections.abc import Sequence as Sized
@@ -28,112 +28,92 @@ class SequenceStatus(Enum):
 
 
 class SequenceTable:
-    """Columns over rows; a running sequence owns one row (the same row as in the device's tables).
+    """Columns by request slot, ``req_idx``; the same slot as in the device's request state. R = max_num_seqs.
 
     Attributes:
-        seq_id: int64 [R]; -1 where the row is free.
+        seq_id: int64 [R]; -1 where the slot is free.
         num_tokens: int32 [R]; tokens whose ids the host knows.
         num_scheduled: int32 [R]; the same plus those in flight.
-        max_tokens: int32 [R]; prompt plus completion at most, max_model_len included.
-        tokens: int32 [R, max_model_len]; pages are taken from the system only when written.
+        max_tokens: int32 [R]; limit of prompt plus completion, max_model_len included.
+        tokens: int32 [R, max_model_len]; the system maps its memory at the first write.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int):
-        self.seq_id = np.full(num_rows, -1, np.int64)
-        self.num_tokens = np.zeros(num_rows, np.int32)
-        self.num_scheduled = np.zeros(num_rows, np.int32)
-        self.max_tokens = np.zeros(num_rows, np.int32)
-        self.tokens = np.zeros((num_rows, max_model_len), np.int32)
-        self.free_rows = list(range(num_rows - 1, -1, -1))  # the lowest row is taken first
+    def __init__(self, max_num_seqs: int, max_model_len: int):
+        self.seq_id = np.full(max_num_seqs, -1, np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_scheduled = np.zeros(max_num_seqs, np.int32)
+        self.max_tokens = np.zeros(max_num_seqs, np.int32)
+        self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
 
-    def enter(self, seq: "Sequence") -> None:
-        """Move a waiting sequence's tokens into a free row."""
-        row = self.free_rows.pop()
-        n = seq.num_tokens
-        self.seq_id[row] = seq.seq_id
-        self.num_tokens[row] = self.num_scheduled[row] = n
-        self.max_tokens[row] = min(seq.max_num_tokens, self.tokens.shape[1])
-        self.tokens[row, :n] = seq.tokens(0, n)
-        seq.attach(self, row)
+    def add(self, seq: "Sequence") -> None:
+        """Move a waiting sequence's tokens into a free slot."""
+        req_idx, n = self.free_req_indices.pop(), seq.num_tokens
+        self.seq_id[req_idx] = seq.seq_id
+        self.num_tokens[req_idx] = self.num_scheduled[req_idx] = n
+        self.max_tokens[req_idx] = min(seq.max_num_tokens, self.tokens.shape[1])
+        self.tokens[req_idx, :n] = seq.tokens(0, n)
+        seq.attach(self, req_idx)
 
-    def leave(self, seq: "Sequence") -> None:
-        """Move a sequence's tokens back into its own list and free the row."""
-        row = seq.row
+    def remove(self, seq: "Sequence") -> None:
+        """Move a sequence's tokens back to itself and free the slot."""
+        req_idx = seq.req_idx
         seq.detach()
-        self.seq_id[row] = -1
-        self.free_rows.append(row)
+        self.seq_id[req_idx] = -1
+        self.free_req_indices.append(req_idx)
 
 
 class Sequence:
-    """One request.
+    """One prompt and one completion of it.
 
     Args:
-        prompt_token_ids: the prompt, at least one token.
-        sampling_params: how to sample it.
+        prompt_token_ids: at least one token.
+        sampling_params: of the request.
         seq_id: unique in its engine; also the order of arrival.
         block_size: tokens per KV block.
         seed: 64-bit key of its noise.
-        forbidden_token_ids: may not be sampled among its first ``min_tokens`` tokens.
+        min_tokens_stop_ids: ids that may not be sampled among its first ``min_tokens`` tokens.
     """
 
     def __init__(self, prompt_token_ids: Sized[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
                  seq_id: int = 0, block_size: int = 256, seed: int = 0,
-                 forbidden_token_ids: tuple[int, ...] = ()):
+                 min_tokens_stop_ids: tuple[int, ...] = ()):
         self.seq_id = seq_id
         self.status = SequenceStatus.WAITING
         self.sampling_params = sampling_params
         self.seed = seed
-        self.forbidden_token_ids = forbidden_token_ids
+        self.min_tokens_stop_ids = min_tokens_stop_ids
         self.block_size = block_size
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_cached_tokens = 0  # at its first admission
         self.num_computed_tokens = 0  # of the tokens known at admission; decoding does not move it
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # of its leading full blocks, as far as they were needed
+        self.block_hashes: list[int] = []  # of its leading full blocks, computed on demand
         self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
-        self.row = -1
+        self.req_idx = -1
         self._table: SequenceTable | None = None
-        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no row
+        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no slot
 
-    def attach(self, table: SequenceTable, row: int) -> None:
-        self._table, self.row, self._token_ids = table, row, np.empty(0, np.int32)
+    def attach(self, table: SequenceTable, req_idx: int) -> None:
+        self._table, self.req_idx, self._token_ids = table, req_idx, np.empty(0, np.int32)
 
     def detach(self) -> None:
         self._token_ids = self.tokens(0, self.num_tokens).copy()
-        self._table, self.row = None, -1
-
-    def __len__(self) -> int:
-        return self.num_tokens
+        self._table, self.req_idx = None, -1
 
     @property
     def num_tokens(self) -> int:
-        return len(self._token_ids) if self._table is None else int(self._table.num_tokens[self.row])
+        return len(self._token_ids) if self._table is None else int(self._table.num_tokens[self.req_idx])
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Token ids [start, stop) as int32."""
+        return (self._token_ids if self._table is None else self._table.tokens[self.req_idx])[start:stop]
 
     @property
     def token_ids(self) -> list[int]:
         return self.tokens(0, self.num_tokens).tolist()
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Token ids [start, stop) as int32."""
-        return (self._token_ids if self._table is None else self._table.tokens[self.row])[start:stop]
-
-    @property
-    def last_token(self) -> int:
-        return int(self.tokens(self.num_tokens - 1, self.num_tokens)[0])
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
-
-    @property
-    def max_num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.sampling_params.max_tokens
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -144,21 +124,17 @@ class Sequence:
         return self.tokens(self.num_prompt_tokens, self.num_tokens).tolist()
 
     @property
-    def num_blocks(self) -> int:
-        return -(-self.num_tokens // self.block_size)
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def last_block_num_tokens(self) -> int:
-        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+    def max_num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.sampling_params.max_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.block_size)
 
     def block(self, i: int) -> np.ndarray:
         """Token ids of block i, int32 [<= block_size]."""
         return self.tokens(i * self.block_size, min((i + 1) * self.block_size, self.num_tokens))
-
-    def append_token(self, token_id: int) -> None:
-        """Append one known token (``Scheduler.postprocess`` does it for whole batches)."""
-        if self._table is None:
-            self._token_ids = np.append(self._token_ids, np.int32(token_id))
-        else:
-            self._table.tokens[self.row, self.num_tokens] = token_id
-            self._table.num_tokens[self.row] += 1

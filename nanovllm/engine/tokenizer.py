@@ -1,7 +1,7 @@
-"""Text to token ids and back. Owns the tokenizer; loads it beside the model and decodes beside the engine.
+"""Text to token ids and back, on a thread of its own.
 
-Both happen on a thread of their own: importing transformers and turning thousands of results into
-text cost seconds that the device need not wait for.
+Owns the tokenizer. Importing transformers takes seconds, and so does detokenizing thousands of outputs; neither is work
+that the device should wait for.
 """
 
 from collections.abc import Sequence as ListLike
@@ -13,15 +13,15 @@ from typing import Any
 from nanovllm.errors import CheckpointError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-LOADING_LOCK = Lock()  # one at a time: transformers, imported by two threads at once, is found without its classes
+LOADING_LOCK = Lock()  # transformers, imported by two threads at once, appears without its classes
 
 
 class AsyncTokenizer:
-    """A tokenizer that is being loaded, or none.
+    """A tokenizer that loads in the background.
 
     Args:
         model_path: directory of the checkpoint.
-        skip: load none; text is refused and results have no text.
+        skip: load none; text prompts are refused and outputs have no text.
         trust_remote_code: let the tokenizer run code from the checkpoint.
     """
 
@@ -52,10 +52,10 @@ class AsyncTokenizer:
         return set() if eos is None else {eos}
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; None, a prompt that is no text, is left out.
+        """The token ids of each text; None, a prompt given as token ids, is left out.
 
         Raises:
-            RequestError: there is no tokenizer, or a text is not Unicode; it says which one of several.
+            RequestError: there is no tokenizer, or a text cannot be encoded; of several it says which one.
         """
         given = [text for text in texts if text is not None]
         if not given:
@@ -67,7 +67,7 @@ class AsyncTokenizer:
             except UnicodeEncodeError as error:
                 which = f"prompt {i}: " if len(texts) > 1 else ""
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
-        # not verbose: what is too long is refused by the engine, whose limit is another than the tokenizer's
+        # not verbose: it warns of the tokenizer's length limit; the engine refuses by its own
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
@@ -80,16 +80,16 @@ class AsyncTokenizer:
         kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message"))
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-        except Exception as error:  # whatever the model's template makes of them
+        except Exception as error:  # a template may raise anything
             raise RequestError(f"the model's chat template cannot take these messages: {error}") from error
 
     def decode_later(self, token_ids: list[int]) -> "Future[str]":
-        """The text of the ids, special tokens left out; "" without a tokenizer."""
+        """The text of the ids without special tokens; "" without a tokenizer."""
         if self._loading is not None:
             return self._thread.submit(self._decode, token_ids)
-        nothing: Future[str] = Future()
-        nothing.set_result("")
-        return nothing
+        empty: Future[str] = Future()
+        empty.set_result("")
+        return empty
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -104,5 +104,5 @@ def _load(model_path: str, trust_remote_code: bool) -> Any:
 
         try:
             return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # whatever a damaged file makes the library raise
+        except Exception as error:  # a damaged file may raise anything
             raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv:1910.07467)."""
+"""RMSNorm (arXiv:1910.07467)."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from nanovllm import kernels
 
 
 class RMSNorm(nn.Module):
-    """Computed in fp32, rounded to the input's dtype, then scaled. A tensor is left alone, a `SplitKPartials` summed up."""
+    """Normalised in fp32, rounded to the input's dtype, then scaled. Reduces ``SplitKPartials`` given as input."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()

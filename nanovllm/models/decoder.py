@@ -1,7 +1,9 @@
-"""Qwen3, dense: the shared layers put together.
+"""The decoder-only transformer, one for all families; ``model_config.FAMILIES`` says where they differ.
 
-T packed tokens, C hidden size, H query heads, K KV heads (of this rank), D head size. A stream is a tensor [T, C] or,
-where a kernel leaves the sum to the next norm, what only norms and residuals understand (`kernels.norm.SplitKPartials`).
+Pre-norm layers add to a residual: ``residual += attention(norm(residual))``, ``residual += mlp(norm(residual))``. A
+residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
+
+Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """
 
 from typing import ClassVar
@@ -13,95 +15,102 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionBackend
-from nanovllm.layers.context import get_context
+from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 
 
-class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, group: TPGroup):
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        D = config.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, D, config.num_attention_heads, config.num_key_value_heads, config.attention_bias, group
+        C, D, H, K = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.attention_bias, tp)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.family.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.family.qk_norm else None
+        self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
+        self.attn = Attention(self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend)
+        self.o_proj = RowParallelLinear(H * D, C, config.attention_bias, tp)
+        self.eps = config.rms_norm_eps
+
+    def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context,
+                logits_indices: torch.Tensor | None = None) -> torch.Tensor:
+        """residual [T, C] -> residual + attention(norm(residual)), [T, C]; [N, C] for ``logits_indices`` only."""
+        epilogue = QKVEpilogue(
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rope[0].cos_sin,
+            context.positions,
+            context.slot_mapping,
+            self.attn.k_cache,
+            self.attn.v_cache,
+            self.attn.num_heads,
+            self.attn.num_kv_heads,
         )
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
-        self.rope = [rope]  # in a list: the table belongs to the model, not to each layer
-        self.attn = Attention(self.num_heads, D, self.num_kv_heads, backend)
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * D, config.hidden_size, config.attention_bias, group
-        )
-
-    def forward(self, positions: torch.Tensor, stream: torch.Tensor, norm: RMSNorm,
-                sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """positions [T], stream [T, C] -> stream + attention(norm(stream)), [T, C]; of ``sampled`` tokens, [N, C]."""
-        heads = QKVEpilogue(
-            self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.rope[0].cos_sin, positions,
-            get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.num_heads, self.num_kv_heads,
-        )  # fmt: skip
-        q, k, v = self.qkv_proj(stream, norm=norm, heads=heads, pages_only=self.attn.reads_pages())
-        out = self.attn(q, k, v, sampled)
-        return self.o_proj(out, residual=stream if sampled is None else stream[sampled])
+        q = self.qkv_proj(residual, norm, epilogue)
+        if logits_indices is not None:
+            q, residual, context = q[logits_indices], residual[logits_indices], context.last_tokens_only()
+        return self.o_proj(self.attn(q, context), residual=residual)
 
 
-class Qwen3MLP(nn.Module):
-    def __init__(self, config: ModelConfig, group: TPGroup):
+class MLP(nn.Module):
+    """Gated: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup):
         super().__init__()
         C, I = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], group=group)
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], tp=tp)
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(I, C, group=group)
+        self.down_proj = RowParallelLinear(I, C, tp=tp)
 
-    def forward(self, stream: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """stream [T, C] -> stream + mlp(norm(stream)), [T, C]."""
-        return self.down_proj(self.gate_up_proj(stream, norm=norm, act_fn=self.act_fn), residual=stream)
+    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """residual [T, C] -> residual + mlp(norm(residual)), [T, C]."""
+        return self.down_proj(self.gate_up_proj(residual, norm=norm, act_fn=self.act_fn), residual=residual)
 
 
-class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, group: TPGroup):
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.self_attn = Qwen3Attention(config, rope, backend, group)
-        self.mlp = Qwen3MLP(config, group)
+        self.self_attn = SelfAttention(config, rope, backend, tp)
+        self.mlp = MLP(config, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, positions: torch.Tensor, stream: torch.Tensor,
-                sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """stream [T, C]: the residual stream, to which each half adds; it goes on for ``sampled`` tokens, if given."""
-        stream = self.self_attn(positions, stream, self.input_layernorm, sampled)
-        return self.mlp(stream, self.post_attention_layernorm)
+    def forward(self, residual: torch.Tensor, context: Context,
+                logits_indices: torch.Tensor | None = None) -> torch.Tensor:
+        residual = self.self_attn(residual, self.input_layernorm, context, logits_indices)
+        return self.mlp(residual, self.post_attention_layernorm)
 
 
-class Qwen3Model(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: TPGroup):
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
-        self.rope = get_rope(config.head_dim, config.max_position_embeddings, config.rope)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, self.rope, backend, group) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, self.rope, backend, tp) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions [T] -> hidden states [T, C]; of a prefill those of the tokens that are sampled, [N, C].
+    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
 
-        For of the other tokens nobody needs more than their keys and values.
+        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only.
         """
-        stream = self.embed_tokens(input_ids)
+        residual = self.embed_tokens(input_ids)
         *layers, last = self.layers
         for layer in layers:
-            stream = layer(positions, stream)
-        return self.norm(last(positions, stream, get_context().sampled))
+            residual = layer(residual, context)
+        return self.norm(last(residual, context, context.logits_indices))
 
 
-class Qwen3ForCausalLM(nn.Module):
-    """Built on torch's default device and dtype, with weights not yet filled."""
+class CausalLM(nn.Module):
+    """A decoder and its LM head, built on torch's default device and dtype, weights uninitialised."""
 
+    # checkpoint module -> (merged module, shard id)
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -110,18 +119,18 @@ class Qwen3ForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: TPGroup):
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.model = Qwen3Model(config, backend, group)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group)
+        self.model = Decoder(config, backend, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         # published checkpoints of tied models may carry a copy of the embedding under the head's name
         self.unused_weights = {"lm_head.weight"} if config.tie_word_embeddings else set()
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids, positions)
+    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        return self.model(input_ids, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What forward gave for S tokens [S, C] -> logits of this rank's part of the vocabulary [S, V / size]."""
+        """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)

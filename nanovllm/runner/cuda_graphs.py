@@ -1,52 +1,52 @@
-"""Decode steps and short prefills as CUDA graphs: one launch by the host instead of hundreds.
+"""CUDA graphs of forward passes and of sampling: one launch by the host instead of hundreds.
 
-Owns the captured sizes and their graphs. A batch is padded to the next captured size; the padding
-reads the null row, which stores nothing and attends nothing.
+Owns the captured sizes and their graphs. A batch is padded to the next captured size; the padding request slot stores
+nothing and attends nothing.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
 
-class CudaGraphs:
-    """Graphs of ``step(num_rows, max_context) -> result``, all sharing one memory pool.
+class CUDAGraphs:
+    """Graphs by (kind, size), all in one memory pool. Outputs keep their address and are overwritten by replays."""
 
-    Args:
-        step: reads its inputs from, and writes its results to, tensors that stay where they are. It has run with each
-            size before, as all do in ``compile_kernels``: what libraries load or choose, they cannot while capturing.
-        sizes: the batch sizes to capture, ascending.
-        max_context: most tokens a row may attend.
-    """
+    def __init__(self):
+        self.sizes: dict[Hashable, list[int]] = {}
+        self._graphs: dict[tuple[Hashable, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self, step: Callable[[int, int], torch.Tensor], sizes: list[int], max_context: int):
-        self.captured_sizes = sizes
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.captured_sizes):  # the largest first, so that the others fit in its memory
+    def capture(self, kind: Hashable, sizes: list[int], run: Callable[[int], torch.Tensor]) -> None:
+        """Capture ``run(size)`` for each size, ascending; its inputs must be tensors that keep their address.
+
+        Every size was warmed up before: lazy module loading and cuBLAS heuristics are illegal during capture.
+        """
+        self.sizes[kind] = sizes
+        for size in reversed(sizes):  # the largest first: the others reuse its memory
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                result = step(size, max_context)
-            self.graphs[size] = graph, result
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = run(size)
+            self._graphs[kind, size] = graph, output
         torch.cuda.synchronize()
 
-    @staticmethod
-    def sizes(max_num_seqs: int) -> list[int]:
-        """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
-        sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
-        return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    def padded_size(self, kind: Hashable, size: int) -> int:
+        sizes = self.sizes[kind]
+        return sizes[bisect_left(sizes, size)]
 
-    def replay(self, num_rows: int) -> torch.Tensor:
-        """Launch the graph for ``num_rows`` rows; its result, [>= num_rows, ...], is overwritten by the next."""
-        graph, result = self.graphs[self.size_of(num_rows)]
+    def replay(self, kind: Hashable, size: int) -> torch.Tensor:
+        """Launch the graph; the result is its output, [padded size, ...]."""
+        graph, output = self._graphs[kind, self.padded_size(kind, size)]
         graph.replay()
-        return result
+        return output
 
-    def result(self, num_rows: int) -> torch.Tensor:
-        """Where ``replay(num_rows)`` leaves its result."""
-        return self.graphs[self.size_of(num_rows)][1]
+    def output(self, kind: Hashable, size: int) -> torch.Tensor:
+        """The tensor that ``replay(kind, size)`` writes."""
+        return self._graphs[kind, self.padded_size(kind, size)][1]
 
-    def size_of(self, num_rows: int) -> int:
-        """The captured size that ``num_rows`` rows are padded to."""
-        return self.captured_sizes[bisect_left(self.captured_sizes, num_rows)]
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

@@ -1,133 +1,147 @@
-"""The device's tables of the running sequences, and the host's way to change them.
+"""State of the running requests on the device, and the host's staged writes to it.
 
-Owns one int32 buffer on the device. Its first part lists the rows of the current decode batch;
-the rest is a table with a row for each running sequence (last token, length, sampling values,
-block table). A decode step reads its inputs there and writes its tokens there, so the host sends
-nothing while nothing changes, and otherwise only which cells change to what. Owns as well the sampled_tokens
-in the host's memory, where it finds the tokens.
+Owns one int32 buffer on the device. Its head lists the request slots of the current decode batch; the rest is a table
+with a row per request slot: last token, length, sampling parameters, block table. A decode step reads its inputs from
+this state and writes its tokens to it, so the host sends only what changes, and nothing while nothing changes.
 """
+
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.sampling_params import MAX_FORBIDDEN
+from nanovllm.sampling_params import MAX_STOP_IDS
 
-# columns of the table; float values are kept as their bits
-LAST_TOKEN, LENGTH, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, MIN_LENGTH, FORBIDDEN = 0, 1, 2, 3, 4, 5, 6, 8, 9
-BLOCK_TABLE = FORBIDDEN + MAX_FORBIDDEN
-INT32_MAX = 2**31 - 1  # stands for any larger number a user gives
-MAX_TEMPERATURE = 1e30  # so does this; its inverse is an fp32 number other than 0
+# int32 words per request of each column; floats are kept as their bits, the seed as two halves
+COLUMNS = {
+    "last_token": 1,
+    "length": 1,
+    "temperature": 1,
+    "top_k": 1,
+    "top_p": 1,
+    "min_p": 1,
+    "seed": 2,
+    "min_len": 1,
+    "stop_ids": MAX_STOP_IDS,
+}
+START = dict(zip([*COLUMNS, "block_table"], accumulate(COLUMNS.values(), initial=0), strict=True))
+INT32_MAX = 2**31 - 1  # larger integers from a user mean the same
+MAX_TEMPERATURE = 1e30  # so do larger temperatures; the inverse of this one is a normal fp32 number
+
+
+class RequestState:
+    """Device side.
+
+    Attributes:
+        batch_req_indices: int32 [R], batch position -> request slot; the padding slot beyond the batch.
+        last_token, length: int32 [R + 1]; length counts the token whose keys and values are computed next.
+        sampling: the sampling columns, each [R + 1, ...].
+        block_tables: int32 [R + 1, max_blocks].
+        sampled_tokens: int32 [2, R + 1], pinned host memory, written by the sampling kernel. Double-buffered by parity
+            of the length: with one step in flight, step n + 1 must not overwrite a token the host has not read.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device):
+        R = max_num_seqs
+        self.padding_req_idx = R  # length 0: stores nothing, attends nothing, samples nothing
+        width = START["block_table"] + max_blocks
+        self.buffer = torch.zeros(R + (R + 1) * width, dtype=torch.int32, device=device)
+        self.batch_req_indices = self.buffer[:R]
+        self.batch_req_indices.fill_(self.padding_req_idx)
+        table = self.buffer[R:].view(R + 1, width)
+        self.sampled_tokens = torch.zeros(2, R + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+        def column(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            start, size = START[name], COLUMNS[name]
+            values = table.view(dtype)[:, start : start + size]
+            return values if name in ("seed", "stop_ids") else values[:, 0]
+
+        self.last_token, self.length = column("last_token"), column("length")
+        self.block_tables = table[:, START["block_table"] :]
+        self.sampling = SamplingState(
+            temperature=column("temperature", torch.float32),
+            top_k=column("top_k"),
+            top_p=column("top_p", torch.float32),
+            min_p=column("min_p", torch.float32),
+            seed=column("seed"),
+            min_len=column("min_len"),
+            stop_ids=column("stop_ids"),
+            length=self.length,
+        )
+
+    def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """buffer[indices] = values; both int32 [n] on the device."""
+        self.buffer.index_copy_(0, indices.long(), values)
+
+
+class StagedWrites:
+    """Host side: collects writes to the request state until the next launch takes them along."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int):
+        self.max_num_seqs = max_num_seqs
+        self.width = START["block_table"] + max_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop staged writes and all knowledge of the device's state: a launch may never have reached it."""
+        self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # as on the device; -1 unknown
+        self._indices: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+        self._features = np.zeros(self.max_num_seqs, np.int32)
+
+    def features(self, req_indices: np.ndarray) -> int:
+        """OR of the requests' feature bits."""
+        return int(np.bitwise_or.reduce(self._features[req_indices]))
+
+    def add(self, seq: Sequence) -> None:
+        """Stage everything about a sequence that was given a request slot."""
+        params = seq.sampling_params
+        self._features[seq.req_idx] = params.features
+        stop_ids = seq.min_tokens_stop_ids
+        words = [
+            0,  # last token: prefill samples it
+            seq.num_tokens,
+            *_bits(0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)),
+            min(max(params.top_k, 0), INT32_MAX),
+            *_bits(params.top_p, params.min_p),
+            *np.array([seq.seed], np.uint64).view(np.int32).tolist(),
+            min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
+            *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)),
+            *seq.block_table,
+        ]  # fmt: skip
+        start = self.max_num_seqs + seq.req_idx * self.width
+        self._stage(np.arange(start, start + len(words), dtype=np.int32), np.array(words, np.int64).astype(np.int32))
+
+    def append_blocks(self, seqs: list[Sequence]) -> None:
+        """Stage the last block of these sequences' block tables."""
+        if seqs:
+            start = self.max_num_seqs + START["block_table"] - 1
+            indices = [start + seq.req_idx * self.width + len(seq.block_table) for seq in seqs]
+            self._stage(np.array(indices, np.int32), np.array([seq.block_table[-1] for seq in seqs], np.int32))
+
+    def set_batch(self, req_indices: np.ndarray) -> None:
+        """Stage the next decode batch, int32 [B]; only positions that differ are sent."""
+        target = np.full(self.max_num_seqs, self.max_num_seqs, np.int32)
+        target[: len(req_indices)] = req_indices
+        changed = np.flatnonzero(target != self._batch_req_indices)
+        if len(changed):
+            self._stage(changed.astype(np.int32), target[changed])
+            self._batch_req_indices = target
+
+    def _stage(self, indices: np.ndarray, values: np.ndarray) -> None:
+        self._indices.append(indices)
+        self._values.append(values)
+
+    def drain(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices and values staged since the last call, int32 [n] each."""
+        if not self._indices:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        staged = np.concatenate(self._indices), np.concatenate(self._values)
+        self._indices, self._values = [], []
+        return staged
 
 
 def _bits(*values: float) -> list[int]:
     return np.array(values, np.float32).view(np.int32).tolist()
-
-
-class RequestState:
-    """Device side: views of the buffer.
-
-    Attributes:
-        batch_req_indices: int32 [R], batch position -> row; positions past the batch hold the null row.
-        last_token, length: int32 [R + 1]; length counts the token whose keys and values are due next.
-        columns: the sampling columns, each [R + 1, ...].
-        block_tables: int32 [R + 1, max_blocks].
-        sampled_tokens: int32 [2, R + 1] in the host's memory, where launches put their tokens: of a row whose length was
-            n, at [n % 2, row]. So a launch does not overwrite what the one before it left.
-    """
-
-    def __init__(self, num_rows: int, max_blocks: int, device: torch.device):
-        self.padding_req_idx = num_rows  # length 0: stores nothing, attends nothing
-        width = BLOCK_TABLE + max_blocks
-        self.buffer = torch.zeros(num_rows + (num_rows + 1) * width, dtype=torch.int32, device=device)
-        self.batch_req_indices = self.buffer[:num_rows]
-        self.batch_req_indices.fill_(self.padding_req_idx)
-        table = self.buffer[num_rows:].view(num_rows + 1, width)
-        floats = table.view(torch.float32)
-        self.sampled_tokens = torch.zeros(2, num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        self.last_token = table[:, LAST_TOKEN]
-        self.length = table[:, LENGTH]
-        self.block_tables = table[:, BLOCK_TABLE:]
-        self.columns = SamplingState(
-            temperature=floats[:, TEMPERATURE],
-            top_k=table[:, TOP_K],
-            top_p=floats[:, TOP_P],
-            min_p=floats[:, MIN_P],
-            seed=table[:, SEED : SEED + 2],
-            min_length=table[:, MIN_LENGTH],
-            forbidden=table[:, FORBIDDEN : FORBIDDEN + MAX_FORBIDDEN],
-            length=self.length,
-        )
-
-    def apply(self, cells: torch.Tensor, values: torch.Tensor) -> None:
-        """buffer[cells] = values; both int32 [n] on the device."""
-        if len(cells):
-            self.buffer.index_copy_(0, cells.long(), values)
-
-
-class StagedWrites:
-    """Host side: gathers the cells to change until the next launch takes them along."""
-
-    def __init__(self, num_rows: int, max_blocks: int):
-        self.num_rows = num_rows
-        self.width = BLOCK_TABLE + max_blocks
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was gathered, and what the device is believed to have (a launch may never have got there)."""
-        self._batch_rows = np.full(self.num_rows, -1, np.int32)  # what the device has; -1 unknown
-        self._cells: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
-        self.has_filters = np.zeros(self.num_rows, bool)  # sampling the row takes the whole vocabulary
-
-    def _put(self, row: int, column: int, values: list[int]) -> None:
-        start = self.num_rows + row * self.width + column
-        self._cells.append(np.arange(start, start + len(values), dtype=np.int32))
-        self._values.append(np.array(values, np.int64).astype(np.int32))
-
-    def enter(self, seq: Sequence) -> None:
-        """A sequence got its row: everything about it."""
-        params = seq.sampling_params
-        temperature = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
-        filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.has_filters[seq.row] = filters and not params.is_greedy
-        forbidden = seq.forbidden_token_ids
-        halves = np.array([seq.seed], np.uint64).view(np.int32).tolist()
-        self._put(seq.row, LAST_TOKEN, [
-            0,
-            seq.num_tokens,
-            *_bits(temperature),
-            min(max(params.top_k, 0), INT32_MAX),
-            *_bits(params.top_p, params.min_p),
-            *halves,
-            min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
-            *forbidden, *[-1] * (MAX_FORBIDDEN - len(forbidden)),
-            *seq.block_table,
-        ])  # fmt: skip
-
-    def grow(self, seqs: list[Sequence]) -> None:
-        """These sequences' block tables got one more block each."""
-        if seqs:
-            start = self.num_rows + BLOCK_TABLE - 1
-            cells = [start + seq.row * self.width + len(seq.block_table) for seq in seqs]
-            self._cells.append(np.array(cells, np.int32))
-            self._values.append(np.array([seq.block_table[-1] for seq in seqs], np.int32))
-
-    def set_batch(self, rows: np.ndarray) -> None:
-        """The next decode batch is ``rows``, int32 [B]; only positions that differ are sent."""
-        target = np.full(self.num_rows, self.num_rows, np.int32)
-        target[: len(rows)] = rows
-        changed = np.flatnonzero(target != self._batch_rows)
-        if len(changed):
-            self._cells.append(changed.astype(np.int32))
-            self._values.append(target[changed])
-            self._batch_rows = target
-
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Cells and values, int32 [n] each, gathered since the last call."""
-        if not self._cells:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        taken = np.concatenate(self._cells), np.concatenate(self._values)
-        self._cells, self._values = [], []
-        return taken

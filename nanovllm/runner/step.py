@@ -1,101 +1,114 @@
-"""One launch as a single array of int32: what crosses to the device, and to other ranks.
+"""One launch as numbers: a header for the hosts and int32 segments for the device.
 
-Owns the layout: a header of ``NUM_HEADER`` numbers, then the segments one after the other. Host
-and device read it with the same ``StepInput.unpack``, on numpy arrays or on tensors.
+Owns the layout of both. The header is known to every rank's host and decides which kernels run; the segments are one
+array, so that one copy takes them to the device. Knows nothing of queues or models.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-NUM_HEADER = 16
+
+class StepKind(IntEnum):
+    DECODE = 0  # one token per sequence; its inputs are gathered from the request state on the device
+    PREFILL = 1  # packed prompts, several query tokens per sequence
+    SHORT_PREFILL = 2  # few packed tokens, padded to a captured size; each attends as a single-query sequence
 
 
 @dataclass(frozen=True)
 class StepHeader:
-    """Numbers that decide what is launched, known to every host.
+    """Sizes and flags of a launch.
 
     Attributes:
-        is_prefill: 1 or 0.
-        num_sampled: sequences that get a token: B of a decode step; of a prefill those computed to their end.
-        num_updates: cells of the row state that change.
-        num_tokens: packed tokens (prefill).
-        num_seqs: sequences in the launch (prefill).
-        max_seqlen_q: most new tokens of one sequence.
-        max_context: upper bound of the tokens a sequence attends.
-        has_prefix: 1 if some sequence attends tokens from before this launch.
-        has_filters: 1 if some sampled row uses top-k, top-p or min-p, for which a rank needs the whole vocabulary.
+        kind: a ``StepKind``.
+        num_updates: elements of the request state that change.
+        num_sampled: sequences that get a token: all of a decode batch; of a prefill those computed to their end.
+        num_tokens: packed tokens, padding included (0 in decode).
+        num_seqs: sequences (0 in decode).
+        max_seqlen_q: most query tokens of one sequence.
+        max_context: upper bound of the tokens that a sequence attends.
+        features: OR of the sampled requests' ``SamplingParams.features``, a bit for each logits step to run.
     """
 
-    is_prefill: int
-    num_sampled: int
+    kind: int
     num_updates: int
-    num_tokens: int
-    num_seqs: int
-    max_seqlen_q: int
-    max_context: int
-    has_prefix: int
-    has_filters: int
+    num_sampled: int
+    num_tokens: int = 0
+    num_seqs: int = 0
+    max_seqlen_q: int = 1
+    max_context: int = 0
+    features: int = 0
 
 
-NUM_NUMBERS = len(fields(StepHeader))
+HEADER_SIZE = len(fields(StepHeader))
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """The segments, int32. The first two are in every step, the others in prefill steps.
+    """The segments, int32: numpy arrays on the host, tensors on the device. Decode steps have the first two only.
 
     Attributes:
-        cells, values: [num_updates], changes of the row state.
+        indices, values: [num_updates], elements of the request state and their new values.
         input_ids, positions, slot_mapping: [num_tokens].
-        rows, context_lens: [num_seqs].
-        cu_seqlens_q, cu_seqlens_k: [num_seqs + 1].
-        sampled_tokens, sampled_rows: [num_sampled], places among the packed tokens, and rows.
+        req_indices, context_lens: [num_seqs], of a short prefill [num_tokens].
+        cu_seqlens_q, cu_seqlens_k: [num_seqs + 1], not in a short prefill.
+        logits_indices, sampled_req_indices: [num_sampled], packed tokens to sample from, and their requests.
     """
 
-    cells: Any
+    indices: Any
     values: Any
-    input_ids: Any
-    positions: Any
-    slot_mapping: Any
-    rows: Any
-    context_lens: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    sampled_tokens: Any
-    sampled_rows: Any
+    input_ids: Any = ()
+    positions: Any = ()
+    slot_mapping: Any = ()
+    req_indices: Any = ()
+    context_lens: Any = ()
+    cu_seqlens_q: Any = ()
+    cu_seqlens_k: Any = ()
+    logits_indices: Any = ()
+    sampled_req_indices: Any = ()
 
-    def pack(self, header: StepHeader) -> np.ndarray:
-        """Header and segments as one int32 array."""
-        packed = np.zeros(NUM_HEADER + sum(_aligned(n) for n in self._sizes(header)), np.int32)
-        packed[:NUM_NUMBERS] = list(vars(header).values())
-        views = StepInput.unpack(header, packed)
-        for view, segment in zip(vars(views).values(), vars(self).values(), strict=True):
-            view[:] = segment
-        return packed
 
-    @classmethod
-    def unpack(cls, header: StepHeader, packed: Any) -> "StepInput":
-        """The segments as views of ``packed``."""
-        start, segments, nothing = NUM_HEADER, [], packed[:0]
-        for size in cls._sizes(header):
-            # to slice a tensor costs 2.5 us, and most segments of a decode step are empty
-            segments.append(packed[start : start + size] if size else nothing)
-            start += _aligned(size)
-        return cls(*segments)
-
-    @staticmethod
-    def _sizes(header: StepHeader) -> tuple[int, ...]:
-        n, t, s = header.num_updates, header.num_tokens, header.num_seqs
-        ends, sampled = (s + 1, header.num_sampled) if header.is_prefill else (0, 0)
-        return n, n, t, t, t, s, s, ends, ends, sampled, sampled
+def segment_sizes(header: StepHeader) -> tuple[int, ...]:
+    """Length of each segment, in the order of ``StepInput``."""
+    u, t, s, n = header.num_updates, header.num_tokens, header.num_seqs, header.num_sampled
+    if header.kind == StepKind.DECODE:
+        return u, u, 0, 0, 0, 0, 0, 0, 0, 0, 0
+    if header.kind == StepKind.SHORT_PREFILL:
+        return u, u, t, t, t, t, t, 0, 0, n, n
+    return u, u, t, t, t, s, s, s + 1, s + 1, n, n
 
 
 def _aligned(size: int) -> int:
-    """Segments start at multiples of 16 bytes: Triton compiles a kernel anew for a pointer that does not."""
+    """Segments start at multiples of 16 bytes: Triton compiles another variant for a less aligned pointer."""
     return -(-size // 4) * 4
 
 
-def read_header(packed: np.ndarray) -> StepHeader:
-    return StepHeader(*packed[:NUM_NUMBERS].tolist())
+def pack(header: StepHeader, step: StepInput) -> np.ndarray:
+    """The segments as one int32 array."""
+    sizes = segment_sizes(header)
+    packed, start = np.zeros(sum(map(_aligned, sizes)), np.int32), 0
+    for size, segment in zip(sizes, vars(step).values(), strict=True):
+        packed[start : start + size] = segment
+        start += _aligned(size)
+    return packed
+
+
+def unpack(header: StepHeader, packed: Any) -> StepInput:
+    """The segments as views of ``packed``, an array or a tensor."""
+    segments, start, empty = [], 0, packed[:0]
+    for size in segment_sizes(header):
+        # slicing a tensor costs 2.5 us, and most segments of a decode step are empty
+        segments.append(packed[start : start + size] if size else empty)
+        start += _aligned(size)
+    return StepInput(*segments)
+
+
+def to_words(header: StepHeader, packed: np.ndarray) -> np.ndarray:
+    """Header and segments as one message to the other ranks."""
+    return np.concatenate([np.array(astuple(header), np.int32), packed])
+
+
+def from_words(words: np.ndarray) -> tuple[StepHeader, np.ndarray]:
+    return StepHeader(*words[:HEADER_SIZE].tolist()), words[HEADER_SIZE:]

@@ -1,0 +1,44 @@
+"""The device and dtype of a rank, and its out-of-memory errors in the user's terms."""
+
+from contextlib import contextmanager
+
+import torch
+
+from nanovllm.errors import ConfigError, OutOfMemoryError
+
+
+def select_device(name: str, rank: int) -> torch.device:
+    """The device of a rank; "auto" is CUDA if there is a device."""
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError("device='cuda': torch sees no CUDA device here. Use device='cpu' or 'auto'.")
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(f"tensor-parallel rank {rank} needs its own device; torch sees {torch.cuda.device_count()}.")
+    return torch.device("cuda", rank)
+
+
+def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's, float32 on the CPU, float16 on a GPU without bfloat16."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+        if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+            name = "float16"
+    return getattr(torch, name)
+
+
+@contextmanager
+def translate_oom():
+    """Re-raise an out-of-memory error of device or host as one that says which option to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        on_host = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+        if not on_host and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            raise
+        raise OutOfMemoryError(
+            f"no room for the model: {error}\nFree memory on the device, lower max_num_batched_tokens, max_num_seqs, "
+            "max_model_len or num_kvcache_blocks (if set), or spread the model over more devices "
+            "(tensor_parallel_size)."
+        ) from error

@@ -1,0 +1,74 @@
+"""How much memory the KV cache gets, and its allocation."""
+
+import math
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import OutOfMemoryError
+from nanovllm.layers.attention import Attention
+
+CPU_KV_CACHE_BYTES = 2 << 30  # a laptop's memory belongs to its owner
+GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
+GIB = 1 << 30
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all layers of this rank."""
+    return sum(2 * block_size * a.num_kv_heads * a.head_dim * dtype.itemsize for a in attention_layers(model))
+
+
+def num_blocks_that_fit(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int,
+                        tp: TPGroup) -> int:
+    """KV blocks that fit beside the weights and ``reserved_bytes`` of activations and graphs; the minimum over ranks.
+
+    Raises:
+        OutOfMemoryError: some rank has no room for one block.
+    """
+    if device.type == "cpu":
+        blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
+        return max(CPU_KV_CACHE_BYTES // bytes_per_block, blocks_of_one_seq)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    allowed = int(total * config.gpu_memory_utilization)
+    num_blocks = (allowed - (total - free) - reserved_bytes) // bytes_per_block
+    if tp.size > 1:
+        num_blocks = int(tp.all_gather(torch.tensor(num_blocks, device=device)).min())
+    if num_blocks < 1:
+        raise OutOfMemoryError(
+            f"no room for a KV cache on {device}: gpu_memory_utilization={config.gpu_memory_utilization} of "
+            f"{total / GIB:.1f} GiB allows {allowed / GIB:.1f}; {(total - free) / GIB:.1f} are in use "
+            f"(weights {torch.cuda.memory_allocated() / GIB:.1f}, the rest other processes), activations need "
+            f"{reserved_bytes / GIB:.1f}, one block {bytes_per_block / GIB:.3f}. Free memory on the device, raise "
+            "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs."
+        )
+    return num_blocks
+
+
+def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype: torch.dtype,
+                      device: torch.device) -> torch.Tensor:
+    """A zeroed KV cache [2, layers, num_blocks, block_size, K, D]; each attention layer gets its views of it."""
+    layers = attention_layers(model)
+    shape = (2, len(layers), num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
+    kv_cache = _zeros(shape, dtype, device)
+    for layer, k_cache, v_cache in zip(layers, *kv_cache, strict=True):
+        layer.k_cache, layer.v_cache = k_cache, v_cache
+    return kv_cache
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU the system maps their memory at the first write."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > sys.maxsize:  # numpy and torch have other errors for this
+        raise MemoryError(f"{num_bytes:.1e} bytes were asked for.")
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

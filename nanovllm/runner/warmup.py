@@ -1,0 +1,50 @@
+"""JIT compilation of every kernel variant before the first step, in parallel and without running one."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.runner.memory import allocate_kv_cache
+from nanovllm.runner.step import StepHeader, StepInput, StepKind
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+# Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
+WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
+
+
+def compile_kernels(runner: "ModelRunner") -> None:
+    """Launch what a start and a run launch, inside ``parallel_compile``: kernels are compiled and do not run.
+
+    The model has two layers, because the last one takes another path in prefill, and a KV cache of one block. Weights
+    are uninitialised; every token maps to the padding request slot.
+    """
+    config, state = runner.config, runner.request_state
+    runner.model = runner.make_model(num_layers=2)
+    runner.warmup_model()
+    runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.dtype, runner.device)
+    if runner.tp.peers is not None:
+        runner.tp.peers.warm_up(runner.dtype)
+    # The longest prefills first: their kernels take the longest to compile.
+    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
+        ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
+        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
+        req_indices = ids[:1] + state.padding_req_idx
+        step = StepInput(
+            indices=ids[:0], values=ids[:0], input_ids=ids, positions=ids, slot_mapping=ids - 1,
+            req_indices=req_indices, context_lens=cu_seqlens[1:].clamp(max=config.max_model_len),
+            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, logits_indices=ids[:1], sampled_req_indices=req_indices,
+        )  # fmt: skip
+        header = StepHeader(
+            StepKind.PREFILL, num_updates=0, num_sampled=1, num_tokens=num_tokens, num_seqs=1, max_seqlen_q=num_tokens,
+            max_context=num_tokens,
+        )  # fmt: skip
+        runner.run_prefill(header, step)
+    for size in runner.decode_sizes:
+        hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
+        for features in (0, ~0):
+            runner.sample(hidden, state.batch_req_indices[:size], features)
+    for size in runner.prefill_sizes:
+        runner.model(*runner.short_prefill_inputs(size, config.max_model_len))
+    del runner.model, runner.kv_cache
