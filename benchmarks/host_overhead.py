@@ -7,8 +7,8 @@ the launch itself is a stand-in that returns random token ids at once. Two cases
 
     steady   the batch neither grows nor shrinks; what changes are block tables, one in 256 steps per sequence
     churn    lengths are drawn from a range, and as many requests wait as run: sequences finish and others take
-             their rows. Given are its decode steps, and per changed sequence (grown or finished) what they cost
-             more than a steady one; and its prefills, per sequence that enters.
+             their request slots. Reported: its decode steps, their extra cost per changed sequence (new block or
+             finished), and its prefills per new sequence.
 
 Measured is the processor time of the loop's thread, so other work on the machine does not count.
 Ends with one line of JSON. ``--target`` makes it fail where a decode step of either case is above 150 us + 1 us per
@@ -36,22 +36,19 @@ STEP_US, CHANGED_US = 150, 1  # the target
 
 
 class ReturnsAtOnce:
-    """Stands in for ``ModelRunner.run_model``: the header is read, and all rows get other token ids."""
+    """Stands in for ``ModelRunner.run_model``: every request slot gets another token id."""
 
     def __init__(self, sampled_tokens: np.ndarray, seed: int = 0):
         self.sampled_tokens = sampled_tokens
         self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, sampled_tokens.shape, dtype=np.int32)
 
-    def __call__(self, packed: np.ndarray) -> None:
-        from nanovllm.runner.step import read_header
-
-        read_header(packed)
+    def __call__(self, header: Any, packed: np.ndarray) -> None:
         self.token_ids ^= 1
         self.sampled_tokens[:] = self.token_ids
 
 
 def make_engine(batch: int, directory: str) -> Any:
-    """An engine of ``batch`` rows whose model is as small as can be."""
+    """An engine of ``batch`` sequences with a minimal model."""
     config = {
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
@@ -71,7 +68,7 @@ def make_engine(batch: int, directory: str) -> Any:
         num_kvcache_blocks=batch * 16,
     )
     llm.model_runner.run_model = ReturnsAtOnce(llm.model_runner.request_state.sampled_tokens.numpy())
-    llm.model_runner.depth = 1
+    llm.model_runner.max_in_flight = 1
     return llm
 
 
@@ -94,8 +91,8 @@ class Changes:
 
         def counting_schedule():
             self.scheduled = batch = schedule()
-            self.changed += len(getattr(batch, "grown", ()))
-            self.entered += len(getattr(batch, "admitted", ()))
+            self.changed += len(getattr(batch, "seqs_with_new_block", ()))
+            self.entered += len(getattr(batch, "new_seqs", ()))
             return batch
 
         def counting_postprocess(batch, token_ids):
@@ -144,7 +141,7 @@ def churn(batch: int, step_us: float) -> dict[str, float]:
     decode_us, prefill_us, steps, changed = 0.0, 0.0, 0, 0
     with tempfile.TemporaryDirectory() as directory, make_engine(batch, directory) as llm:
         add_requests(llm, 2 * batch, (100, 400), (100, 400))
-        while llm.scheduler.table.free_rows:
+        while llm.scheduler.table.free_req_indices:
             llm._step()
         changes = Changes(llm)
         while not llm.is_finished():

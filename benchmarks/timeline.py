@@ -119,7 +119,7 @@ class Timeline:
             batch = schedule()
             if batch is not None:
                 kind = "prefill" if hasattr(batch, "starts") else "decode"
-                num_seqs = len(batch.seqs) if kind == "prefill" else len(batch.rows)
+                num_seqs = len(batch.seqs) if kind == "prefill" else len(batch.req_indices)
                 step = Step(kind, batch.num_tokens, num_seqs)
                 step.spans.append(Span("schedule", start, self._now()))
                 self.steps.append(step)
@@ -146,11 +146,11 @@ class Timeline:
 
     def _run_model(self, run_model):
         @wraps(run_model)
-        def wrapper(packed):
+        def wrapper(header, packed):
             step = self._launching
             before = self._event() if self.on_gpu else None
             start = self._now()
-            handle = run_model(packed)
+            handle = run_model(header, packed)
             span = Span("launch", start, self._now())
             step.spans.append(span)
             if self.on_gpu:

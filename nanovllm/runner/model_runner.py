@@ -7,7 +7,6 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +105,7 @@ class ModelRunner:
                 5 * max(self.prefill_sizes, default=0), dtype=torch.int32, device=self.device
             )
             with self._model_defaults():
-                self.sampler = Sampler(tp)
+                self.sampler = Sampler(config.max_num_seqs, tp)
             with self.ops.parallel_compile(self.device) as begin:
                 if on_gpu:
                     compile_kernels(self)

@@ -1,7 +1,7 @@
 """The engine's loop, scheduler and block manager against a naive model, over random histories.
 
-The device is played by ``FakeDevice``: it reads nothing but the packed steps and its row state, as
-a real one does, and keeps in each KV slot a hash of the whole token history that led there. Every
+The device is played by ``FakeDevice``: it reads nothing but the prepared steps and its request state,
+as a real one does, and keeps in each KV slot a hash of the whole token history that led there. Every
 launch checks every slot that it attends, so a block given away too early, a stale prefix hit or a
 wrong block table shows at the launch that reads it. The next token is a hash of the history too,
 so what each request must get is known from the request alone (invariant 7).
@@ -22,12 +22,15 @@ from hypothesis import strategies as st
 from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.runner.model_runner import ModelRunner, StepHandle
-from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.engine.request import RequestProcessor
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.runner.step import StepInput, read_header
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.kernels.reference import decode_inputs
+from nanovllm.runner.model_runner import StepHandle
+from nanovllm.runner.prepare import prepare
+from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.step import StepInput, StepKind, from_words, to_words, unpack
 
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
@@ -77,21 +80,21 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
 
-class FakeDevice(ModelRunner):
-    """Packs steps as the real runner does, and runs them on KV slots that hold hashes of histories."""
+class FakeDevice:
+    """Stands for the model runner: takes prepared steps, and keeps hashes of histories in its KV slots."""
 
-    def __init__(self, config, depth, requests):
-        self.config, self.depth, self.requests = config, depth, requests
+    def __init__(self, config, max_in_flight, requests, short_prefills):
+        self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
         self.block_size = config.kvcache_block_size
-        self.max_blocks = -(-config.max_model_len // self.block_size)
-        self.device = torch.device("cpu")
-        self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
-        self.updates = StagedWrites(config.max_num_seqs, self.max_blocks)
-        self.prefill_graphs = None
+        max_blocks = -(-config.max_model_len // self.block_size)
+        self.short_sizes = [4, 8] if short_prefills else []
+        self.request_state = RequestState(config.max_num_seqs, max_blocks, torch.device("cpu"))
+        self.staged_writes = StagedWrites(config.max_num_seqs, max_blocks)
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
-        self.last_token, self.length = self.request_state.last_token.numpy(), self.request_state.length.numpy()
-        self.block_tables, self.sampled_tokens = self.request_state.block_tables.numpy(), self.request_state.sampled_tokens.numpy()
+        state = self.request_state
+        self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
+        self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.fail_at = None
         self.num_launches = 0
         self.seen = set()  # what happened, as a check that histories hold what they should
@@ -100,38 +103,39 @@ class FakeDevice(ModelRunner):
         assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
         self.batch = batch
         if isinstance(batch, PrefillBatch):
-            self.seen |= {"chunk"} if len(batch.rows) < len(batch.seqs) else set()
+            self.seen |= {"chunk"} if len(batch.req_indices) < len(batch.seqs) else set()
             self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
-            self.seen |= {"hit" for seq in batch.admitted if seq.num_cached_tokens}
-            self.seen |= {"again" for seq in batch.admitted if seq.num_completion_tokens}
+            self.seen |= {"hit" for seq in batch.new_seqs if seq.num_cached_tokens}
+            self.seen |= {"again" for seq in batch.new_seqs if seq.num_completion_tokens}
             ends = zip(batch.seqs, batch.stops, strict=True)
-            self.seen |= {"chunk to a block's end" for s, n in ends if n < len(s) and n % self.block_size == 0}
-        prepare = self.prepare_prefill if isinstance(batch, PrefillBatch) else self.prepare_decode
-        self.run_model(prepare(batch))
+            self.seen |= {"chunk to a block's end" for s, n in ends if n < s.num_tokens and n % self.block_size == 0}
+        self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes))
         return StepHandle(self.request_state.sampled_tokens, batch, None, None)
 
-    def run_model(self, packed):
+    def reset(self):
+        self.staged_writes.reset()
+
+    def launch(self, header, packed):
         self.num_launches += 1
         if self.num_launches == self.fail_at:
             raise KeyboardInterrupt
-        header = read_header(packed)
-        step = StepInput.unpack(header, torch.from_numpy(packed.copy()))
-        assert len(set(step.cells.tolist())) == len(step.cells), (
-            "two values for one cell: which one stays is undefined"
-        )
-        self.request_state.apply(step.cells, step.values)
-        run = self._prefill if header.is_prefill else self._decode
-        tokens, rows = run(header, step)
-        self.last_token[rows] = tokens
-        self.sampled_tokens[self.length[rows] % 2, rows] = tokens
-        self.length[rows] += 1
-        assert header.num_sampled == len(tokens) == len(self.batch.rows)
+        header, packed = from_words(to_words(header, packed))  # as it reaches another rank
+        step = unpack(header, torch.from_numpy(packed.copy()))
+        assert len(set(step.indices.tolist())) == len(step.indices), "two writes of one element: the order is undefined"
+        self.request_state.apply(step.indices, step.values)
+        run = {StepKind.DECODE: self._decode, StepKind.PREFILL: self._prefill, StepKind.SHORT_PREFILL: self._short}
+        tokens, req_indices = run[header.kind](header, step)
+        self.last_token[req_indices] = tokens
+        self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
+        self.length[req_indices] += 1
+        assert header.num_sampled == len(tokens) == len(self.batch.req_indices)
+        wanted = [self.requests[i].params.features for i in self.batch.seq_ids.tolist()]
+        assert header.features == int(np.bitwise_or.reduce(np.array(wanted, int)))
 
-    def _slots(self, row, start, stop):
+    def _slots(self, req_idx, start, stop):
         positions = np.arange(start, stop)
-        slots = (
-            self.block_tables[row, positions // self.block_size] * self.block_size + positions % self.block_size
-        )
+        blocks = self.block_tables[req_idx, positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
         assert len(set(slots.tolist())) == len(slots)
         return slots
 
@@ -139,16 +143,15 @@ class FakeDevice(ModelRunner):
         assert input_ids.tolist() == request.known[start:stop].tolist()
         self.kv[slots] = request.states[start:stop]
 
-    def _attend(self, request, row, context):
-        np.testing.assert_array_equal(self.kv[self._slots(row, 0, context)], request.states[:context])
-        forbidden = self.request_state.columns.forbidden[row].tolist()
-        too_short = context < self.request_state.columns.min_length[row].item()
-        return pick(request.states[context - 1].item(), forbidden if too_short else ())
+    def _attend(self, request, req_idx, context):
+        np.testing.assert_array_equal(self.kv[self._slots(req_idx, 0, context)], request.states[:context])
+        sampling = self.request_state.sampling
+        too_short = context < sampling.min_len[req_idx].item()
+        return pick(request.states[context - 1].item(), sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, header, step):
         batch, step = self.batch, StepInput(*(segment.numpy() for segment in vars(step).values()))
         assert header.num_tokens == len(step.input_ids) == batch.num_tokens
-        assert bool(header.has_prefix) == any(batch.starts)
         requests = [self.requests[seq.seq_id] for seq in batch.seqs]
         for i, request in enumerate(requests):
             packed = slice(step.cu_seqlens_q[i], step.cu_seqlens_q[i + 1])
@@ -157,47 +160,71 @@ class FakeDevice(ModelRunner):
             assert stop - start <= header.max_seqlen_q and stop <= header.max_context
             assert step.cu_seqlens_k[i + 1] - step.cu_seqlens_k[i] == stop
             assert step.positions[packed].tolist() == list(range(start, stop))
-            slots = self._slots(step.rows[i], start, stop)
+            slots = self._slots(step.req_indices[i], start, stop)
             assert step.slot_mapping[packed].tolist() == slots.tolist()
             self._store(request, slots, start, stop, step.input_ids[packed])
-        tokens = [
-            self._attend(r, row, n) for r, row, n in zip(requests, step.rows, step.context_lens, strict=True)
-        ]
-        sampled = len(step.sampled_rows)
-        assert step.sampled_tokens.tolist() == (step.cu_seqlens_q[1 : sampled + 1] - 1).tolist()
-        assert step.sampled_rows.tolist() == step.rows[:sampled].tolist()
-        return np.array(tokens[:sampled], np.int32), step.sampled_rows
+        sampled = len(step.sampled_req_indices)
+        assert step.logits_indices.tolist() == (step.cu_seqlens_q[1 : sampled + 1] - 1).tolist()
+        assert step.sampled_req_indices.tolist() == step.req_indices[:sampled].tolist()
+        contexts = zip(requests, step.req_indices, step.context_lens, strict=True)
+        tokens = [self._attend(request, req_idx, n) for request, req_idx, n in contexts]
+        return np.array(tokens[:sampled], np.int32), step.sampled_req_indices
+
+    def _short(self, header, step):
+        """Each token as a single-query sequence: first all are stored, then all attend."""
+        self.seen.add("short prefill")
+        batch, step = self.batch, StepInput(*(segment.numpy() for segment in vars(step).values()))
+        num_tokens, size = batch.num_tokens, header.num_tokens
+        assert size in self.short_sizes and all(len(segment) == size for segment in list(vars(step).values())[2:7])
+        assert header.max_seqlen_q == 1
+        owners = [(self.requests[seq.seq_id], seq.req_idx, position)
+                  for seq, start, stop in zip(batch.seqs, batch.starts, batch.stops, strict=True)
+                  for position in range(start, stop)]  # fmt: skip
+        for i, (request, req_idx, position) in enumerate(owners):
+            assert step.req_indices[i] == req_idx and step.positions[i] == position
+            assert step.context_lens[i] == position + 1 <= header.max_context
+            slots = self._slots(req_idx, position, position + 1)
+            assert step.slot_mapping[i] == slots[0]
+            self._store(request, slots, position, position + 1, step.input_ids[i : i + 1])
+        padding = slice(num_tokens, size)
+        assert (step.slot_mapping[padding] == -1).all() and (step.context_lens[padding] == 0).all()
+        assert (step.req_indices[padding] == self.request_state.padding_req_idx).all()
+        next_tokens = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
+        tokens = [next_tokens[i] for i in step.logits_indices]
+        return np.array(tokens, np.int32), step.sampled_req_indices
 
     def _decode(self, header, step):
         state, batch = self.request_state, self.batch
         assert (state.batch_req_indices[header.num_sampled :] == state.padding_req_idx).all()
-        rows = state.batch_req_indices[: header.num_sampled]
-        inputs = decode_inputs(rows, state.last_token, state.length, state.block_tables, self.block_size)
+        req_indices = state.batch_req_indices[: header.num_sampled]
+        inputs = decode_inputs(req_indices, state.last_token, state.length, state.block_tables, self.block_size)
         input_ids, positions, slots, context_lens = (x.numpy() for x in inputs)
-        rows = rows.numpy().copy()
-        assert len(set(rows.tolist())) == len(rows)
+        req_indices = req_indices.numpy().copy()
+        assert len(set(req_indices.tolist())) == len(req_indices)
         requests = [self.requests[i] for i in batch.seq_ids.tolist()]
         for i, request in enumerate(requests):
             position = int(positions[i])
             assert context_lens[i] == position + 1 <= header.max_context
-            assert slots[i] == self._slots(rows[i], position, position + 1)[0]
+            assert slots[i] == self._slots(req_indices[i], position, position + 1)[0]
             self._store(request, slots[i : i + 1], position, position + 1, input_ids[i : i + 1])
-        tokens = [self._attend(r, row, n) for r, row, n in zip(requests, rows, context_lens, strict=True)]
-        return np.array(tokens, np.int32), rows
+        contexts = zip(requests, req_indices, context_lens, strict=True)
+        tokens = [self._attend(request, req_idx, n) for request, req_idx, n in contexts]
+        return np.array(tokens, np.int32), req_indices
 
 
 class Harness:
-    """An engine whose device is fake, and the checks of DESIGN's invariants after each of its steps."""
+    """An engine whose device is fake, and the checks of the invariants (docs/architecture.md) after each of its steps."""
 
     def __init__(
         self,
-        depth=0,
+        max_in_flight=0,
         caching=True,
         block_size=2,
         num_blocks=8,
         max_num_seqs=3,
         max_num_batched_tokens=8,
         max_model_len=16,
+        short_prefills=False,
     ):
         self.config = SimpleNamespace(
             kvcache_block_size=block_size,
@@ -211,14 +238,16 @@ class Harness:
             tensor_parallel_size=1,
         )
         self.requests, self.outputs = {}, {}
-        self.device = FakeDevice(self.config, depth, self.requests)
+        self.device = FakeDevice(self.config, max_in_flight, self.requests, short_prefills)
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._owner = os.getpid()
-        engine.scheduler = Scheduler(self.config, {EOS})
-        engine._in_flight, engine._finished_unscheduled, engine._num_requests = deque(), [], 0
+        engine.scheduler = Scheduler(self.config, num_blocks, {EOS})
+        no_tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
+        engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
+        engine._in_flight, engine._finished_unscheduled = deque(), []
         self.num_steps = 0
 
     @property
@@ -275,49 +304,49 @@ class Harness:
             assert 0 <= seq.num_cached_tokens < len(request.prompt)
 
     def check_empty(self):
-        """Nothing leaks: every block can be handed out, every row is free."""
+        """Nothing leaks: every block can be handed out, every request slot is free."""
         scheduler = self.scheduler
         manager = scheduler.block_manager
         assert manager.num_available == self.config.num_kvcache_blocks
         assert all(block.ref_count == 0 for block in manager.blocks)
-        assert sorted(scheduler.table.free_rows) == list(range(self.config.max_num_seqs))
+        assert sorted(scheduler.table.free_req_indices) == list(range(self.config.max_num_seqs))
         assert scheduler.is_finished() and scheduler.num_in_flight == 0
 
     def check(self):
         scheduler, config = self.scheduler, self.config
         table, running, waiting = scheduler.table, scheduler.running, scheduler.waiting
-        holders = [*running, *(seq for seq in waiting if seq.row >= 0)]
+        holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0)]
 
         # nobody is lost, nobody is twice there
         queued = Counter(seq.seq_id for seq in (*running, *waiting, *self.engine._finished_unscheduled))
         assert queued + Counter(self.outputs.keys()) == Counter(self.requests.keys())
         assert all(seq.status is SequenceStatus.RUNNING for seq in holders)
-        assert all(seq.row >= 0 for seq in running)
-        assert all(seq is waiting[0] for seq in waiting if seq.row >= 0)  # only the head may be half computed
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting if seq.row < 0)
+        assert all(seq.req_idx >= 0 for seq in running)
+        assert all(seq is waiting[0] for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting if seq.req_idx < 0)
 
-        # invariant 5, and rows
+        # invariant 5, and request slots
         assert len(holders) <= config.max_num_seqs
-        rows = [seq.row for seq in holders]
-        assert sorted(rows + table.free_rows) == list(range(config.max_num_seqs))
-        assert [table.seq_id[row] for row in rows] == [seq.seq_id for seq in holders]
-        assert (table.seq_id[table.free_rows] == -1).all()
-        assert 0 <= scheduler.num_in_flight == len(self.engine._in_flight) <= self.device.depth
+        slots = [seq.req_idx for seq in holders]
+        assert sorted(slots + table.free_req_indices) == list(range(config.max_num_seqs))
+        assert [table.seq_id[slot] for slot in slots] == [seq.seq_id for seq in holders]
+        assert (table.seq_id[table.free_req_indices] == -1).all()
+        assert 0 <= scheduler.num_in_flight == len(self.engine._in_flight) <= self.device.max_in_flight
 
         # invariant 4, and what the device believes
         for seq in holders:
             request, known = self.requests[seq.seq_id], seq.num_tokens
-            scheduled = int(table.num_scheduled[seq.row])
+            scheduled = int(table.num_scheduled[seq.req_idx])
             assert seq.num_computed_tokens <= known <= scheduled <= request.limit
             assert scheduled - known <= len(self.engine._in_flight)
             assert known < request.limit
             assert seq.token_ids == request.known[:known].tolist()
             device = self.device
-            assert device.block_tables[seq.row, : len(seq.block_table)].tolist() == seq.block_table
-            assert device.length[seq.row] == scheduled
+            assert device.block_tables[seq.req_idx, : len(seq.block_table)].tolist() == seq.block_table
+            assert device.length[seq.req_idx] == scheduled
             if seq in running:
                 assert seq.num_computed_tokens <= scheduled - 1 <= len(seq.block_table) * config.kvcache_block_size
-                assert device.last_token[seq.row] == request.known[scheduled - 1]
+                assert device.last_token[seq.req_idx] == request.known[scheduled - 1]
         self.check_blocks(holders)
 
     def check_blocks(self, holders):
@@ -388,38 +417,38 @@ def play(harness, arrivals):
         harness.add(prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **STOPS[stop])
 
 
-THINGS = ("chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
+THINGS = ("chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more", "short prefill",
           "at max_model_len", "stop", "length")  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_random_histories(depth):
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_random_histories(max_in_flight):
     """Every step keeps the invariants; and enough of the histories hold what engines stumble over."""
     seen = Counter(dict.fromkeys(THINGS, 0))  # thing -> histories; they differ with the version of hypothesis
 
     @settings(max_examples=1200, derandomize=True, deadline=None, database=None)
-    @given(limits=limits, caching=st.booleans(), arrivals=arrivals)
-    def one(limits, caching, arrivals):
-        harness = Harness(depth, caching, *limits)
+    @given(limits=limits, caching=st.booleans(), short=st.booleans(), arrivals=arrivals)
+    def one(limits, caching, short, arrivals):
+        harness = Harness(max_in_flight, caching, *limits, short)
         play(harness, arrivals)
         harness.run_to_end()
         seen.update(harness.device.seen)
         seen["two or more"] += len(harness.outputs) > 1
         seen["preempted"] += harness.scheduler.num_preemptions > 0
         seen["refused"] += len(harness.requests) < len(arrivals)
-        seen["at max_model_len"] += any(len(s) == limits[-1] for s in harness.outputs.values())
+        seen["at max_model_len"] += any(s.num_tokens == limits[-1] for s in harness.outputs.values())
         seen.update({seq.finish_reason for seq in harness.outputs.values()})
 
     one()
     assert seen.keys() == set(THINGS) and min(seen.values()) >= 20, seen
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("max_in_flight", [0, 1])
 @settings(max_examples=250, derandomize=True, deadline=None, database=None)
 @given(limits=limits, first=arrivals, second=arrivals, fail_at=st.integers(1, 25), before=st.integers(0, 20))
-def test_random_histories_with_an_abort(depth, limits, first, second, fail_at, before):
+def test_random_histories_with_an_abort(max_in_flight, limits, first, second, fail_at, before):
     """A launch fails in the middle, or the caller gives up between two steps; what follows is a normal history."""
-    harness = Harness(depth, True, *limits)
+    harness = Harness(max_in_flight, True, *limits)
     harness.device.fail_at = fail_at
     try:
         play(harness, first)
@@ -444,13 +473,14 @@ def test_random_histories_with_an_abort(depth, limits, first, second, fail_at, b
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
-    FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "model_runner.py")
+    FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "request.py",
+             "prepare.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.endswith(self.FILES) or "engine" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.endswith(self.FILES) or "nanovllm" not in frame.f_code.co_filename:
             return None
         if frame.f_code.co_name == "_abort":  # a second Ctrl-C may do what it likes
             return None
@@ -461,14 +491,14 @@ class Interrupt:
         return self
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_interrupted_at_any_line(depth):
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_interrupted_at_any_line(max_in_flight):
     """Ctrl-C strikes between any two lines, such as after a block left the free list and before it is in a table."""
     first = [(0, 7, 1, 6, 1, 0), (0, 7, 1, 6, 1, 0), (1, 3, 5, 6, 3, 2), (2, 9, 1, 4, 1, 0)]
     second = [(0, 9, 1, 5, 1, 0), (0, 3, 5, 6, 3, 2), (1, 5, 2, 6, 1, 0)]
     countdown = 1
     while True:
-        harness = Harness(depth, True, 2, 9, 3, 8, 16)
+        harness = Harness(max_in_flight, True, 2, 9, 3, 8, 16)
         previous, interrupt = sys.gettrace(), Interrupt(countdown)
         try:
             sys.settrace(interrupt)
@@ -500,7 +530,7 @@ def test_prefill_goes_first_in_order_of_arrival():
     batch = harness.step()
     assert isinstance(batch, PrefillBatch)
     assert [seq.seq_id for seq in batch.seqs] == ids and batch.stops == [4, 4, 2]  # 4 + 4 leaves 2 of 10
-    assert len(batch.rows) == 2  # the third has no logits yet
+    assert len(batch.req_indices) == 2  # the third has no logits yet
     batch = harness.step()
     assert isinstance(batch, PrefillBatch) and (batch.starts, batch.stops) == ([2], [4])
     batch = harness.step()
@@ -537,7 +567,7 @@ def test_preempted_sequence_finds_its_blocks_again():
 
 def test_run_ahead_drains_before_it_preempts():
     """Only tokens the host knows can be computed again, so schedule() waits rather than preempt what is in flight."""
-    harness = Harness(depth=1, caching=False, block_size=1, num_blocks=4, max_num_seqs=2, max_model_len=5)
+    harness = Harness(max_in_flight=1, caching=False, block_size=1, num_blocks=4, max_num_seqs=2, max_model_len=5)
     for prompt in ([1], [2]):
         harness.add(prompt, max_tokens=4, ignore_eos=True)
     while not harness.scheduler.num_preemptions:
@@ -548,9 +578,9 @@ def test_run_ahead_drains_before_it_preempts():
 
 
 def test_surplus_token_after_a_stop_is_dropped():
-    """With depth 1 a stop is learnt when the next launch is under way; its token belongs to nobody."""
+    """With one step in flight a stop is learnt when the next launch is under way; its token belongs to nobody."""
     params = {"max_tokens": 8, "stop_token_ids": list(range(VOCAB))}
-    harness = Harness(depth=1)
+    harness = Harness(max_in_flight=1)
     ids = [harness.add([1, 2, token], **params) for token in (1, 2)]
     harness.run_to_end()
     assert [len(harness.outputs[i].completion_token_ids) for i in ids] == [1, 1]
@@ -558,7 +588,7 @@ def test_surplus_token_after_a_stop_is_dropped():
 
 
 def test_length_stop_is_known_before_it_happens():
-    harness = Harness(depth=1)
+    harness = Harness(max_in_flight=1)
     harness.add([1, 2, 1], max_tokens=3, ignore_eos=True)
     harness.run_to_end()
     assert harness.device.num_launches == 3  # no surplus one
@@ -574,14 +604,3 @@ def test_refusals_leave_no_trace():
     assert harness.add([], max_tokens=1) is None
     assert [seq.seq_id for seq in harness.scheduler.waiting] == [good]
     harness.run_to_end()
-
-
-def test_sequence_counters():
-    seq = Sequence([5, 6, 7], SamplingParams(max_tokens=4), seq_id=3, block_size=2)
-    assert (len(seq), seq.num_tokens, seq.num_prompt_tokens, seq.num_completion_tokens) == (3, 3, 3, 0)
-    assert (seq.num_blocks, seq.last_block_num_tokens, seq.last_token) == (2, 1, 7)
-    seq.append_token(8)
-    assert (seq.num_blocks, seq.last_block_num_tokens, seq.last_token) == (2, 2, 8)
-    assert seq.block(1).tolist() == [7, 8] and seq.max_num_tokens == 7
-    assert (seq.prompt_token_ids, seq.completion_token_ids) == ([5, 6, 7], [8])
-    assert seq.status is SequenceStatus.WAITING and not seq.is_finished

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, SequenceTable
 
 
 class NaiveManager:
@@ -62,6 +62,11 @@ class NaiveManager:
                 (self.cached if block in self.prefix_of else self.free).append(block)
 
 
+def append(table, seq, token):
+    table.tokens[seq.req_idx, seq.num_tokens] = token
+    table.num_tokens[seq.req_idx] += 1
+
+
 def same_state(manager, naive):
     assert list(manager.free_block_ids) == naive.free
     assert list(manager.cached_block_ids) == naive.cached
@@ -82,11 +87,12 @@ def same_state(manager, naive):
 )
 def test_against_the_naive_manager(num_blocks, block_size, actions):
     manager, naive = BlockManager(num_blocks, block_size), NaiveManager(num_blocks, block_size)
-    live = []
+    table, live = SequenceTable(len(actions), 64), []
     for kind, which, number in actions:
         if kind <= 1:  # a sequence of 1 to 7 tokens of two kinds comes; its tokens are computed at once
             tokens = [number >> i & 1 for i in range(which + 1)]
             seq = Sequence(tokens, seq_id=number, block_size=block_size)
+            table.add(seq)
             expected = naive.allocate(seq, tokens)
             assert manager.can_allocate(seq) == (expected is not None)
             if expected is None:
@@ -100,10 +106,10 @@ def test_against_the_naive_manager(num_blocks, block_size, actions):
             live.append(seq)
         elif live and kind == 2:  # one grows by a token; the slot of its last token is due
             seq = live[which % len(live)]
-            seq.append_token(number & 1)
-            tokens, table = seq.token_ids, naive.tables[seq]
-            due = len(tokens) > len(table) * block_size
-            assert manager.can_append(seq, len(tokens) - 1) == (not due or bool(naive.free or naive.cached))
+            append(table, seq, number & 1)
+            tokens, blocks = seq.token_ids, naive.tables[seq]
+            due = len(tokens) > len(blocks) * block_size
+            assert (manager.num_available > 0) == bool(naive.free or naive.cached)
             if due and not manager.num_available:
                 manager.deallocate(seq)
                 naive.release(seq)
@@ -112,8 +118,8 @@ def test_against_the_naive_manager(num_blocks, block_size, actions):
             manager.may_append(seq, len(tokens) - 1)
             if due:
                 naive.register(seq, tokens[:-1])
-                table.append(naive.take())
-            assert seq.block_table == table
+                blocks.append(naive.take())
+            assert seq.block_table == blocks
         elif live:
             seq = live.pop(which % len(live))
             manager.deallocate(seq)

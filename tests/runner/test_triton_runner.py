@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 from nanovllm import SamplingParams, kernels  # noqa: E402
-from nanovllm.engine import model_runner  # noqa: E402
-from nanovllm.layers.attention import TritonBackend  # noqa: E402
+from nanovllm.layers.attention import PagedBackend  # noqa: E402
+from nanovllm.runner import model_runner  # noqa: E402
 
 PROMPTS = [[5, 6, 7] * 13, [5, 6, 7] * 9, [400]]
 OPTIONS = {"max_num_batched_tokens": 32, "max_num_seqs": 3}  # chunks, and a prefix that hits
@@ -22,11 +22,9 @@ OPTIONS = {"max_num_batched_tokens": 32, "max_num_seqs": 3}  # chunks, and a pre
 
 @pytest.fixture
 def triton_everywhere(monkeypatch):
-    from nanovllm.kernels import triton_ops
-
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: triton_ops)
-    monkeypatch.setattr(model_runner, "select", lambda device_type=None: triton_ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: TritonBackend())
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
 
 
 @pytest.mark.parametrize(
