@@ -1,7 +1,7 @@
 """The loop: requests come in, ``step`` goes round until all are finished, outputs go out.
 
-Owns the order of things. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the
-model runner computes it.
+Owns the loop. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the model
+runner computes it.
 """
 
 import os

@@ -176,7 +176,8 @@ class RequestProcessor:
                 raise RequestError(f"stop_token_ids: {stop_id} is outside the vocabulary [0, {vocab_size}).")
         stop_ids: tuple[int, ...] = ()
         if params.min_tokens:
-            stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids))))
+            eos = () if params.ignore_eos else self._eos_token_ids
+            stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
             if len(stop_ids) > MAX_STOP_IDS:
                 raise RequestError(
                     f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, "

@@ -129,4 +129,5 @@ class RowParallelLinear(ReplicatedLinear):
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
         """As above, with x [T, input_size / size]; rank 0 adds the residual, once, before the all-reduce."""
-        return self.tp.all_reduce(super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None))
+        y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
+        return y if self.tp.size == 1 else self.tp.all_reduce(y)
