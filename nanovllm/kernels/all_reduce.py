@@ -24,17 +24,10 @@ def one_shot_kernel(
     signal_pads_ptr,  # i64[WORLD], address of each rank's signal pad, i64[WORLD, PROGRAMS]: epochs announced to it
     epochs_ptr,  # i64[PROGRAMS], number of this rank's launches, incremented here
     abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
-    numel,
-    capacity,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    POLLS: tl.constexpr,
-    THREADS: tl.constexpr,
-    GATHER: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    numel, capacity,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, POLLS: tl.constexpr,
+    THREADS: tl.constexpr, GATHER: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     """Copy x to this rank's buffer, signal every rank, wait for every rank's signal, then sum all buffers by rank.
 
     With GATHER, copy them side by side. A program reads the elements that the programs with its index wrote, so it

@@ -17,14 +17,9 @@ def decode_inputs_kernel(
     positions_ptr,
     slot_mapping_ptr,
     context_lens_ptr,
-    batch_size,
-    last_token_stride,
-    length_stride,
-    block_tables_stride,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    batch_size, last_token_stride, length_stride, block_tables_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     offs_b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)

@@ -5,6 +5,7 @@ Owns the order of the logits steps and the draw over tensor-parallel ranks. Know
 B sequences, V vocabulary.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
@@ -38,36 +39,31 @@ class Logits(NamedTuple):
 
 
 class LogitsStep(Protocol):
-    """A change of the logits that some requests ask for.
-
-    It runs if a request of the batch has ``bit`` in its ``SamplingParams.features``, and leaves the others unchanged.
-    """
+    """A change of the logits, for the requests with ``bit`` in their ``SamplingParams.features``."""
 
     bit: int
 
     def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits: ...
 
 
+@dataclass
 class MinTokens:
     """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
 
+    ops: SimpleNamespace
     bit = MIN_TOKENS
-
-    def __init__(self, ops: SimpleNamespace):
-        self.ops = ops
 
     def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
         self.ops.mask_stop_ids(logits.values, req_indices, state, logits.vocab_start)
         return logits
 
 
+@dataclass
 class Filters:
     """Top-k, top-p and min-p, as a threshold per sequence. They need the whole vocabulary."""
 
+    ops: SimpleNamespace
     bit = FILTERS
-
-    def __init__(self, ops: SimpleNamespace):
-        self.ops = ops
 
     def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
         logits = logits.gather()
@@ -121,7 +117,7 @@ class Sampler(nn.Module):
         The noise depends on the id, not on the rank, so the token is that of one rank with the whole vocabulary.
         """
         values, thresholds, tp = logits
-        values, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
-        candidates = tp.all_gather(torch.stack((values.view(torch.int32), tokens)))  # [size, 2, B]: 8 bytes per row
-        values, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
-        return tokens.masked_fill(values < values.amax(0), torch.iinfo(torch.int32).max).amin(0)
+        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
+        candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
+        scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
+        return tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)

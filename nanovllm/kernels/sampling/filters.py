@@ -182,20 +182,10 @@ def filter_thresholds_kernel(
     candidates_ptr,  # [B, BLOCK] of logits
     counters_ptr,  # i32[B], zero between launches
     thresholds_ptr,  # f32[B], written here
-    vocab_size,
-    logits_stride,
-    temperature_stride,
-    top_k_stride,
-    top_p_stride,
-    min_p_stride,
-    length_stride,
-    SHIFT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    vocab_size, logits_stride, temperature_stride, top_k_stride, top_p_stride, min_p_stride, length_stride,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
     USE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (B, programs per sequence): all compute chunk maxima, the last to finish finds the threshold.
 
     It bisects over the candidates, or, where more than BLOCK logits pass the bound (flat distributions), over all V.

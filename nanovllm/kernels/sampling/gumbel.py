@@ -197,18 +197,9 @@ def gumbel_argmax_kernel(
     thresholds_ptr,  # f32[B], written by filter_thresholds, or -inf
     values_ptr,  # f32[B, chunks], written here: best score of each chunk
     tokens_ptr,  # i32[B, chunks], written here: its id
-    vocab_start,
-    vocab_size,
-    tiles_per_chunk,
-    logits_stride,
-    temperature_stride,
-    seed_stride,
-    length_stride,
-    SCORE_ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPILED: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    vocab_start, vocab_size, tiles_per_chunk, logits_stride, temperature_stride, seed_stride, length_stride,
+    SCORE_ALL: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (chunks, B): one chunk of ids of one sequence, in tiles of BLOCK."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
@@ -253,16 +244,9 @@ def combine_chunks_kernel(
     last_token_ptr,  # i32[R] strided, like the next two written here with ADVANCE
     new_length_ptr,  # i32[R] strided, incremented
     sampled_tokens_ptr,  # i32[2, R], pinned host memory
-    vocab_start,
-    num_chunks,
-    length_stride,
-    last_token_stride,
-    new_length_stride,
-    sampled_tokens_stride,
-    ADVANCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride, sampled_tokens_stride,
+    ADVANCE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (B,): the best chunk of each sequence; with ADVANCE also `advance_requests`."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
@@ -334,13 +318,8 @@ def advance_requests_kernel(
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, incremented here
     sampled_tokens_ptr,  # i32[2, R], pinned host memory, written here
-    batch_size,
-    last_token_stride,
-    length_stride,
-    sampled_tokens_stride,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    batch_size, last_token_stride, length_stride, sampled_tokens_stride, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

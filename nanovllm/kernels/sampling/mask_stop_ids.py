@@ -16,16 +16,9 @@ def mask_stop_ids_kernel(
     min_len_ptr,  # i32[R] strided, like the next two
     stop_ids_ptr,  # i32[R, F]
     length_ptr,  # i32[R]
-    vocab_start,
-    vocab_size,
-    logits_stride,
-    min_len_stride,
-    stop_ids_stride,
-    length_stride,
-    NUM_STOP_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    vocab_start, vocab_size, logits_stride, min_len_stride, stop_ids_stride, length_stride,
+    NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (B,)."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)

@@ -154,12 +154,8 @@ def philox_4x32(counter, key):
     for _ in range(10):
         # The products wrap at 2**64; the masked halves are still those of the full product.
         low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((high >> 32) & mask) ^ c1 ^ k0,
-            high & mask,
-            ((low >> 32) & mask) ^ c3 ^ k1,
-            low & mask,
-        )
+        c0, c2 = ((high >> 32) & mask) ^ c1 ^ k0, ((low >> 32) & mask) ^ c3 ^ k1
+        c1, c3 = high & mask, low & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return c0, c1, c2, c3
 
