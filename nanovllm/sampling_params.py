@@ -32,6 +32,11 @@ def _float(value: float) -> float:
         return sys.float_info.max
 
 
+# Bits of `SamplingParams.features`, one per logits step (layers/sampler.py)
+MIN_TOKENS = 1
+FILTERS = 2
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is to be sampled.
@@ -87,6 +92,12 @@ class SamplingParams:
             object.__setattr__(self, name, _float(getattr(self, name)))
         object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
+
+    @property
+    def features(self) -> int:
+        """Bits of the logits steps that this request needs."""
+        has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return (MIN_TOKENS if self.min_tokens > 0 else 0) | (FILTERS if has_filter else 0)
 
     @property
     def is_greedy(self) -> bool:

@@ -1,7 +1,7 @@
-"""Hand-written kernels by subject, each with its plain twin in the ``reference.py`` beside it.
+"""Kernels by subject, each with a plain PyTorch twin in the ``reference.py`` beside it.
 
-Owns the table of operations and the choice between kernel and twin, made once when a layer is built: Triton on CUDA,
-the twins elsewhere. Triton is imported only when it is chosen.
+Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the twins
+elsewhere. Triton is imported only if chosen.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.errors import ConfigError
 
-# operation -> module of its kernel; the twin has the same name and signature in ``reference.py`` of the same folder
+# operation -> module of its kernel; the twin has the same name and signature, in ``reference.py`` of the same folder
 OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",
@@ -23,8 +23,9 @@ OPS = {
     "qkv_linear": "linear.dispatch",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
+    "mask_stop_ids": "sampling.mask_stop_ids",
     "filter_thresholds": "sampling.filters",
-    "sample": "sampling.gumbel",
+    "gumbel_argmax": "sampling.gumbel",
     "advance_requests": "sampling.gumbel",
 }
 
@@ -33,7 +34,7 @@ def select(device_type: str | None = None) -> SimpleNamespace:
     """The operations for a device type; None is torch's default device.
 
     Raises:
-        ConfigError: the device needs Triton, and Triton cannot be imported.
+        ConfigError: a CUDA device without Triton.
     """
     return _load_ops((device_type or torch.get_default_device().type) == "cuda")
 

@@ -1,7 +1,7 @@
-"""Triton: small tensors of all ranks added up or gathered, in one launch, through memory that the GPUs read directly.
+"""Triton: one-shot all-reduce and all-gather of small tensors through peer memory (NVLink).
 
-Owns the protocol between the ranks' kernels. Knows nothing of how that memory came to be shared
-(``layers/parallel.py``); its plain twins are any all-reduce and all-gather.
+Owns the protocol between the ranks' kernels. Does not know how the memory is shared (``distributed/peer_memory.py``);
+its twins are any all-reduce and all-gather.
 """
 
 import triton
@@ -12,36 +12,29 @@ from .launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def _buffer(buffers_ptr, rank, dtype: tl.constexpr):
-    """A rank's buffer. Triton must be told that it is aligned, or it moves 2 bytes at a time instead of 16."""
+    """A rank's buffer. An address loaded as an integer has no known alignment: without the hint, 2-byte accesses."""
     return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def one_shot_kernel(
-    x_ptr,  # [N], this rank's part of the sum
-    out_ptr,  # [N], the sum, or [WORLD, N], written here
-    buffers_ptr,  # i64[WORLD], addresses of every rank's buffer, [2, CAPACITY] of x's type
-    marks_ptr,  # i64[WORLD], addresses of every rank's marks, i64[WORLD, PROGRAMS]
-    epochs_ptr,  # i64[PROGRAMS], launches so far, of this rank
-    released_ptr,  # i64[1] in the host's memory: not 0 once nobody shall wait any more
-    numel,
-    capacity,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    POLLS: tl.constexpr,
-    THREADS: tl.constexpr,
-    GATHER: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """Publish this rank's part, tell every rank, wait until every rank has told, add up all parts in their order.
+    x_ptr,  # [N]
+    out_ptr,  # [N] or, with GATHER, [WORLD, N], written here
+    buffers_ptr,  # i64[WORLD], address of each rank's buffer, [2, capacity] of x's type
+    signal_pads_ptr,  # i64[WORLD], address of each rank's signal pad, i64[WORLD, PROGRAMS]: epochs announced to it
+    epochs_ptr,  # i64[PROGRAMS], number of this rank's launches, incremented here
+    abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
+    numel, capacity,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, POLLS: tl.constexpr,
+    THREADS: tl.constexpr, GATHER: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy x to this rank's buffer, signal every rank, wait for every rank's signal, then sum all buffers by rank.
 
-    Or, with GATHER, copy them side by side.
+    With GATHER, copy them side by side. A program reads the elements that the programs with its index wrote, so it
+    synchronizes only with those.
 
-    A program publishes, and reads from the others, the same pieces, so programs wait only for their namesakes.
-    Launches take the two halves of the buffer in turn: who publishes in launch n + 2 has heard from everybody in
-    launch n + 1, so everybody has finished launch n, which read this half last.
+    Double buffering is safe: a rank writes buffer n + 2 only after the barrier of n + 1, which every rank enters after
+    reading buffer n.
     """
     pdl_launch_dependents(USE_PDL)
     program = tl.program_id(0)
@@ -53,24 +46,24 @@ def one_shot_kernel(
     for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
         tl.store(mine + offs, tl.load(x_ptr + offs, mask=offs < numel), mask=offs < numel)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one signals
 
     for rank in tl.static_range(WORLD):
-        theirs = tl.load(marks_ptr + rank).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(theirs + RANK * PROGRAMS + program, epoch, sem="release", scope="sys")
-    my_marks = tl.load(marks_ptr + RANK).to(tl.pointer_type(tl.int64)) + program
+        signal_pad = tl.load(signal_pads_ptr + rank).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(signal_pad + RANK * PROGRAMS + program, epoch, sem="release", scope="sys")
+    my_signals = tl.load(signal_pads_ptr + RANK).to(tl.pointer_type(tl.int64)) + program
     for rank in tl.static_range(WORLD):
-        told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+        seen = tl.atomic_add(my_signals + rank * PROGRAMS, 0, sem="acquire", scope="sys")
         polls = 0
-        while told < epoch:
-            told = tl.atomic_add(my_marks + rank * PROGRAMS, 0, sem="acquire", scope="sys")
+        while seen < epoch:
+            seen = tl.atomic_add(my_signals + rank * PROGRAMS, 0, sem="acquire", scope="sys")
             polls += 1
-            if polls % POLLS == 0:  # every 30 ms or so: the host's memory is far away  # noqa: SIM102 (`and` would load always)
-                # The largest that any thread read: were they to disagree, some would wait here for the others for ever.
-                if tl.max(tl.load(released_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
-                    told = epoch
-                    tl.store(my_marks + rank * PROGRAMS, 1 << 62)  # later launches need not ask again
-    tl.debug_barrier()  # all threads load after one of them has seen the last mark
+            if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
+                # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
+                if tl.max(tl.load(abort_flag_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
+                    seen = epoch
+                    tl.store(my_signals + rank * PROGRAMS, 1 << 62)  # later launches do not wait at all
+    tl.debug_barrier()  # all threads load after one has seen the last signal
 
     for start in range(program * BLOCK, numel, PROGRAMS * BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -88,20 +81,24 @@ def one_shot_kernel(
     tl.store(epochs_ptr + program, epoch)
 
 
-def one_shot(x, out, buffers, marks, epochs, released, capacity, rank, world, gather=False, block=2048, num_warps=8):
-    """out = sum over ranks of x, any shape, contiguous; with `gather` out [world, ...] = the x of each rank.
+def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, world, gather=False, block=2048,
+             num_warps=8):  # fmt: skip
+    """out = sum of x over ranks, any shape, contiguous; with `gather` out [world, ...] = x of each rank.
 
-    buffers, marks: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of its
-    marks (i64[world, P], zero at first); epochs i64[P] zero at first. Every launch on these must have P programs,
-    and every rank the same launches in the same order.
-    released: i64[1] in pinned memory. Set to 1 it lets this rank's launches pass, with any result. The host sets it
-    without asking the driver, which may be blocked: it loads no kernel while another runs that waits for a dead rank.
+    Every launch on one set of buffers has P programs, and every rank the same launches in the same order.
+
+    Args:
+        buffers, signal_pads: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of
+            its signal pad (i64[world, P], zero at first).
+        epochs: i64[P], zero at first.
+        abort_flag: i64[1], pinned host memory. Nonzero lets this rank's launches return with any result. Not set by a
+            kernel: the driver loads none while another one spins on a dead rank.
     """
     programs = epochs.numel()
     launch(
         one_shot_kernel,
         (programs,),
-        x, out, buffers, marks, epochs, released, x.numel(), capacity,
+        x, out, buffers, signal_pads, epochs, abort_flag, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip

@@ -1,22 +1,21 @@
-"""Triton: what the model reads in a decode step, gathered from the row table; and how launches chain.
+"""Triton: how kernels are compiled and launched, device queries, and zeroed counters.
 
-Owns `decode_inputs`, and what all kernels of a step share: how they are compiled and launched, what the device can
-take, and its counters. Knows nothing of what the rows mean beyond the columns it is handed.
+Owns `launch`, `parallel_compile` and the PDL helpers. Does not know what a kernel computes.
 
-Programmatic dependent launch (Hopper and later): a kernel may start while its predecessor still runs, so that its
-start-up overlaps. Every kernel launched with `launch_options` first calls `pdl_launch_dependents`, may then load what no
-kernel writes (weights), and calls `pdl_wait` before it touches anything else. Waiting means that the
-predecessor has finished, and by the same rule everything before it: the chain holds as long as every program waits.
-Weights must be settled, then: a chain of kernels may not follow their writing without a synchronisation or an unchained
-launch in between, for a successor may start before its predecessor has waited.
-Decode attention reads lengths and tables early under the same condition, norm_rope_store and decode_qkv_gemm positions and
-slots: in a step the embedding's launch lies between. Decode attention's programs without work end without waiting,
-which is safe because one always has work; and it lets its successor start only after its own wait.
+Programmatic dependent launch (PDL, sm_90 and later): a grid may start once every program of the previous one has
+executed griddepcontrol.launch_dependents (`pdl_launch_dependents`) or exited, so its prologue overlaps the previous
+tail. griddepcontrol.wait (`pdl_wait`) returns when the previous grid has completed and flushed its writes. Since every
+kernel executes it, ordering is transitive. Only memory that no kernel in flight writes (weights) may be read before it;
+after weights are written, synchronize or launch a kernel without PDL first.
 
-Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, and one that is not. Where this gains
-nothing and the integer changes from step to step (batch sizes, numbers of rows), kernels here opt out of it: every
-variant costs a second at start-up, or in the middle of serving. At start-up the variants are compiled side by side
-(`parallel_compile`); for this, kernels are launched through `launch`.
+Exceptions: decode attention, norm_rope_store and decode_qkv_gemm read request indices, lengths, block tables, positions
+and slots before the wait. This is legal because the embedding, an ordinary launch, lies between their writers and them.
+Programs of decode attention without work exit without the wait; one program always has work, so its grid waits. It
+signals launch_dependents only after its own wait.
+
+JIT specialization: Triton compiles another variant of a kernel for an integer equal to 1 or divisible by 16. Integers
+that vary between steps (batch size, number of tokens) are in `do_not_specialize` where this costs no speed: a variant
+takes about a second to compile, at start-up or, worse, while serving.
 """
 
 import functools
@@ -31,21 +30,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_parallel_compile: ContextVar[bool] = ContextVar("parallel_compile", default=False)  # of this thread: others may serve
+compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # per thread: other engines may serve
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that make kernels ready to launch."""
+    """Threads that compile kernels and load them."""
 
     def submit(self, compile_kernel):  # type: ignore[override]
-        return super().submit(lambda: load(compile_kernel()))
+        return super().submit(lambda: _load(compile_kernel()))
 
 
-def load(kernel):
-    """A compiled kernel, on the device. So a CUDA graph can be captured without having launched it before.
+def _load(kernel):
+    """Load a compiled kernel on the device: lazy module loading is illegal during CUDA graph capture.
 
-    To some versions of Triton, 3.6 among them, this also means to have a C compiler make a program that launches it,
-    which takes as long again as compiling it.
+    Some versions of Triton (3.6) also build the kernel's launcher here, with a C compiler, which takes as long as the
+    compilation itself.
     """
     _ = kernel.run
     return kernel
@@ -53,11 +52,10 @@ def load(kernel):
 
 @contextmanager
 def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Launches within, through `launch`, do not run: their kernels are compiled side by side on threads.
+    """Inside, `launch` does not run kernels but compiles them, on threads; the exit waits for them.
 
-    The threads begin when the function that it yields is called, and at the end at the latest: before, twenty of them
-    would take turns at the interpreter with whoever launches, and make one second of launches seven.
-    The end waits for them. What a launch would have written stays as it was, so nothing within may depend on it.
+    The threads start when the yielded function is called, at the latest on exit: started earlier they compete with the
+    launching thread for the GIL, and one second of launches takes seven. Outputs of the launches stay unwritten.
     """
     begin = threading.Event()
 
@@ -65,13 +63,13 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
         begin.wait()
         torch.cuda.set_device(device)
 
-    token = _parallel_compile.set(True)
+    token = compile_only.set(True)
     active_mode = triton.runtime._async_compile.active_mode if hasattr(triton, "AsyncCompileMode") else None
     mode_before = None if active_mode is None else active_mode.get()
     try:
         with (
             _Compilers(initializer=initialize) as compilers,
-            # Triton before 3.5 has no such mode: it compiles at once, one kernel after the other (see `launch`).
+            # Triton before 3.5 has no such mode: `launch` compiles at once, kernel by kernel.
             triton.AsyncCompileMode(compilers) if hasattr(triton, "AsyncCompileMode") else nullcontext(),
         ):
             try:
@@ -79,23 +77,23 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
             finally:
                 begin.set()
     finally:
-        _parallel_compile.reset(token)
+        compile_only.reset(token)
         if active_mode is not None:
-            active_mode.set(mode_before)  # Triton 3.6 leaves its own where a compilation failed, and refuses all others
+            active_mode.set(mode_before)  # after a failed compilation Triton 3.6 leaves its own, and refuses the next
 
 
 def launch(kernel, grid, *args, **options):
-    """``kernel[grid](*args, **options)``; inside `parallel_compile` the kernel is compiled for these arguments, not run."""
-    compile_only = _parallel_compile.get()
-    compiled = kernel.run(*args, grid=grid, warmup=compile_only, **options)
-    if compile_only and not hasattr(triton, "AsyncCompileMode"):
-        load(compiled)
+    """``kernel[grid](*args, **options)``; inside `parallel_compile` the kernel is only compiled for these arguments."""
+    warmup = compile_only.get()
+    compiled = kernel.run(*args, grid=grid, warmup=warmup, **options)
+    if warmup and not hasattr(triton, "AsyncCompileMode"):
+        _load(compiled)
 
 
 @functools.cache
 def launch_options(device, pdl=True):
-    """Keyword arguments of a launch on `device`: pdl if it may be and the hardware can, plain otherwise."""
-    # a * b + c as one instruction: once the default, Triton 3.9 warns where nobody asks for it and 3.10 turns it off.
+    """Keyword arguments of a launch on `device`; with PDL if `pdl` and the hardware supports it."""
+    # FMA contraction: Triton 3.9 warns if it is not set, 3.10 turns it off by default.
     options = {"USE_PDL": False, "enable_fp_fusion": True}
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if pdl and is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
@@ -105,50 +103,50 @@ def launch_options(device, pdl=True):
 
 @functools.cache
 def is_sm90(device):
-    """Whether the kernels in Gluon run there: they need its tensor cores and its shared memory."""
+    """Whether the Gluon kernels run there: they use WGMMA and TMA."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
 def num_sms(device):
-    """How many programs run at once, at one to a multiprocessor; a small number for the interpreter."""
+    """Number of SMs; a small number for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache
 def has_large_shared_memory(device):
-    """Whether a program may have the 148 KB that the largest tiles take: data-centre GPUs, not RTX 30 and 40."""
+    """Whether a program may use 148 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 148 << 10  # torch for ROCm does not say
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 148 << 10  # ROCm: no such property
 
 
-# Counters of a device, kept for good: captured graphs hold their address.
+# One tensor per device, never freed: captured graphs hold its address.
 _NUM_COUNTERS = 1 << 16
 _counters: dict[torch.device, torch.Tensor] = {}
 
 
 def zero_counters(num: int, device: torch.device) -> torch.Tensor:
-    """At least `num` zeros, i32. Every launch leaves them zero: one set serves all launches of a stream."""
+    """At least `num` zeros, i32. Kernels reset the counters they use, so all launches of a stream share them."""
     if num <= _NUM_COUNTERS:
         if device in _counters:
             return _counters[device]
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
-    # Not worth keeping, or allocated inside a capture, where zeros only come true on replay: this call's own.
+    # Too many to keep, or inside a capture, where they are zeroed only on replay: for this call alone.
     return torch.zeros(num, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def pdl_launch_dependents(USE_PDL: tl.constexpr):
-    """Once all programs of this kernel have called this, the next kernel may take what room is left."""
+    """griddepcontrol.launch_dependents: once all programs have executed it, the next grid may start."""
     if USE_PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def pdl_wait(USE_PDL: tl.constexpr):
-    """Wait until the previous kernel is done and its writes are visible."""
+    """griddepcontrol.wait: until the previous grid has completed and its writes are visible."""
     if USE_PDL:
         gdc_wait()

@@ -1,4 +1,13 @@
-"""From logits to token ids, each row by its own rules and its own noise; greedy rows take the argmax."""
+"""Sampling: logits -> token ids.
+
+Owns the order of the logits steps and the draw over tensor-parallel ranks. Knows of requests only ``SamplingState``.
+
+B sequences, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -6,43 +15,109 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.sampling.reference import SamplingState
+from nanovllm.sampling_params import FILTERS, MIN_TOKENS
+
+
+class Logits(NamedTuple):
+    """The logits of one launch, between two logits steps."""
+
+    values: torch.Tensor  # [B, V / tp.size], steps may change them in place
+    thresholds: torch.Tensor  # f32[B], smaller logits are not sampled; steps replace, never change them
+    tp: TPGroup  # ranks that split the vocabulary
+
+    @property
+    def vocab_start(self) -> int:
+        """Token id of column 0."""
+        return self.tp.rank * self.values.shape[1]
+
+    def gather(self) -> "Logits":
+        """The whole vocabulary on every rank."""
+        if self.tp.size == 1:
+            return self
+        values = self.tp.all_gather(self.values).transpose(0, 1).flatten(1)  # [B, V]
+        return Logits(values, self.thresholds, SINGLE_RANK)
+
+
+class LogitsStep(Protocol):
+    """A change of the logits, for the requests with ``bit`` in their ``SamplingParams.features``."""
+
+    bit: int
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits: ...
+
+
+@dataclass
+class MinTokens:
+    """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
+
+    ops: SimpleNamespace
+    bit = MIN_TOKENS
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
+        self.ops.mask_stop_ids(logits.values, req_indices, state, logits.vocab_start)
+        return logits
+
+
+@dataclass
+class Filters:
+    """Top-k, top-p and min-p, as a threshold per sequence. They need the whole vocabulary."""
+
+    ops: SimpleNamespace
+    bit = FILTERS
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
+        logits = logits.gather()
+        return logits._replace(thresholds=self.ops.filter_thresholds(logits.values, req_indices, state))
 
 
 class Sampler(nn.Module):
-    """Samples by the Gumbel-max trick: argmax of logit / temperature + noise, in one pass and without a softmax."""
+    """Logits steps, then the Gumbel-max trick: argmax of logit / temperature + noise, in one pass without a softmax.
 
-    def __init__(self, group: TPGroup = SINGLE_RANK):
+    Args:
+        max_num_seqs: largest batch.
+        tp: the ranks that split the vocabulary.
+    """
+
+    def __init__(self, max_num_seqs: int, tp: TPGroup = SINGLE_RANK):
         super().__init__()
-        self.group = group
+        self.tp = tp
         self.ops = kernels.select()
+        self.steps: list[LogitsStep] = [MinTokens(self.ops), Filters(self.ops)]
+        self.no_thresholds = torch.full((max_num_seqs,), -torch.inf, dtype=torch.float32)
 
-    def forward(self, logits: torch.Tensor, rows: torch.Tensor, columns: SamplingState,
-                last_token: torch.Tensor, sampled_tokens: torch.Tensor, has_filters: bool = True) -> torch.Tensor:
-        """logits [B, V / size] (changed in place), rows int32 [B] -> token ids int32 [B], the same on every rank.
+    def forward(self, logits: torch.Tensor, req_indices: torch.Tensor, state: SamplingState, last_token: torch.Tensor,
+                sampled_tokens: torch.Tensor, features: int) -> torch.Tensor:
+        """Sample one token per sequence and append it to its request (``reference.advance_requests``).
 
-        The rows move on by one token, and the host finds it in ``sampled_tokens`` (``reference.advance_requests``).
-        ``has_filters``: some row uses top-k, top-p or min-p.
+        Args:
+            logits: [B, V / tp.size], changed in place.
+            req_indices: i32[B].
+            last_token, sampled_tokens: written here.
+            features: OR of the ``SamplingParams.features`` in the batch.
+
+        Returns:
+            Token ids i32[B], the same on every rank.
         """
-        if self.group.size > 1:
-            if not has_filters:
-                return self._sample_parts(logits, rows, columns, last_token, sampled_tokens)
-            logits = self.group.all_gather(logits).transpose(0, 1).flatten(1)  # [B, V]
-        thresholds = self.ops.filter_thresholds(logits, rows, columns)
-        advance = last_token, columns.length, sampled_tokens
-        _, tokens = self.ops.sample(logits, rows, columns, thresholds, advance=advance)
+        current = Logits(logits, self.no_thresholds[: len(logits)], self.tp)
+        for step in self.steps:
+            if features & step.bit:
+                current = step.apply(current, req_indices, state)
+        advance = last_token, state.length, sampled_tokens
+        if current.tp.size > 1:
+            tokens = self._sample_sharded(current, req_indices, state)
+            self.ops.advance_requests(tokens, req_indices, *advance)
+        else:
+            values, thresholds, _ = current
+            _, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)
         return tokens
 
-    def _sample_parts(self, logits: torch.Tensor, rows: torch.Tensor, columns: SamplingState,
-                      last_token: torch.Tensor, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Each rank draws from its part of the vocabulary; the best of the winners wins, the lowest id of equals.
+    def _sample_sharded(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> torch.Tensor:
+        """Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie.
 
-        The noise belongs to the id, so this draws what one rank would draw from the whole vocabulary.
+        The noise depends on the id, not on the rank, so the token is that of one rank with the whole vocabulary.
         """
-        start = self.group.rank * logits.shape[1]
-        thresholds = self.ops.filter_thresholds(logits, rows, columns, start)
-        values, tokens = self.ops.sample(logits, rows, columns, thresholds, start)
-        parts = self.group.all_gather(torch.stack((values.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a row
-        values, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
-        tokens = tokens.masked_fill(values < values.amax(0), torch.iinfo(torch.int32).max).amin(0)
-        self.ops.advance_requests(tokens, rows, last_token, columns.length, sampled_tokens)
-        return tokens
+        values, thresholds, tp = logits
+        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
+        candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
+        scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
+        return tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)

@@ -1,7 +1,7 @@
-"""Kernels are compiled at start: what a rehearsal asks for is all that is asked for afterwards.
+"""JIT compilation at start: the warm-up compiles every kernel variant that a run launches, and launches nothing.
 
-Run as a script, this file is a process in which kernels are neither interpreted nor compiled: Triton is told of a GPU
-that is not there, and only what it would compile is written down. So it needs no GPU.
+Run as a script, this file records the variants that Triton would compile for a GPU that is not there: kernels are
+neither interpreted nor compiled, so no GPU is needed.
 """
 
 import json
@@ -20,13 +20,16 @@ SHAPES = {
         "head_dim": 128,
     },
 }
-PROMPT_LENGTHS = [*range(1, 36), 48, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256]
-BATCH_SIZES = [*range(1, 20), 31, 32, 33, 48, 63, 64]
+# around the borders at which another variant is chosen: 1, multiples of 16, powers of two
+PROMPT_LENGTHS = [
+    1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256,
+]  # fmt: skip
+BATCH_SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_rehearsal_compiles_all_that_a_run_launches_and_runs_nothing(shape, num_ranks, tmp_path):
+def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape, num_ranks, tmp_path):
     config = {
         "head_dim": 64, **SHAPES[shape], "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
         "num_hidden_layers": 2, "vocab_size": 6000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
@@ -38,18 +41,19 @@ def test_the_rehearsal_compiles_all_that_a_run_launches_and_runs_nothing(shape, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["run"] and report["run"] <= report["rehearsed"]
-    if shape == "0.6b" and report["has_ring"]:
-        assert {"decode_gemm_kernel", "product_kernel"} <= {name.rpartition(".")[2] for name in report["names"]}
-    assert report["launched_in_rehearsal"] == [] and report["not_rehearsed"] == []
+    assert report["run"] and report["run"] <= report["warmed_up"]
+    if shape == "0.6b" and report["has_gluon"]:
+        assert {"decode_gemm_sm90", "prefill_gemm_sm90", "prefill_sm90"} <= set(report["modules"])
+    assert {"filters", "gumbel", "mask_stop_ids", "step_inputs"} <= set(report["modules"])
+    assert report["launched_in_warmup"] == [] and report["not_warmed_up"] == []
 
 
-def test_without_an_asynchronous_mode_kernels_are_loaded_as_they_are_compiled(monkeypatch):
-    """As with torch 2.8: one that was not would be loaded while a graph is captured, which CUDA forbids."""
+def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypatch):
+    """Triton 3.4 (torch 2.8) has none. A kernel not loaded then would be in graph capture, where loading is illegal."""
     import torch
     import triton
 
-    from nanovllm.kernels import inputs
+    from nanovllm.kernels.launch import launch, parallel_compile
 
     loaded, launched = [], []
 
@@ -65,10 +69,10 @@ def test_without_an_asynchronous_mode_kernels_are_loaded_as_they_are_compiled(mo
             return Compiled()
 
     monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
-    with inputs.parallel_compile(torch.device("cpu")):
-        inputs.launcher(Kernel(), (3,))(7)
+    with parallel_compile(torch.device("cpu")):
+        launch(Kernel(), (3,), 7)
         assert len(loaded) == 1 and launched == []
-    inputs.launcher(Kernel(), (3,))(7)
+    launch(Kernel(), (3,), 7)
     assert len(loaded) == 1 and launched == [((7,), (3,))]
 
 
@@ -92,7 +96,7 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
 
 
 def main(model: str, num_ranks: int) -> None:
-    """Start an engine of one of ``num_ranks`` ranks, rehearse, run; print what was asked for as one line of JSON."""
+    """Start an engine of one of ``num_ranks`` ranks, warm up, run; print the variants asked for as a line of JSON."""
     import torch
     import triton
 
@@ -107,7 +111,7 @@ def main(model: str, num_ranks: int) -> None:
             return triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
     class SilentRanks:
-        """Stands for the others' backend: what they would send is zeros."""
+        """Backend of the other ranks: they send zeros."""
 
         def allreduce(self, tensors, options):
             return None
@@ -115,45 +119,52 @@ def main(model: str, num_ranks: int) -> None:
         def _allgather_base(self, out, x, options):
             out.zero_()
 
-    rehearsed, launched_in_rehearsal, run = {}, {}, {}
+    warmed_up, launched_in_warmup, run = {}, {}, {}
     phase = "start"
 
     def note(*, key, repr, fn, is_manual_warmup, **_):
         assert phase != "start"
-        asked = run if phase == "run" else rehearsed if is_manual_warmup else launched_in_rehearsal
-        asked[fn.name, key] = repr
+        variants = run if phase == "run" else warmed_up if is_manual_warmup else launched_in_warmup
+        variants[fn.module, fn.name, key] = repr
         return True  # do not compile, and so do not launch
 
     triton.runtime.driver.set_active(Driver())
     triton.knobs.runtime.jit_cache_hook = note
+    torch.empty = torch.zeros  # token ids that no kernel writes must be valid
 
-    from nanovllm import LLM, SamplingParams, kernels
-    from nanovllm.engine import llm_engine, model_runner
-    from nanovllm.kernels import linear, triton_ops
-    from nanovllm.layers.attention import TritonBackend
+    from nanovllm import kernels
+    from nanovllm.kernels import launch
+
+    # before anything imports them
+    launch.is_sm90, launch.num_sms = (lambda device: True), (lambda device: 132)
+    ops = kernels._load_ops(use_triton=True)
+    kernels.select = lambda device_type=None: ops
+
+    from nanovllm import LLM, SamplingParams
     from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+    from nanovllm.engine import llm_engine
+    from nanovllm.kernels.linear import dispatch
+    from nanovllm.layers.attention import TritonBackend
+    from nanovllm.runner import model_runner
+    from nanovllm.runner.warmup import compile_kernels
 
-    torch.empty = torch.zeros  # token ids that no kernel writes must be valid ones
-    kernels.select = model_runner.select = lambda device_type=None: triton_ops
     model_runner.select_backend = lambda *_: TritonBackend()
-    if linear.decode_gemm_sm90 is not None:
-        linear.decode_gemm_sm90.is_sm90 = linear.prefill_gemm_sm90.is_sm90 = lambda device: True
-        linear.num_sms = lambda device: 132
-    group = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
-    llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, group)
+    tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
+    llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, tp)
     llm = LLM(
         model, device="cpu", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=64,
         max_num_batched_tokens=2048, max_model_len=512, num_kvcache_blocks=80,
     )  # fmt: skip
     runner = llm.model_runner
 
-    phase = "rehearsal"
-    model_and_pages = runner.model, runner.kv_cache
-    with torch.inference_mode(), triton_ops.parallel_compile(runner.device):
-        runner.compile_kernels()
-    runner.model, runner.kv_cache = model_and_pages
+    phase = "warmup"
+    model_and_cache = runner.model, runner.kv_cache
+    with torch.inference_mode(), ops.parallel_compile(runner.device):
+        compile_kernels(runner)
+    runner.model, runner.kv_cache = model_and_cache
 
     phase = "run"
+    llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)
     for params in (SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, top_k=5, top_p=0.9, min_p=0.1)):
         for length in PROMPT_LENGTHS:
             llm.generate([[length] * length], params, use_tqdm=False)
@@ -163,14 +174,13 @@ def main(model: str, num_ranks: int) -> None:
         for size in (8, 16):
             llm.generate([[size] * (2048 // size)] * size, params, use_tqdm=False)
     llm.exit()
-    not_rehearsed = [text for variant, text in run.items() if variant not in rehearsed]
     report = {
-        "rehearsed": len(rehearsed),
-        "launched_in_rehearsal": list(launched_in_rehearsal.values()),
+        "warmed_up": len(warmed_up),
+        "launched_in_warmup": list(launched_in_warmup.values()),
         "run": len(run),
-        "names": sorted({name for name, _ in run}),
-        "has_ring": linear.decode_gemm_sm90 is not None,
-        "not_rehearsed": not_rehearsed,
+        "modules": sorted({module.rpartition(".")[2] for module, _, _ in run}),
+        "has_gluon": dispatch.decode_gemm_sm90 is not None,
+        "not_warmed_up": [text for variant, text in run.items() if variant not in warmed_up],
     }
     print(json.dumps(report))
 
