@@ -35,6 +35,7 @@ def _as_list(value: Any) -> Any:
     return value if value is None or isinstance(value, list) else [value]
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = number("a positive number", lambda x: x > 0)
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
@@ -47,11 +48,7 @@ RULES = {
     "use_sliding_window": UNSUPPORTED,
     "layer_types": list_of(choice("full_attention"), "a list of 'full_attention' (others are not supported)"),
     "hidden_act": _supported("silu"),
-    "vocab_size": at_least(1),
-    "hidden_size": at_least(1),
-    "intermediate_size": at_least(1),
-    "num_hidden_layers": at_least(1),
-    "num_attention_heads": at_least(1),
+    **dict.fromkeys(SIZES, at_least(1)),
     "num_key_value_heads": optional(at_least(1)),
     "head_dim": optional(at_least(1)),
     "max_position_embeddings": at_least(1),
