@@ -8,10 +8,6 @@ from nanovllm.validation import BOOLEAN, at_least, check_all, integer, list_of, 
 MAX_STOP_IDS = 16  # per request, that min_tokens can hold back: the width of a column on the device
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
-# Bits of `SamplingParams.features`, one per logits step (layers/sampler.py)
-MIN_TOKENS = 1
-FILTERS = 2
-
 RULES = {
     "temperature": number("a finite number >= 0 (0 is greedy)", lambda temperature: temperature >= 0),
     "max_tokens": at_least(0),
@@ -63,12 +59,6 @@ class SamplingParams:
             raise RequestError(
                 f"SamplingParams: min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
             )
-
-    @property
-    def features(self) -> int:
-        """Bits of the logits steps that this request needs."""
-        has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return (MIN_TOKENS if self.min_tokens > 0 else 0) | (FILTERS if has_filter else 0)
 
     @property
     def is_greedy(self) -> bool:
