@@ -1,7 +1,7 @@
 """nanovllm: offline LLM inference that can be read in an afternoon.
 
-Owns the public surface. Importing it is light: torch, transformers, triton and flash-attn are
-loaded by the first ``LLM(...)``, not by ``import nanovllm``.
+Owns the public names; everything else may move. The import is light: torch, transformers, triton and flash-attn are
+loaded by the first use of ``LLM``.
 """
 
 from typing import TYPE_CHECKING

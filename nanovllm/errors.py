@@ -1,15 +1,15 @@
 """The tree of errors that nanovllm raises on purpose.
 
     NanoVLLMError
-    ├── ConfigError       (ValueError)    an option of LLM(...) cannot be honoured
-    ├── CheckpointError   (ValueError)    the model's files are missing, damaged or not supported
-    ├── RequestError      (ValueError)    a prompt or its sampling parameters cannot be served
-    ├── OutOfMemoryError  (RuntimeError)  the device has no room for the weights or a KV cache
-    ├── EngineError       (RuntimeError)  the engine was used after exit(), while it was busy, or in a fork
-    └── WorkerError       (RuntimeError)  a tensor-parallel worker failed
+    ├── ConfigError       (ValueError)
+    ├── CheckpointError   (ValueError)
+    ├── RequestError      (ValueError)
+    ├── OutOfMemoryError  (RuntimeError)
+    ├── EngineError       (RuntimeError)
+    └── WorkerError       (RuntimeError)
 
-User mistakes raise one of these and say what was given, what is allowed and what to change.
-``assert`` is kept for bugs of the library itself.
+Mistakes of users raise one of these, with the value given, the values allowed and the remedy. ``assert`` is for bugs
+of the library.
 """
 
 
@@ -22,7 +22,7 @@ class ConfigError(NanoVLLMError, ValueError):
 
 
 class CheckpointError(NanoVLLMError, ValueError):
-    """The model's files are missing, damaged or of a kind that is not supported."""
+    """The model's files are missing, damaged or not supported."""
 
 
 class RequestError(NanoVLLMError, ValueError):
@@ -34,7 +34,7 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineError(NanoVLLMError, RuntimeError):
-    """The engine was used after ``exit()``, re-entered while a call was running, or used in a forked process."""
+    """The engine was used after ``exit()``, while another call was running, or in a forked process."""
 
 
 class WorkerError(NanoVLLMError, RuntimeError):
@@ -42,7 +42,7 @@ class WorkerError(NanoVLLMError, RuntimeError):
 
     Attributes:
         rank: the rank that failed.
-        worker_traceback: its traceback as text, or what is known of its end.
+        worker_traceback: its traceback as text, or how its process ended.
     """
 
     def __init__(self, rank: int, worker_traceback: str):

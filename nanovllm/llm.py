@@ -1,4 +1,4 @@
-"""``LLM``, the class that users construct. It is the engine under its public name."""
+"""``LLM``: the engine under its public name."""
 
 from nanovllm.engine.llm_engine import LLMEngine
 

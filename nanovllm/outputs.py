@@ -1,10 +1,9 @@
-"""What ``generate`` returns: one frozen ``RequestOutput`` per prompt.
+"""The result of ``generate``: one frozen ``RequestOutput`` per prompt.
 
-It reads as the mapping ``{"text": ..., "token_ids": ...}`` that nano-vllm scripts expect, and as
-the object with ``.outputs[0].text`` that vLLM scripts expect.
+nano-vllm's scripts read it as a mapping (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ class CompletionOutput:
     """The generated part of one request.
 
     Attributes:
-        text: the generated text, special tokens left out ("" without a tokenizer).
+        text: the generated text without special tokens ("" without a tokenizer).
         token_ids: the generated token ids, a stop token included.
         finish_reason: "stop" (an end-of-sequence or stop token) or "length".
         stop_reason: the id from ``stop_token_ids`` that ended it; None for end-of-sequence or length.
@@ -31,17 +30,17 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class RequestOutput(Mapping):
-    """One finished request; also the mapping ``{"text", "token_ids", "finish_reason"}`` of its completion.
+class RequestOutput:
+    """One finished request; also reads as the mapping "text", "token_ids", "finish_reason" of its completion.
 
-    It equals only itself, and can be hashed.
+    Compared and hashed by identity.
 
     Attributes:
         request_id: the id that ``add_request`` returned, as text.
-        prompt: the prompt's text, or None if token ids were given.
-        prompt_token_ids: the prompt as token ids.
+        prompt: the prompt's text; None if token ids were given.
+        prompt_token_ids: the prompt's token ids.
         outputs: a list of one ``CompletionOutput``.
-        num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        num_cached_tokens: prompt tokens found in the prefix cache.
         finished: always True.
     """
 
@@ -52,16 +51,13 @@ class RequestOutput(Mapping):
     num_cached_tokens: int = 0
     finished: bool = True
 
-    __eq__ = object.__eq__  # a mapping's would compare what different requests got
-    __hash__ = object.__hash__
-
-    def __getitem__(self, key: str) -> Any:
-        if key in ("text", "token_ids", "finish_reason"):
-            return getattr(self.outputs[0], key)
-        raise KeyError(key)
+    def keys(self) -> tuple[str, ...]:
+        return "text", "token_ids", "finish_reason"
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("text", "token_ids", "finish_reason"))
+        return iter(self.keys())
 
-    def __len__(self) -> int:
-        return 3
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.keys():
+            raise KeyError(key)
+        return getattr(self.outputs[0], key)

@@ -1,4 +1,7 @@
-"""Rotary position embedding (arXiv:2104.09864): the table of angles; the turning is done where keys are stored."""
+"""Rotary position embedding (RoPE, arXiv:2104.09864): frequencies and the table of cosines and sines.
+
+The rotation itself is fused into the kernels that store keys. D is the head size.
+"""
 
 import math
 
@@ -9,7 +12,7 @@ from nanovllm.model_config import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """Owns ``cos_sin`` fp32 [max_position, D]: cosines of the D/2 angles in the first half, sines in the second."""
+    """Holds ``cos_sin`` fp32 [max_position, D]: cosines of the D/2 angles, then their sines."""
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeScaling):
         super().__init__()
@@ -21,7 +24,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _frequencies(head_dim: int, rope: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies fp32 [D/2] and the scale of cosines and sines."""
+    """Inverse frequencies fp32 [D/2], on the CPU whatever the default device, and the scale of the table."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     base = 1.0 / rope.theta**exponents
     if rope.kind == "default":
@@ -29,21 +32,17 @@ def _frequencies(head_dim: int, rope: RopeScaling) -> tuple[torch.Tensor, float]
     if rope.kind == "linear":
         return base / rope.factor, 1.0
 
-    # yarn: frequencies that turn often within the original context stay, slow ones are stretched, with a ramp between
+    # YaRN: high frequencies stay, low ones are interpolated, with a linear ramp over the dimensions between
     def dimension_of(rotations: float) -> float:
+        """The dimension that turns this often within the original context."""
         wavelength_ratio = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
 
     low = max(math.floor(dimension_of(rope.beta_fast)), 0)
     high = min(math.ceil(dimension_of(rope.beta_slow)), head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
-    stretched = base / rope.factor * ramp + base * (1 - ramp)
+    interpolated = base / rope.factor * ramp + base * (1 - ramp)
     scale = rope.attention_factor
     if scale is None:
         scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-    return stretched, scale
-
-
-def get_rope(head_dim: int, max_position: int, rope: RopeScaling) -> RotaryEmbedding:
-    """The rotary embedding of a model; its layers share the one table."""
-    return RotaryEmbedding(head_dim, max_position, rope)
+    return interpolated, scale

@@ -1,8 +1,7 @@
 """Fills a model's parameters from safetensors files, or with random numbers.
 
-Owns the match between checkpoint tensors and parameters: every parameter filled, every tensor
-used, every shape equal, or a ``CheckpointError`` that names the culprit. How a tensor is split
-over ranks stands beside the layer it belongs to (``weight_loader``).
+Owns the match between checkpoint tensors and parameters: every parameter filled, every tensor used, every shape equal,
+or a ``CheckpointError``. How a tensor is sharded over ranks stands beside its layer (``weight_loader``).
 """
 
 from pathlib import Path
@@ -18,7 +17,7 @@ DUMMY_STD = 0.02  # of random weights, as transformers initialises
 
 
 class CheckpointTensor:
-    """A named tensor in an open safetensors file; slicing reads only what is asked for."""
+    """A named tensor of an open safetensors file; indexing reads only the slice."""
 
     def __init__(self, name: str, lazy: Any):
         self.name = name
@@ -32,33 +31,33 @@ class CheckpointTensor:
 def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, start: int = 0, total: int = 1) -> None:
     """Copy ``loaded[start : start + param.shape[dim]]`` (along ``dim``) into ``param``.
 
-    ``total`` such parts make up the checkpoint's tensor; any other shape is a CheckpointError.
+    Raises:
+        CheckpointError: the tensor is not ``total`` times the size of ``param`` along ``dim``, or not of floats.
     """
     expected = list(param.shape)
     expected[dim] *= total
     if list(loaded.shape) != expected:
         raise CheckpointError(f"tensor {loaded.name!r} has shape {list(loaded.shape)}, expected {expected}.")
-    index = (slice(None),) * dim + (slice(start, start + param.shape[dim]),)
-    part = loaded[index]
-    if not part.is_floating_point():  # of a quantized or broken model; as numbers they would pass for weights
-        dtype = str(part.dtype).removeprefix("torch.")
+    shard = loaded[(slice(None),) * dim + (slice(start, start + param.shape[dim]),)]
+    if not shard.is_floating_point():  # quantized: copy_ would convert the integers without an error
+        dtype = str(shard.dtype).removeprefix("torch.")
         raise CheckpointError(f"tensor {loaded.name!r} is of {dtype}, expected floats.")
-    param.copy_(part)
+    param.copy_(shard)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-    """For parameters that every rank holds whole."""
+    """For parameters that are replicated on every rank."""
     copy_checked(param, loaded)
 
 
 def load_model(model: nn.Module, path: str) -> None:
-    """Fill ``model`` from the ``*.safetensors`` files in directory ``path``, of several those that its index names.
+    """Fill ``model`` from the safetensors files in directory ``path``.
 
-    The model names the parts of its merged layers in ``packed_modules_mapping``, e.g.
-    ``{"q_proj": ("qkv_proj", "q")}``, and the tensors it does without in ``unused_weights``.
+    The model maps checkpoint names to its merged layers in ``packed_modules_mapping``, e.g.
+    ``{"q_proj": ("qkv_proj", "q")}``, and lists checkpoint tensors to skip in ``unused_weights``.
 
     Raises:
-        CheckpointError: no or unreadable files; a tensor missing, surplus, twice or of another shape.
+        CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -67,8 +66,7 @@ def load_model(model: nn.Module, path: str) -> None:
         raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
     params = dict(model.named_parameters())
     device = str(next(iter(params.values())).device)
-    packed: dict[str, tuple[str, Any]] = model.packed_modules_mapping  # type: ignore[assignment]
-    missing = _expected_tensors(params, packed)
+    missing = _expected_tensors(params, model.packed_modules_mapping)  # type: ignore[arg-type]
     for file in files:
         try:
             with safe_open(file, "pt", device=device) as tensors:
@@ -89,14 +87,14 @@ def load_model(model: nn.Module, path: str) -> None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """All of them; if an index names some, those, for others beside them hold the same weights in other layouts.
+    """The files that the index names, else all: other files may hold the same weights in other layouts.
 
-    But ``model.safetensors`` is not left out: whether it or the index is newer cannot be told.
+    ``model.safetensors`` counts in any case: it may be newer than the index.
     """
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    if not names.intersection(file.name for file in files):  # a leftover of files that were put together
+    if not names.intersection(file.name for file in files):  # no index, or one left behind by files since merged
         return files
     return [file for file in files if file.name in names or file.name == "model.safetensors"]
 
@@ -105,10 +103,10 @@ def _expected_tensors(params: dict[str, nn.Parameter], packed: dict[str, tuple[s
     """Checkpoint tensor name -> (parameter name, shard id)."""
     expected: dict[str, tuple] = {}
     for name in params:
-        parts = [(part, merged, shard) for part, (merged, shard) in packed.items() if f".{merged}." in name]
-        for part, merged, shard in parts:
-            expected[name.replace(f".{merged}.", f".{part}.")] = (name, shard)
-        if not parts:
+        shards = [(part, merged, shard_id) for part, (merged, shard_id) in packed.items() if f".{merged}." in name]
+        for part, merged, shard_id in shards:
+            expected[name.replace(f".{merged}.", f".{part}.")] = (name, shard_id)
+        if not shards:
             expected[name] = (name, None)
     return expected
 

@@ -1,0 +1,159 @@
+"""Prompts and parameters that can never be served are refused before anything is queued."""
+
+import re
+from array import array
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, RequestError, SamplingParams
+
+
+def refuses(text):
+    return pytest.raises(RequestError, match=re.escape(text))
+
+
+FLAT = "a prompt must be a string or a flat list of integer token ids"
+REQUESTS = [
+    ([[]], None, "prompt 0: the prompt is empty; it must hold at least one token."),
+    ([[1], []], None, "prompt 1: the prompt is empty"),
+    ([[1, 2, 512]], None, "prompt 0: token id 512 is outside the vocabulary [0, 512)."),
+    ([1, -3], None, "prompt 0: token id -3 is outside the vocabulary [0, 512)."),
+    ([[1, 2.5]], None, FLAT),
+    ([[1, "a"]], None, FLAT),
+    ([[1, None]], None, FLAT),
+    ([[[1, 2], [3]]], None, FLAT),
+    ([np.zeros((2, 2), np.int64)], None, FLAT),
+    ([np.zeros(2)], None, FLAT),
+    (torch.tensor([1, 2]), None, FLAT),
+    ([{"prompt_token_ids": [1]}], None, FLAT),
+    ([b"12345678"], None, FLAT),
+    ([None], None, FLAT),
+    ([[1 << 70]], None, FLAT),
+    ([{1, 2}], None, FLAT),
+    ([frozenset((1, 2))], None, FLAT),
+    ([memoryview(b"12345678")], None, FLAT),
+    ([[3, True]], None, FLAT),
+    ([False, 3], None, FLAT),
+    ([np.array([True, False])], None, FLAT),
+    ([torch.tensor([True, False])], None, FLAT),
+    ([np.ma.array([1, 2], mask=[False, True])], None, FLAT),
+    ([np.array(5)], None, FLAT),
+    (5, None, "prompts must be a string or a list, not 5."),
+    (None, None, "prompts must be a string or a list, not None."),
+    ({"prompt": "hi"}, None, "prompts must be a string or a list, not {'prompt': 'hi'}."),
+    (b"hi", None, "prompts must be a string or a list, not b'hi'."),
+    (bytearray(b"hi"), None, "prompts must be a string or a list, not bytearray(b'hi')."),
+    (memoryview(b"hi"), None, "prompts must be a string or a list, not <memory at"),
+    ({"a"}, None, "prompts must be a string or a list, not {'a'}."),
+    (torch.tensor(5), None, "prompts must be a string or a list, not tensor(5)."),
+    ("hi", None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
+    (
+        [1] * 128,
+        None,
+        "has 128 tokens; with max_model_len=128 at most 127 fit. Shorten it or raise max_model_len.",
+    ),
+    (
+        [1] * 50,
+        SamplingParams(max_tokens=70),
+        "prompt (50 tokens) and max_tokens=70 need 8 KV blocks of 16 tokens; the cache has 6. Lower max_tokens, "
+        "or make the cache larger (num_kvcache_blocks, gpu_memory_utilization).",
+    ),
+    ([[1], [2]], [SamplingParams()], "2 prompts but 1 sampling_params; give one, or one for each prompt."),
+    ([[1]], [], "1 prompts but 0 sampling_params"),
+    ([[1]], 0.7, "must be a SamplingParams or a list of them, not 0.7."),
+    ([[1]], {"temperature": 0.7}, "must be a SamplingParams or a list of them, not {'temperature': 0.7}."),
+    ([[1]], [{"temperature": 0.7}], "prompt 0: sampling_params must be a SamplingParams, not dict."),
+    ([[1]], SamplingParams(stop_token_ids=[600]), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
+    (
+        [[1]],
+        SamplingParams(stop_token_ids=list(range(100, 120)), min_tokens=3),
+        "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21.",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def small_llm(make_checkpoint):
+    with LLM(
+        make_checkpoint(), device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, max_model_len=128,
+        num_kvcache_blocks=6, max_num_seqs=4,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+@pytest.mark.parametrize(("prompts", "params", "text"), REQUESTS, ids=range(len(REQUESTS)))
+def test_requests(small_llm, prompts, params, text):
+    """A refused call computes nothing and leaves nothing behind, not even its good prompts."""
+    with refuses(text):
+        small_llm.generate(prompts, params, use_tqdm=False)
+    assert small_llm.is_finished()
+    assert len(small_llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)[0]["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi", {1, 2}])
+def test_refused_by_add_request(small_llm, prompt):
+    with pytest.raises(RequestError):
+        small_llm.add_request(prompt)
+    assert small_llm.is_finished()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.5}, {}, [], 0, ""])
+def test_sampling_params_refused_by_add_request(small_llm, params):
+    """Falsy values, {} for one, passed for no parameters."""
+    with refuses(f"sampling_params must be a SamplingParams, not {type(params).__name__}."):
+        small_llm.add_request([1], params)
+    assert small_llm.is_finished()
+
+
+def test_accepted_containers(small_llm):
+    """Any ordered iterable of integers will do."""
+    ids = [
+        [0, 1, 2], (0, 1, 2), range(3), iter([0, 1, 2]), array("i", [0, 1, 2]), [np.int64(0), np.uint8(1), 2],
+        np.array([0, 1, 2]), np.ma.array([0, 1, 2], mask=False),
+    ]  # fmt: skip
+    for prompts in (ids, iter([(0, 1, 2)]), {(0, 1, 2): None}.keys()):
+        outputs = small_llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert outputs and all(output.prompt_token_ids == [0, 1, 2] for output in outputs)
+
+
+def test_the_users_own_error(small_llm):
+    """A TypeError of the user's own generator came out as a RequestError about the prompt's form."""
+
+    def ids():
+        yield 1
+        raise TypeError("the user's own")
+
+    for use in (small_llm.add_request, lambda prompt: small_llm.generate([prompt]), small_llm.generate):
+        with pytest.raises(TypeError, match="the user's own"):
+            use(ids())
+    assert small_llm.is_finished()
+
+
+def test_refused_requests_draw_nothing(make_llm):
+    """The good prompts of a refused call were counted, which changed the seeds of later requests."""
+    results = []
+    for refused in ([], [[3], [4], []]):
+        llm = make_llm()
+        if refused:
+            with refuses("prompt 2: the prompt is empty"):
+                llm.generate(refused, use_tqdm=False)
+            with refuses("the prompt is empty"):
+                llm.add_request([])
+        outputs = llm.generate([[5, 6]] * 2, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+        results.append([(output.request_id, output["token_ids"]) for output in outputs])
+        assert llm.add_request([5, 6]) == 2
+    assert results[0] == results[1]
+    assert results[0][0][1] != results[0][1][1]
+
+
+@pytest.mark.parametrize("messages", ["hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"}])
+def test_messages(small_llm, messages):
+    with refuses('messages must be a list such as [{"role": "user", "content": "..."}], or a list of'):
+        small_llm.chat(messages, use_tqdm=False)
+
+
+def test_chat_without_tokenizer(small_llm):
+    with refuses("text needs a tokenizer"):
+        small_llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)

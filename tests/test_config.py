@@ -1,0 +1,131 @@
+"""Options of ``LLM(...)``: defaults, accepted values and refusals. The model is a config.json without weights."""
+
+import json
+import pickle
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+from nanovllm import ConfigError
+from nanovllm.config import Config
+
+
+@pytest.fixture
+def make_config(tmp_path):
+    """make_config(config_json={}, **options) -> Config of the tiny model."""
+
+    def make(config_json=(), **options):
+        raw = {**TINY, "architectures": ["Qwen3ForCausalLM"], **dict(config_json)}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return Config.from_options(str(tmp_path), options)
+
+    return make
+
+
+REFUSED = [
+    ({"max_num_seq": 3}, "LLM() has no option 'max_num_seq'. Did you mean 'max_num_seqs'? Options: model, max_num_b"),
+    ({"gpu_memory_utilisation": 0.5}, "no option 'gpu_memory_utilisation'. Did you mean 'gpu_memory_utilization'?"),
+    ({"zzz": 1}, "LLM() has no option 'zzz'. Options: "),
+    ({"model_path": "x"}, "LLM() has no option 'model_path'. Did you mean 'model'?"),
+    ({"max_num_seqs": 0}, "LLM: max_num_seqs=0 must be an integer >= 1."),
+    ({"max_num_seqs": 2.0}, "max_num_seqs=2.0 must be an integer >= 1."),
+    ({"max_num_seqs": True}, "max_num_seqs=True must be an integer >= 1."),
+    ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be an integer >= 1."),
+    ({"max_model_len": 1}, "max_model_len=1 must be an integer >= 2 or None."),
+    ({"max_model_len": 5000}, "max_model_len=5000: the model has positions for 4096 tokens."),
+    ({"seed": -1}, "seed=-1 must be an integer in [0, 2**63)."),
+    ({"seed": 2**63}, "seed=9223372036854775808 must be an integer in [0, 2**63)."),
+    ({"num_kvcache_blocks": 0}, "num_kvcache_blocks=0 must be an integer >= 1, or -1 for automatic."),
+    ({"num_kvcache_blocks": -2}, "num_kvcache_blocks=-2 must be an integer >= 1, or -1 for automatic."),
+    ({"kvcache_block_size": 0}, "kvcache_block_size=0 must be a positive multiple of 16."),
+    ({"kvcache_block_size": 40}, "kvcache_block_size=40 must be a positive multiple of 16."),
+    (
+        {"kvcache_block_size": 64, "attention_backend": "flash_attn"},
+        "kvcache_block_size=64: flash-attn needs a multiple of 256. Use 256, or attention_backend='triton'.",
+    ),
+    (
+        {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+        "max_num_seqs=65 is larger than max_num_batched_tokens=64: one decode step takes a token of every sequence. "
+        "Lower the first or raise the second.",
+    ),
+    ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0 must be in (0, 1]."),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 must be in (0, 1]."),
+    ({"gpu_memory_utilization": "90%"}, "gpu_memory_utilization='90%' must be in (0, 1]."),
+    ({"gpu_memory_utilization": True}, "gpu_memory_utilization=True must be in (0, 1]."),
+    ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan must be in (0, 1]."),
+    ({"dtype": "int8"}, "dtype='int8' must be 'auto' or 'bfloat16' or 'float16' or 'float32'."),
+    ({"device": "tpu"}, "device='tpu' must be 'auto' or 'cuda' or 'cpu'."),
+    ({"attention_backend": "x"}, "attention_backend='x' must be 'auto' or 'flash_attn' or 'triton' or 'sdpa'."),
+    ({"load_format": "gguf"}, "load_format='gguf' must be 'auto' or 'dummy'."),
+    ({"enforce_eager": "yes"}, "enforce_eager='yes' must be True or False."),
+    ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be True or False."),
+    ({"revision": "v2"}, "revision='v2': "),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer from 1 to 8."),
+    ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be an integer from 1 to 8."),
+    ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide the model's 4 attention heads."),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REFUSED, ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_refused(make_config, options, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        make_config(**options)
+
+
+@pytest.mark.parametrize("model", [7, "", b"model", ["model"]])
+def test_refused_models(model):
+    with pytest.raises(ConfigError, match=re.escape(f"model={model!r} must be a path, a hub id or None.")):
+        Config(model)
+
+
+def test_kv_heads_and_ranks(make_config):
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 must divide the model's 3 KV heads, or be"):
+        make_config(heads, tensor_parallel_size=2)
+
+
+def test_frozen_and_sent_to_workers(make_config):
+    config = make_config()
+    with pytest.raises(AttributeError):
+        config.num_kvcache_blocks = 7
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_numpys_numbers_become_pythons(make_config):
+    """max_num_seqs=np.int8(100) became a negative size, and a RuntimeError of torch's."""
+    options = {
+        "max_num_batched_tokens": np.uint16(65535), "max_num_seqs": np.int8(100), "max_model_len": np.int16(500),
+        "tensor_parallel_size": np.uint8(1), "kvcache_block_size": np.int16(16), "num_kvcache_blocks": np.int8(100),
+        "seed": np.uint64(2**63 - 1),
+    }  # fmt: skip
+    config = make_config(**options)
+    kept = {name: getattr(config, name) for name in options}
+    assert kept == options and {type(value) for value in kept.values()} == {int}
+    assert make_config(num_kvcache_blocks=np.int8(-1)).num_kvcache_blocks == -1
+    assert make_config(enforce_eager=np.True_).enforce_eager is True
+
+
+@pytest.mark.parametrize("fraction", [1, np.float32(0.5), np.int8(1), Fraction(1, 2)])
+def test_any_real_number_is_a_fraction_of_memory(make_config, fraction):
+    """np.float32(0.5) was refused."""
+    kept = make_config(gpu_memory_utilization=fraction).gpu_memory_utilization
+    assert type(kept) is float and kept == fraction
+
+
+def test_dtypes(make_config):
+    assert [make_config(dtype=d).dtype for d in ("auto", "float16", torch.bfloat16)] == ["auto", "float16", "bfloat16"]
+
+
+def test_default_of_max_model_len(make_config):
+    """max_model_len=4096 was lowered to the model's limit without a word: it could not be told from the default."""
+    short, long = {"max_position_embeddings": 128}, {"max_position_embeddings": 5000}
+    with pytest.raises(ConfigError, match="max_model_len=4096: the model has positions for 128 tokens"):
+        make_config(short, max_model_len=4096)
+    assert make_config(short).max_model_len == 128
+    assert make_config(short, max_model_len=128).max_model_len == 128
+    assert make_config(long).max_model_len == 4096
+    assert make_config(long, max_model_len=5000).max_model_len == 5000

@@ -1,0 +1,79 @@
+"""The rules: accepted values, Python's own types, and the sentence of a refusal."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from nanovllm.validation import (
+    BOOLEAN,
+    at_least,
+    check,
+    check_all,
+    choice,
+    integer,
+    list_of,
+    nearest_name,
+    number,
+    optional,
+)
+
+FRACTION = number("in (0, 1]", lambda x: 0 < x <= 1)
+ACCEPTED = [
+    (at_least(1), 1, 1), (at_least(1), np.int8(100), 100), (at_least(0), np.uint64(2**64 - 1), 2**64 - 1),
+    (integer("an integer"), -(10**400), -(10**400)),
+    (FRACTION, 1, 1.0), (FRACTION, np.float32(0.5), 0.5), (FRACTION, np.int8(1), 1.0), (FRACTION, Fraction(1, 2), 0.5),
+    (number(">= 0", lambda x: x >= 0), 10**400, 1.7976931348623157e308),
+    (choice("a", None), None, None), (choice(True, False), np.True_, True), (choice(True, False), 0, False),
+    (BOOLEAN, False, False), (optional(at_least(1)), None, None), (optional(at_least(1)), np.int8(3), 3),
+    (list_of(at_least(0), "ids"), [np.uint8(3), 4], (3, 4)), (list_of(at_least(0), "ids"), None, ()),
+]  # fmt: skip
+REFUSED = [
+    (at_least(1), 0, "x=0 must be an integer >= 1."),
+    (at_least(1), True, "x=True must be an integer >= 1."),
+    (at_least(1), 2.0, "x=2.0 must be an integer >= 1."),
+    (at_least(1), "2", "x='2' must be an integer >= 1."),
+    (FRACTION, 0, "x=0 must be in (0, 1]."),
+    (FRACTION, True, "x=True must be in (0, 1]."),
+    (FRACTION, float("nan"), "x=nan must be in (0, 1]."),
+    (FRACTION, "90%", "x='90%' must be in (0, 1]."),
+    (number("finite", lambda x: True), float("inf"), "x=inf must be finite."),
+    (choice("a", "b"), "c", "x='c' must be 'a' or 'b'."),
+    (choice("a", "b"), ["a"], "x=['a'] must be 'a' or 'b'."),
+    (BOOLEAN, 1, "x=1 must be True or False."),
+    (optional(at_least(1)), 0, "x=0 must be an integer >= 1 or None."),
+    (list_of(at_least(0), "a list of ids"), [1, -1], "x=[1, -1] must be a list of ids."),
+    (list_of(at_least(0), "a list of ids"), {1}, "x={1} must be a list of ids."),
+]
+
+
+@pytest.mark.parametrize(("rule", "given", "kept"), ACCEPTED, ids=range(len(ACCEPTED)))
+def test_accepted(rule, given, kept):
+    result = check("owner", "x", given, rule, ValueError)
+    assert result == kept and type(result) is type(kept)
+
+
+@pytest.mark.parametrize(("rule", "given", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_refused(rule, given, text):
+    with pytest.raises(KeyError) as error:
+        check("owner", "x", given, rule, KeyError)
+    assert error.value.args == (f"owner: {text}",)
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(ValueError, match=r"^owner: x=\[0, 0, .{,300} must be ids\.$"):
+        check("owner", "x", [0] * 10_000, list_of(at_least(1), "ids"), ValueError)
+
+
+def test_check_all():
+    rules = {"a": at_least(1), "b": optional(at_least(1))}
+    assert check_all("owner", {"a": np.int8(1), "c": "ignored"}, rules, ValueError) == {"a": 1, "b": None}
+    with pytest.raises(ValueError, match="owner: a=None must be an integer >= 1"):
+        check_all("owner", {}, rules, ValueError)
+
+
+def test_nearest_name():
+    known = ["temperature", "top_k", "top_p"]
+    assert nearest_name("temprature", known) == "temperature"
+    assert nearest_name("topk", known) == "top_k"
+    assert nearest_name("zzz", known) is None

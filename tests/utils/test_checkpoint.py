@@ -1,0 +1,149 @@
+"""From a model's name to its directory, and its JSON files."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.utils.checkpoint import DEMO_MODEL, read_eos_token_ids, read_model_config, resolve_model
+
+
+def test_directories(tmp_path, monkeypatch):
+    assert resolve_model(None) == str(DEMO_MODEL)
+    assert resolve_model(str(tmp_path)) == resolve_model(tmp_path) == str(tmp_path)
+    (tmp_path / "model").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("~/model") == str(tmp_path / "model")
+    assert resolve_model("model") == "model"  # a directory, though it could be a hub id
+    with pytest.raises(ConfigError, match=r"revision='v2': .* is a directory; only a model of the hub has revisions"):
+        resolve_model(tmp_path, revision="v2")
+
+
+@pytest.mark.parametrize("name", ["./no/such/dir", ".hidden", "/no/such/dir", "a/b/c", "what is this?", "a\0b"])
+def test_no_such_directory(name):
+    text = f"model={name!r} is not a directory ("
+    with pytest.raises(CheckpointError, match=re.escape(text) + ".*nor a hub id; give the directory that holds config"):
+        resolve_model(name)
+
+
+def test_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    for name in (file, file.name):  # the bare name could be a hub id
+        with pytest.raises(CheckpointError, match=re.escape(f"model={str(name)!r} is not a directory (it is a file)")):
+            resolve_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Write a poem about the sea. " * 20, "File name too long"),
+        ("~nobody-of-this-name/model", "Could not determine home directory"),
+    ],
+)
+def test_a_name_that_cannot_be_looked_up(name, why):
+    """A prompt in the place of the model, and the home of an unknown user, raised pathlib's errors."""
+    with pytest.raises(CheckpointError, match=re.escape(f"model={name!r:.300} is not a directory ({why})")):
+        resolve_model(name)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(tmp_path):
+    """A model below another user's home raised pathlib's PermissionError."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(0)
+    try:
+        model = str(locked / "model")
+        with pytest.raises(CheckpointError, match=re.escape(f"model={model!r} is not a directory (Permission denied)")):
+            resolve_model(model)
+        with pytest.raises(CheckpointError, match=re.escape(f"{locked / 'config.json'} cannot be read (Permission")):
+            read_model_config(locked)
+    finally:
+        locked.chmod(0o700)
+
+
+def test_hub_out_of_reach(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    text = "it is not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
+    with pytest.raises(CheckpointError, match=r"model='Qwen/Qwen3-0.0B' is not a directory .*" + re.escape(text)):
+        resolve_model("Qwen/Qwen3-0.0B")
+
+
+def test_hub_says_no(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise huggingface_hub.errors.HFValidationError("repo id is wrong")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"model='nobody/nothing' .*the hub says: repo id is wrong") as error:
+        resolve_model("nobody/nothing")
+    assert error.value.__cause__ is error.value.__context__ is None  # no traceback of the HTTP client's
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_download(weights, monkeypatch):
+    import huggingface_hub
+
+    def download(name, revision, allow_patterns):
+        assert (name, revision, "*.safetensors" in allow_patterns) == ("Qwen/Qwen3-0.6B", "main", weights)
+        return "/cache"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("Qwen/Qwen3-0.6B", "main", weights) == "/cache"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "config.json cannot be read (No such file or directory); is it a model's directory"),
+        (b'{"architectures": ', "config.json cannot be read (Expecting value"),
+        (b"\xff\xfe\x00", "config.json cannot be read ('utf-8' codec"),
+        (b"[1, 2]", "config.json holds no JSON object."),
+        (b'{"architectures": ["LlamaForCausalLM"]}', "config.json: architectures=['LlamaForCausalLM'] must be"),
+    ],
+)
+def test_config_json(content, text, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        read_model_config(tmp_path)
+
+
+def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):
+    """transformers' layout of today and the older layout of the same numbers give one and the same config."""
+    path = make_checkpoint()
+    new = json.loads(Path(path, "config.json").read_text())
+    old = {**new, "torch_dtype": new.get("dtype", "float32"), "rope_scaling": None}
+    rope = old.pop("rope_parameters", {})
+    old.update(rope_theta=rope.get("rope_theta", new.get("rope_theta")))
+    old.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert read_model_config(tmp_path) == read_model_config(path)
+
+
+def test_end_of_sequence_ids(tmp_path):
+    config, file = read_model_config(DEMO_MODEL), tmp_path / "generation_config.json"
+    assert config.eos_token_ids and read_eos_token_ids(tmp_path, config) == set(config.eos_token_ids)
+    for content, want in (("{}", set(config.eos_token_ids)), ('{"eos_token_id": null}', set(config.eos_token_ids)),
+                          ('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}),
+                          ('{"eos_token_id": []}', set())):  # fmt: skip
+        file.write_text(content)
+        assert read_eos_token_ids(tmp_path, config) == want
+    for bad in ("</s>", [1.0]):
+        file.write_text(json.dumps({"eos_token_id": bad}))
+        text = f"generation_config.json: eos_token_id={bad!r} must be a token id or a list of them."
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            read_eos_token_ids(tmp_path, config)
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match=re.escape("generation_config.json cannot be read")):
+        read_eos_token_ids(tmp_path, config)

@@ -1,0 +1,347 @@
+"""From safetensors to parameters: merged layers, tying, several files, the shards of each rank, refusals."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.errors import CheckpointError
+from nanovllm.models.decoder import CausalLM
+from nanovllm.utils.checkpoint import read_model_config
+from nanovllm.utils.loader import init_dummy_weights, load_model
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+BIASED = {**HEADS, "attention_bias": True}
+
+
+def build(path, tp=SINGLE_RANK):
+    """The model of a checkpoint, its parameters poisoned with NaN. No test here runs attention."""
+    model = CausalLM(read_model_config(path), None, tp)
+    for param in model.parameters():
+        param.fill_(math.nan)
+    return model
+
+
+def loaded(path, tp=SINGLE_RANK):
+    model = build(path, tp)
+    load_model(model, path)
+    assert not any(param.isnan().any() for param in model.parameters())
+    return model
+
+
+def tensors_of(path):
+    """Every tensor of a checkpoint by name."""
+    tensors = {}
+    for file in Path(path).glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """copy_of(path, edit) -> a copy of a checkpoint whose tensors ``edit`` (dict -> None) has changed."""
+
+    def make(path, edit=lambda tensors: None):
+        copy = tmp_path / "copy"
+        shutil.copytree(path, copy)
+        tensors = tensors_of(copy)
+        edit(tensors)
+        for file in copy.glob("*.safetensors*"):
+            file.unlink()
+        save_file(tensors, copy / "model.safetensors")
+        return str(copy)
+
+    return make
+
+
+# -------------------------------------------------------------------- one rank
+
+
+def test_merged_layers_hold_their_parts_in_order(make_checkpoint):
+    path = make_checkpoint(**BIASED)
+    model, tensors = loaded(path), tensors_of(path)
+    params = dict(model.named_parameters())
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for kind in ("weight", "bias"):
+            parts = [tensors[f"{attention}{part}_proj.{kind}"] for part in "qkv"]
+            assert torch.equal(params[f"{attention}qkv_proj.{kind}"], torch.cat(parts))
+        parts = [tensors[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
+        assert torch.equal(params[f"{mlp}gate_up_proj.weight"], torch.cat(parts))
+    merged = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    same = [name for name in tensors if not any(part in name for part in merged)]
+    assert set(same) < set(params) and len(same) == len(params) - 6  # 2 layers: qkv weight, qkv bias, gate_up
+    assert all(torch.equal(params[name], tensors[name]) for name in same)
+
+
+@pytest.mark.parametrize("head_in_file", (False, True))
+def test_tied_embedding(head_in_file, make_checkpoint, copy_of):
+    """One matrix, also where the file holds a copy of it under the head's name."""
+
+    def edit(tensors):
+        assert "lm_head.weight" not in tensors
+        if head_in_file:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    path = copy_of(make_checkpoint(tie_word_embeddings=True), edit)
+    model = loaded(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tensors_of(path)["model.embed_tokens.weight"])
+    hidden = torch.randn(3, model.lm_head.weight.shape[1])
+    torch.testing.assert_close(model.lm_head(hidden), hidden @ model.model.embed_tokens.weight.T)
+
+
+def test_untied_head_is_its_own(make_checkpoint):
+    model = loaded(make_checkpoint())
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.fixture
+def sharded(make_checkpoint, tmp_path):
+    """A checkpoint in several files with an index, as transformers writes them; and the same in one file."""
+    from transformers import Qwen3ForCausalLM as HF
+
+    whole = make_checkpoint()
+    HF.from_pretrained(whole, dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    return str(tmp_path), whole
+
+
+def test_several_files(sharded):
+    several, whole = (loaded(path).state_dict() for path in sharded)
+    assert several.keys() == whole.keys()
+    assert all(torch.equal(several[name], whole[name]) for name in whole)
+
+
+def test_a_file_of_several_is_missing(sharded):
+    path, _ = sharded
+    next(iter(sorted(Path(path).glob("model-*.safetensors")))).unlink()
+    with pytest.raises(CheckpointError, match=r"\d+ tensors are missing, among them .*weight"):
+        load_model(build(path), path)
+
+
+def test_other_files_beside_those_of_the_index(sharded):
+    """As repositories have them: the same weights in one file, an adapter, what macOS leaves behind."""
+    path, whole = sharded
+    save_file(tensors_of(whole), Path(path) / "consolidated.safetensors")
+    save_file({"lora_A": torch.ones(2)}, Path(path) / "adapter_model.safetensors")
+    (Path(path) / "._model-00001-of-00009.safetensors").write_bytes(b"\0\5\x16\7")
+    several, one = loaded(path).state_dict(), loaded(whole).state_dict()
+    assert several.keys() == one.keys() and all(torch.equal(several[name], one[name]) for name in one)
+
+
+def test_one_file_beside_those_of_the_index(sharded):
+    """Either may be the newer one: refused, unless the index is all that is left of the several."""
+    path, whole = sharded
+    shutil.copy(Path(whole) / "model.safetensors", path)
+    with pytest.raises(CheckpointError, match="is twice there"):
+        load_model(build(path), path)
+    for file in Path(path).glob("model-*.safetensors"):
+        file.unlink()
+    loaded(path)
+
+
+def test_an_unreadable_index(sharded):
+    path, _ = sharded
+    (Path(path) / "model.safetensors.index.json").write_text('{"weight_map": {')
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+        load_model(build(path), path)
+
+
+def test_weights_are_converted_to_the_models_dtype(make_checkpoint):
+    path = make_checkpoint()
+    model = build(path).to(torch.bfloat16)
+    load_model(model, path)
+    want = tensors_of(path)["model.layers.1.mlp.down_proj.weight"].to(torch.bfloat16)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, want)
+
+
+@pytest.mark.parametrize("dtype", (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64))
+def test_weights_that_are_not_floats(dtype, make_checkpoint, copy_of):
+    """They were copied as numbers, and the model spoke nonsense."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = copy_of(make_checkpoint(), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' is of {str(dtype)[6:]}, expected floats"):
+        load_model(build(path), path)
+
+
+def test_the_file_is_read_as_linear_layers_are_used(make_checkpoint):
+    """A weight is [output, input], as in ``torch.nn.Linear``."""
+    path = make_checkpoint()
+    model, x = loaded(path), torch.randn(3, 96)
+    weight = tensors_of(path)["model.layers.0.mlp.down_proj.weight"]
+    torch.testing.assert_close(model.model.layers[0].mlp.down_proj(x), F.linear(x, weight))
+
+
+# -------------------------------------------------------------------- several ranks
+
+SIZES = (2, 4, 8)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("tied", (True, False))
+def test_the_shards_of_the_ranks_make_up_the_checkpoint(tied, size, make_checkpoint):
+    """4 KV heads over 2, 4 and 8 ranks; over 8, two neighbours hold a replica of the same head."""
+    path = make_checkpoint(**BIASED, tie_word_embeddings=tied)
+    tensors = tensors_of(path)
+    models = [loaded(path, TPGroup(rank, size)) for rank in range(size)]
+    ranks = [dict(model.named_parameters()) for model in models]
+    D, replicas = 16, max(1, size // 4)
+    checked = set()
+
+    def check(name, parts):
+        assert torch.equal(torch.cat(parts), tensors[name]), name
+        checked.add(name)
+
+    for name in ranks[0]:
+        parts = [params[name] for params in ranks]
+        if ".qkv_proj." in name:
+            heads, kv_heads = 8 // size, max(1, 4 // size)
+            splits = [part.split([heads * D, kv_heads * D, kv_heads * D]) for part in parts]
+            check(name.replace("qkv", "q"), [q for q, _, _ in splits])
+            for kind, i in (("k", 1), ("v", 2)):
+                for rank in range(size):  # replicas are equal
+                    assert torch.equal(splits[rank][i], splits[rank // replicas * replicas][i])
+                check(name.replace("qkv", kind), [splits[rank][i] for rank in range(0, size, replicas)])
+        elif ".gate_up_proj." in name:
+            check(name.replace("gate_up", "gate"), [part.chunk(2)[0] for part in parts])
+            check(name.replace("gate_up", "up"), [part.chunk(2)[1] for part in parts])
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            check(name, [torch.cat(parts, dim=1)])
+        elif name.endswith("o_proj.bias"):
+            assert all(not part.any() for part in parts[1:])  # added up over the ranks, it must count once
+            check(name, parts[:1])
+        elif "embed_tokens" in name or "lm_head" in name:
+            check(name, parts)
+        else:
+            assert "norm" in name
+            assert all(torch.equal(part, parts[0]) for part in parts)
+            check(name, parts[:1])
+    assert checked == set(tensors)
+
+
+class NoReduce(TPGroup):
+    """A rank whose partial sums are left to the test."""
+
+    def all_reduce(self, x):
+        return x
+
+
+def on_every_rank(path, size, run):
+    return [run(loaded(path, NoReduce(rank, size))) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_ranks_results_add_up(size, make_checkpoint):
+    """Layers that communicate: the ranks' partial sums add up to the result of a single rank."""
+    path = make_checkpoint(**BIASED)
+    alone = loaded(path)
+    ids = torch.arange(0, 512, 7)
+    embedded = on_every_rank(path, size, lambda model: model.model.embed_tokens(ids))
+    assert torch.equal(sum(embedded), alone.model.embed_tokens(ids))
+
+    hidden, attended, inner = (
+        torch.randn(5, width, generator=torch.Generator().manual_seed(width)) for width in (64, 128, 96)
+    )
+    logits = on_every_rank(path, size, lambda model: model.lm_head(hidden))
+    torch.testing.assert_close(torch.cat(logits, dim=1), alone.lm_head(hidden))
+    for x, layer in (
+        (attended, lambda model: model.model.layers[0].self_attn.o_proj),  # with a bias
+        (inner, lambda model: model.model.layers[1].mlp.down_proj),
+    ):
+        for residual in (None, hidden):  # which is added once
+            shards = iter(x.chunk(size, dim=1))
+            out = on_every_rank(path, size, lambda model, layer=layer, shards=shards, residual=residual: layer(model)(
+                next(shards), residual=None if residual is None else residual.clone()))  # fmt: skip
+            torch.testing.assert_close(sum(out), layer(alone)(x) + (0 if residual is None else residual))
+
+
+# -------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    (
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 tensors are missing, among them .*1\.mlp\.up_proj"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "'model.extra.weight' is .* unknown to the model"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}), "q_proj.bias' is .* unknown"),
+    ),
+    ids=("missing", "surplus", "a bias that config.json does not announce"),
+)
+def test_missing_and_surplus_tensors(edit, text, make_checkpoint, copy_of):
+    path = copy_of(make_checkpoint(), edit)
+    with pytest.raises(CheckpointError, match=text):
+        load_model(build(path), path)
+
+
+def test_tensor_in_two_files(make_checkpoint, copy_of):
+    path = copy_of(make_checkpoint())
+    save_file({"model.norm.weight": torch.ones(64)}, Path(path) / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is twice there"):
+        load_model(build(path), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    (
+        ("model.layers.0.self_attn.q_proj.weight", [128, 64]),
+        ("model.layers.0.self_attn.v_proj.weight", [64, 64]),
+        ("model.layers.0.self_attn.o_proj.weight", [64, 128]),
+        ("model.layers.1.mlp.up_proj.weight", [96, 64]),
+        ("model.layers.1.mlp.down_proj.weight", [64, 96]),
+        ("model.layers.1.input_layernorm.weight", [64]),
+        ("model.embed_tokens.weight", [512, 64]),
+        ("lm_head.weight", [512, 64]),
+    ),
+)
+@pytest.mark.parametrize("dim", (0, -1))
+@pytest.mark.parametrize("tp", (SINGLE_RANK, TPGroup(1, 2)))
+def test_misshapen_tensor(tp, dim, name, shape, make_checkpoint, copy_of):
+    """A tensor that is too large, too: a loader that slices would not notice. The error has the file's shapes."""
+    wrong = list(shape)
+    wrong[dim] += 16
+    path = copy_of(make_checkpoint(), lambda tensors: tensors.update({name: torch.zeros(wrong)}))
+    with pytest.raises(CheckpointError) as error:
+        load_model(build(path, tp), path)
+    assert f"tensor {name!r} has shape {wrong}, expected {shape}." in str(error.value)
+
+
+@pytest.mark.parametrize("size", (0, -100))
+def test_truncated_file(size, make_checkpoint, copy_of):
+    path = copy_of(make_checkpoint())
+    file = Path(path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*is the download complete"):
+        load_model(build(path), path)
+
+
+def test_no_safetensors(make_checkpoint, copy_of):
+    path = copy_of(make_checkpoint())
+    (Path(path) / "model.safetensors").rename(Path(path) / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
+        load_model(build(path), path)
+
+
+# -------------------------------------------------------------------- random weights
+
+
+def test_dummy_weights(make_checkpoint):
+    """Filled, of an untrained model's scale, and the same for the same seed."""
+    path = make_checkpoint(attention_bias=True)
+    models = [build(path) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        init_dummy_weights(model, seed)
+    states = [dict(model.named_parameters()) for model in models]
+    for name, param in states[0].items():
+        assert torch.equal(param, states[1][name])
+        if "norm" in name:
+            assert (param == 1).all()
+        else:
+            assert not torch.equal(param, states[2][name])
+            assert 0.01 < param.std() < 0.03
