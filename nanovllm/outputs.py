@@ -3,11 +3,12 @@
 nano-vllm's scripts read it as a mapping (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
+KEYS = ("text", "token_ids", "finish_reason")  # of the mapping
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class RequestOutput:
+class RequestOutput(Mapping):
     """One finished request; also reads as the mapping "text", "token_ids", "finish_reason" of its completion.
 
     Compared and hashed by identity.
@@ -51,13 +52,16 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = True
 
-    def keys(self) -> tuple[str, ...]:
-        return "text", "token_ids", "finish_reason"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+    __eq__ = object.__eq__  # a mapping's would compare the completions of different requests
+    __hash__ = object.__hash__
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.keys():
+        if key not in KEYS:
             raise KeyError(key)
         return getattr(self.outputs[0], key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        return len(KEYS)

@@ -14,6 +14,7 @@ def test_as_a_mapping():
     assert (out["text"], out["token_ids"], out["finish_reason"]) == ("6", [9, 1], "stop")
     assert dict(out) == {**out} == {"text": "6", "token_ids": [9, 1], "finish_reason": "stop"}
     assert "text" in out and "logprobs" not in out and list(out) == ["text", "token_ids", "finish_reason"]
+    assert out.get("text") == "6" and len(out) == 3
     for key in ("prompt", "index", 0):
         with pytest.raises(KeyError):
             out[key]
