@@ -1,6 +1,6 @@
-"""What the Gluon kernels use of Gluon, under one name in Triton 3.6 to 3.9; 3.6, 3.8 and 3.9 were seen to compile them.
+"""One set of names for Gluon in Triton 3.6 to 3.9; the kernels were compiled with 3.6, 3.8 and 3.9.
 
-Importing it raises ImportError with any other version, and plain kernels do the work: Gluon is still changing.
+Raises ImportError with any other version, as Gluon's API still changes; Triton kernels and cuBLAS then do the work.
 """
 
 import triton

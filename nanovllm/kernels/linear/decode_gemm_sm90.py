@@ -1,22 +1,20 @@
-"""Gluon, Triton's lower level: matrix products of 2 to 256 tokens on NVIDIA Hopper.
+"""Gluon: GEMM of 2 to 256 tokens on NVIDIA Hopper, a multistage cp.async pipeline into wgmma.
 
-Owns `decode_gemm`, `decode_qkv_gemm` and how they are cut into programs. Knows nothing of layers, nor of what is done with
-the parts of a sum; `linear.py` decides where it runs, and what runs elsewhere.
+Owns `decode_gemm`, `decode_qkv_gemm` and their tiles. Knows nothing of layers, nor how split-K partials are reduced.
 
-A program keeps a ring of stages in shared memory, of BLOCK_C channels each, which asynchronous copies fill and tensor
-cores read. It takes nearly all of a multiprocessor's shared memory, because the weights of all its stages are asked
-for before it waits for the kernel that makes x (see inputs.py on pdl launches): with few tokens nearly all of the
-weights are there when x is. So there is one wave of programs, at most one to a multiprocessor.
+Bound by reading the weight. A program fills nearly all shared memory of its SM with stages of it before
+griddepcontrol.wait (launch.py on PDL); with few tokens most of it has arrived when x is ready. Hence one wave of
+programs, at most one per SM.
 
-Where there are too few weight rows to occupy the device, SPLITS programs share the channels of a tile, and each writes
-its part of the sums. Whoever reads the result next adds the parts up (`norm.add_rms_norm`), which costs a few loads.
+Where the output features are too few to occupy the device, SPLIT_K programs share the channels of a tile and write
+fp32 partials. The next RMSNorm adds them up (norm.py) for a few loads.
 
-Where a tile has 128 weight rows, which are those of one head of q, k or v, `decode_qkv_gemm` ends with what norm_rope_store
-does. All that it needs besides the product is loaded before the wait, once the weights were asked for: positions and
-slots, and the angles of these positions. So behind the last product nothing is left but arithmetic and the stores.
+With BLOCK_N = 128 a tile is one head of q, k or v, and `decode_qkv_gemm` runs norm_rope_store as its epilogue. Its
+positions, slots, cosines, sines and norm weight are loaded before the wait, after the weight is requested: only
+arithmetic and stores follow the last MMA.
 
-M rows of x (tokens), N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul; H query heads, K
-key-value heads.
+M tokens, N output features of the weight, C input channels; I outputs per token: N, or N / 2 with silu_mul; H query
+heads, K KV heads.
 """
 
 from typing import NamedTuple
@@ -38,88 +36,105 @@ from ..gluon_compat import (
     warpgroup_mma_wait,
 )
 from ..launch import is_sm90, launch, launch_options
-from .qkv_epilogue_sm90 import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
+from .norm import SplitKPartials
+from .qkv_epilogue_sm90 import (
+    HEAD_SIZE,
+    has_supported_cache,
+    join_halves,
+    kernel_args,
+    load_cos_sin,
+    load_norm_weight,
+    load_positions,
+    norm_head,
+    rotate_head,
+    split_halves,
+)
 
-RING_BYTES = 200 << 10  # of the 227 KB that a program may have
-PROGRAM_BYTES = 1.6e6  # of x and weights, that a program reads one stage after the other: beyond, cuBLAS is faster
+PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
+# Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Products at batch 2 to 256").
+MAX_PROGRAM_BYTES = 1.6e6
 
 
 class DecodeGemmConfig(NamedTuple):
-    """How a product is cut into programs. None of it changes what is computed, save for the order of sums."""
+    """How a GEMM is cut into programs. Changes nothing but the order of summation."""
 
     block_m: int  # tokens of a program
-    block_n: int  # weight rows of a program
+    block_n: int  # output features of a program
     block_c: int  # channels of a stage
-    splits: int  # programs that share the channels
+    split_k: int  # programs that share the channels of a tile
     stages: int
     num_warps: int
 
 
-def decode_gemm_config(num_tokens, num_rows, num_channels, allow_split_k, num_sms):
-    """The smallest tiles that fit the device in one wave; None where none do, or where cuBLAS was faster on an H200."""
+def decode_gemm_config(num_tokens, num_features, num_channels, allow_split_k, num_sms):
+    """The smallest tiles that fit the device in one wave; None where none do or cuBLAS was faster on an H200."""
     block_c = 128 if num_channels % 128 == 0 else 64
     if num_channels % block_c:
         return None
-    few = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    for block_m, block_n in ((few, 64), (few, 128), (128, 128)):
-        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_rows, block_n)
+    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
+        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
         if num_programs <= num_sms:
             break
     else:
         return None
-    splits = 1
-    while allow_split_k and splits < 4 and 2 * splits * num_programs <= num_sms:
-        if num_channels % (2 * splits * block_c):
+    split_k = 1
+    while allow_split_k and split_k < 4 and 2 * split_k * num_programs <= num_sms:
+        if num_channels % (2 * split_k * block_c):
             break
-        splits *= 2
-    split_c = num_channels // splits
-    if num_tokens > 64 and (block_m + block_n) * split_c * 2 > PROGRAM_BYTES:
+        split_k *= 2
+    split_c = num_channels // split_k
+    if num_tokens > 64 and (block_m + block_n) * split_c * 2 > MAX_PROGRAM_BYTES:
         return None
-    stages = min(split_c // block_c, RING_BYTES // ((block_m + block_n) * block_c * 2))
-    return DecodeGemmConfig(block_m, block_n, block_c, splits, stages, 4 if block_m * block_n <= 8192 else 8)
+    stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
+
+
+def supports(x):
+    """Whether `decode_gemm` runs: on this device, with x of 16 bits and aligned in a way that Triton can prove."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return aligned and x.element_size() == 2 and is_sm90(x.device)
+
+
+def supports_qkv(config, x, k_cache):
+    """Whether `decode_qkv_gemm` runs: a tile is one head, and a warp holds all channels of its tokens."""
+    is_head = config.split_k == 1 and config.block_n == HEAD_SIZE.value and config.block_m == 16 * config.num_warps
+    return is_head and supports(x) and has_supported_cache(x, k_cache)
 
 
 @gluon.jit
-def weight_rows(tile, num_results, SILU_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Weight rows i64[BLOCK_N] of a tile; with SILU_MUL eight of gate, the same eight of up, and so on.
+def output_features(tile, num_outputs, SILU_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Output features i64[BLOCK_N] of a tile; with SILU_MUL 8 of gate, the same 8 of up, and so on.
 
-    For in the accumulators of tensor cores a thread holds rows, or columns, r and r + 8: so gate meets up there.
-    Rows past the end are the last one again, and are not stored.
+    In the accumulator a thread holds features n and n + 8, hence gate and up of one output. Features past the end
+    repeat the last one and are not stored.
     """
     local = gl.arange(0, BLOCK_N, layout=layout)
     if SILU_MUL:
-        result = tile * (BLOCK_N // 2) + local // 16 * 8 + local % 8
-        row = gl.minimum(result, num_results - 1) + (local // 8 % 2) * num_results
+        output = tile * (BLOCK_N // 2) + local // 16 * 8 + local % 8
+        feature = gl.minimum(output, num_outputs - 1) + (local // 8 % 2) * num_outputs
     else:
-        row = gl.minimum(tile * BLOCK_N + local, num_results - 1)
-    return row.to(gl.int64)
+        feature = gl.minimum(tile * BLOCK_N + local, num_outputs - 1)
+    return feature.to(gl.int64)
 
 
 @gluon.jit
-def multiply(weights, xs, slot, product, SWAP: gl.constexpr):
-    """One stage's product, asynchronous, added to `product`."""
+def mma(weight_smem, x_smem, stage, acc, SWAP_AB: gl.constexpr):
+    """Add the product of one stage to acc, asynchronously."""
     fence_async_shared()
-    if SWAP:
-        return warpgroup_mma(weights.index(slot), xs.index(slot).permute((1, 0)), product, is_async=True)
+    if SWAP_AB:
+        return warpgroup_mma(weight_smem.index(stage), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
     else:
-        return warpgroup_mma(xs.index(slot), weights.index(slot).permute((1, 0)), product, is_async=True)
-
-
-@gluon.jit
-def whole(left, right):
-    """What `halves` took apart."""
-    rows: gl.constexpr = left.shape[0]
-    width: gl.constexpr = left.shape[1]
-    return gl.join(left, right).permute((0, 2, 1)).reshape([rows, 2 * width])
+        return warpgroup_mma(x_smem.index(stage), weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def decode_gemm_kernel(
-    x_ptr,  # [M, C], rows strided, written by the kernel before
+    x_ptr,  # [M, C], tokens strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
-    residual_ptr,  # [M, I], rows strided, only with HAS_RESIDUAL
-    y_ptr,  # [M, I], or fp32 [SPLITS, M, I], or with NUM_HEADS q [M, H * HEAD_SIZE]; written here
+    residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
+    y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with NUM_HEADS; written here
     q_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
     k_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
     eps,
@@ -129,218 +144,186 @@ def decode_gemm_kernel(
     k_cache_ptr,  # [slots, K, HEAD_SIZE], written here
     v_cache_ptr,
     num_tokens,
-    num_results,
+    num_outputs,
     x_stride,
     residual_stride,
-    NUM_CHANNELS: gl.constexpr,  # a multiple of SPLITS * BLOCK_C
+    NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     SILU_MUL: gl.constexpr,
-    SPLITS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_HEADS: gl.constexpr,  # 0: y is the product
+    NUM_HEADS: gl.constexpr,  # 0: no QKV epilogue
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """One program: BLOCK_N weight rows, BLOCK_M tokens, a SPLITS-th of the channels."""
+    """One program: BLOCK_M tokens, BLOCK_N output features, C / SPLIT_K channels."""
     if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
-    SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLITS
+    SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLIT_K
     STEPS: gl.constexpr = SPLIT_C // BLOCK_C
-    RESIDENT: gl.constexpr = STAGES >= STEPS  # every step has a stage of its own
-    AHEAD: gl.constexpr = STEPS if RESIDENT else STAGES - 1  # steps under way at a time
-    SLOTS: gl.constexpr = STEPS if RESIDENT else STAGES
-    # wgmma takes 64 rows and 8 to 256 columns: fewer tokens than that are the columns, and the weights the rows.
-    SWAP: gl.constexpr = BLOCK_M < 64
-    ROWS: gl.constexpr = BLOCK_N if SWAP else BLOCK_M
-    COLUMNS: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    ROW_WARPS: gl.constexpr = 4 * min(WARPS // 4, ROWS // 64)
-    COLUMN_WARPS: gl.constexpr = WARPS // ROW_WARPS
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROW_WARPS, COLUMN_WARPS], [16, COLUMNS // COLUMN_WARPS, 16])
-    LANES: gl.constexpr = min(16, BLOCK_C // 8)  # of a warp side by side, with 16 bytes each
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    weights = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, BLOCK_C], shared)
-    xs = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_M, BLOCK_C], shared)
+    RESIDENT: gl.constexpr = STAGES >= STEPS  # no stage is reused
+    PREFETCH: gl.constexpr = STEPS if RESIDENT else STAGES - 1  # steps in flight
+    BUFFERS: gl.constexpr = STEPS if RESIDENT else STAGES
+    # wgmma has M = 64 and N = 8 to 256: with fewer than 64 tokens the weight is operand A.
+    SWAP_AB: gl.constexpr = BLOCK_M < 64
+    MMA_M: gl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
+    MMA_N: gl.constexpr = BLOCK_M if SWAP_AB else BLOCK_N
+    WARPS_M: gl.constexpr = 4 * min(WARPS // 4, MMA_M // 64)
+    WARPS_N: gl.constexpr = WARPS // WARPS_M
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 16])
+    LANES: gl.constexpr = min(16, BLOCK_C // 8)  # of a warp along C, 16 bytes each
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    weight_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
+    x_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_M, BLOCK_C], smem_layout)
     VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
-    stores: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
+    store_layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
 
     tile = gl.program_id(1)
-    first = gl.program_id(0) * BLOCK_M
+    first_token = gl.program_id(0) * BLOCK_M
     split = gl.program_id(2)
-    c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, copies))
-    rows = weight_rows(tile, num_results, SILU_MUL, BLOCK_N, gl.SliceLayout(1, copies))
-    weight_ptrs = weight_ptr + rows[:, None] * NUM_CHANNELS + c[None, :]
-    for step in gl.static_range(AHEAD):
-        async_load(weights.index(step), weight_ptrs + step * BLOCK_C)
-    token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copies))
+    c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, load_layout))
+    features = output_features(tile, num_outputs, SILU_MUL, BLOCK_N, gl.SliceLayout(1, load_layout))
+    weight_ptrs = weight_ptr + features[:, None] * NUM_CHANNELS + c[None, :]
+    for step in gl.static_range(PREFETCH):
+        async_load(weight_smem.index(step), weight_ptrs + step * BLOCK_C)
+    token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, load_layout))
     x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
-    is_token = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
+    x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
     if NUM_HEADS > 0:
-        gl.static_assert(BLOCK_N == HEAD_SIZE and ROW_WARPS == WARPS and SPLITS == 1)
-        is_q, is_rotated = tile < NUM_HEADS, tile < NUM_HEADS + NUM_KV_HEADS
-        thread_barrier()  # else the assembler has weights asked for after these loads, or even after positions came
-        position = look_up(positions_ptr, first, num_tokens, is_rotated, BLOCK_M, WARPS)
-        y_token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stores))
+        gl.static_assert(BLOCK_N == HEAD_SIZE and WARPS_M == WARPS and SPLIT_K == 1)
+        is_q, has_rope = tile < NUM_HEADS, tile < NUM_HEADS + NUM_KV_HEADS
+        thread_barrier()  # or ptxas issues the weight loads behind the loads below, or even behind their results
+        position = load_positions(positions_ptr, first_token, num_tokens, has_rope, BLOCK_M, WARPS)
+        y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
         is_y_token = y_token < num_tokens
-        # Where a token's head is stored: its row of q, or its slot of a cache; -1: nowhere.
-        place = gl.load(slot_mapping_ptr + y_token, mask=is_y_token & ~is_q, other=gl.where(is_y_token, y_token, -1))
+        # Destination of a token's head: a token of q or a slot of the cache; -1: not stored.
+        dest = gl.load(slot_mapping_ptr + y_token, mask=is_y_token & ~is_q, other=gl.where(is_y_token, y_token, -1))
         if HAS_NORM:
-            head_weights = norm_weights(gl.where(is_q, q_weight_ptr, k_weight_ptr), WARPS)
-        cos, sin = angles(cos_sin_ptr, position)
+            head_norm_weight = load_norm_weight(gl.where(is_q, q_weight_ptr, k_weight_ptr), WARPS)
+        cos, sin = load_cos_sin(cos_sin_ptr, position)
     if USE_PDL:
         gdc_wait()
-    for step in gl.static_range(AHEAD):
-        async_load(xs.index(step), x_ptrs + step * BLOCK_C, mask=is_token)
+    for step in gl.static_range(PREFETCH):
+        async_load(x_smem.index(step), x_ptrs + step * BLOCK_C, mask=x_mask)
         commit_group()
 
-    product = gl.zeros((ROWS, COLUMNS), gl.float32, layout=sums)
+    acc = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
     if RESIDENT:
         for step in gl.static_range(STEPS):
             wait_group(STEPS - 1 - step)
-            product = multiply(weights, xs, step, product, SWAP)
+            acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
     else:
-        product = warpgroup_mma_init(product)
-        weight_ptrs += AHEAD * BLOCK_C
-        x_ptrs += AHEAD * BLOCK_C
+        acc = warpgroup_mma_init(acc)
+        weight_ptrs += PREFETCH * BLOCK_C
+        x_ptrs += PREFETCH * BLOCK_C
         for step in range(STEPS):
-            # All warps are past the product before, so its slot is free, and this step's copies are there.
-            product = warpgroup_mma_init(warpgroup_mma_wait(0, [product]))
-            wait_group(AHEAD - 1)
-            product = multiply(weights, xs, step % SLOTS, product, SWAP)
-            if step + AHEAD < STEPS:
-                free = (step + AHEAD) % SLOTS
-                async_load(weights.index(free), weight_ptrs)
-                async_load(xs.index(free), x_ptrs, mask=is_token)
+            # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
+            acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
+            wait_group(PREFETCH - 1)
+            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
+            if step + PREFETCH < STEPS:
+                stage = (step + PREFETCH) % BUFFERS
+                async_load(weight_smem.index(stage), weight_ptrs)
+                async_load(x_smem.index(stage), x_ptrs, mask=x_mask)
                 weight_ptrs += BLOCK_C
                 x_ptrs += BLOCK_C
             commit_group()
-    product = warpgroup_mma_wait(0, [product])
+    acc = warpgroup_mma_wait(0, [acc])
 
     if HAS_BIAS:
-        along: gl.constexpr = gl.SliceLayout(1, sums) if SWAP else gl.SliceLayout(0, sums)
-        bias = gl.load(bias_ptr + weight_rows(tile, num_results, SILU_MUL, BLOCK_N, along)).to(gl.float32)
-        if SWAP:
-            product += bias[:, None]
+        bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
+        bias = gl.load(bias_ptr + output_features(tile, num_outputs, SILU_MUL, BLOCK_N, bias_layout)).to(gl.float32)
+        if SWAP_AB:
+            acc += bias[:, None]
         else:
-            product += bias[None, :]
+            acc += bias[None, :]
     if SILU_MUL:
-        if SWAP:
-            pairs = product.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
+        if SWAP_AB:
+            pairs = acc.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
             gate, up = gl.split(pairs)
-            product = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_I, BLOCK_M))
+            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_I, BLOCK_M))
         else:
-            pairs = product.reshape((BLOCK_M, BLOCK_N // 16, 2, 8)).permute((0, 1, 3, 2))
+            pairs = acc.reshape((BLOCK_M, BLOCK_N // 16, 2, 8)).permute((0, 1, 3, 2))
             gate, up = gl.split(pairs)
-            product = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_M, BLOCK_I))
-    if SWAP:
-        product = product.permute((1, 0))
+            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_M, BLOCK_I))
+    if SWAP_AB:
+        acc = acc.permute((1, 0))
     if NUM_HEADS > 0:
-        x_1, x_2 = halves(product)
-        if is_rotated:
+        x_1, x_2 = split_halves(acc)
+        if has_rope:
             if HAS_NORM:
-                x_1, x_2 = norm(x_1, x_2, head_weights, eps, dtype)
-            x_1, x_2 = rotate(x_1, x_2, cos, sin)
-        product = gl.convert_layout(whole(x_1.to(dtype), x_2.to(dtype)), stores)
-        head_ptr = gl.where(is_q, y_ptr, gl.where(is_rotated, k_cache_ptr, v_cache_ptr))
+                x_1, x_2 = norm_head(x_1, x_2, head_norm_weight, eps, dtype)
+            x_1, x_2 = rotate_head(x_1, x_2, cos, sin)
+        acc = gl.convert_layout(join_halves(x_1.to(dtype), x_2.to(dtype)), store_layout)
+        head_ptr = gl.where(is_q, y_ptr, gl.where(has_rope, k_cache_ptr, v_cache_ptr))
         head_ptr += gl.where(is_q, tile, (tile - NUM_HEADS) % NUM_KV_HEADS) * HEAD_SIZE
-        offs = place.to(gl.int64) * (gl.where(is_q, NUM_HEADS, NUM_KV_HEADS) * HEAD_SIZE)
-        d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, stores))
-        gl.store(head_ptr + offs[:, None] + d[None, :], product, mask=(place >= 0)[:, None] & (d < HEAD_SIZE)[None, :])
+        offs = dest.to(gl.int64) * (gl.where(is_q, NUM_HEADS, NUM_KV_HEADS) * HEAD_SIZE)
+        d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, store_layout))
+        gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=(dest >= 0)[:, None] & (d < HEAD_SIZE)[None, :])
     else:
-        product = gl.convert_layout(product, stores)
-        y_token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stores))
-        i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, stores))
-        mask = (y_token < num_tokens)[:, None] & (i < num_results)[None, :]
+        acc = gl.convert_layout(acc, store_layout)
+        y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
+        i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, store_layout))
+        mask = (y_token < num_tokens)[:, None] & (i < num_outputs)[None, :]
         if HAS_RESIDUAL:
             residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
-            product += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
-        offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_results + i[None, :]
-        gl.store(y_ptr + offs, product.to(y_ptr.dtype.element_ty), mask=mask)
+            acc += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
+        offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_outputs + i[None, :]
+        gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(tiling, x, weight, y, bias=None, residual=None, silu_mul=False):
-    """y = [residual +] [silu_and_mul] (x W^T [+ bias]), written to y [M, I] or, with several splits, in parts.
+def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False):
+    """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; with config.split_k > 1 SplitKPartials of residual + x W^T.
 
-    weight [N, C] and y are of x's dtype. The parts are fp32 [splits, M, N], the result is their sum over
-    splits, and bias, residual and activation are not for them.
+    weight [N, C] is of x's dtype.
     """
+    num_tokens, num_features = len(x), len(weight)
     assert residual is None or residual.stride(1) == 1
-    assert tiling.splits == 1 or (bias is None and residual is None and not silu_mul and len(y) == tiling.splits)
-    return _launch_decode_gemm(tiling, x, weight, y, bias, residual, silu_mul)
+    if config.split_k > 1:
+        assert residual is not None and bias is None and not silu_mul
+        partials = torch.empty((config.split_k, num_tokens, num_features), dtype=torch.float32, device=x.device)
+        return SplitKPartials(residual, _launch_decode_gemm(config, x, weight, partials))
+    num_outputs = num_features // 2 if silu_mul else num_features
+    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
+    return _launch_decode_gemm(config, x, weight, y, bias, residual, silu_mul)
 
 
-def decode_qkv_gemm(
-    tiling, x, weight, bias, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache,
-    num_heads, num_kv_heads,
-):  # fmt: skip
-    """reference.norm_rope_store of x W^T [+ bias], for what `takes_heads` says it takes; returns q, [M, H * HEAD_SIZE].
+def decode_qkv_gemm(config, x, weight, bias, epilogue):
+    """reference.norm_rope_store of x W^T [+ bias], the product unrounded, where `supports_qkv`; returns q [M, H, 128].
 
-    weight [(H + 2K) * HEAD_SIZE, C]. Keys and values go to the caches only, and nowhere where the slot is -1. The
-    product is not rounded before the norm and the rotation.
-
-    Positions and slots are read early: an unchained launch has to lie between this one and the one that wrote them.
+    weight [(H + 2K) * 128, C]. Positions and slots are read before the PDL wait: a launch without PDL must lie between
+    their writer and this one.
     """
-    assert takes_heads(tiling, x, weight, k_cache)
-    assert len(weight) == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value and (q_weight is None) == (k_weight is None)
-    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and v_cache.dtype == x.dtype
-    q = torch.empty((len(x), num_heads * HEAD_SIZE.value), dtype=x.dtype, device=x.device)
-    heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return _launch_decode_gemm(tiling, x, weight, q, bias, None, False, heads, num_heads, num_kv_heads)
+    assert supports_qkv(config, x, epilogue.k_cache)
+    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
+    q = torch.empty((len(x), num_heads, HEAD_SIZE.value), dtype=x.dtype, device=x.device)
+    args = kernel_args(x, weight, epilogue)
+    return _launch_decode_gemm(config, x, weight, q, bias, None, False, args, num_heads, num_kv_heads)
 
 
-def _launch_decode_gemm(tiling, x, weight, y, bias, residual, silu_mul, heads=(None,) * 8, num_heads=0, num_kv_heads=0):
-    num_tokens, num_channels = x.shape
-    assert takes(x) and weight.is_contiguous() and y.is_contiguous()
-    grid = triton.cdiv(num_tokens, tiling.block_m), triton.cdiv(weight.shape[0], tiling.block_n), tiling.splits
+def _launch_decode_gemm(
+    config, x, weight, y, bias=None, residual=None, silu_mul=False, epilogue=(None,) * 8, num_heads=0, num_kv_heads=0
+):
+    (num_tokens, num_channels), num_features = x.shape, len(weight)
+    assert supports(x) and weight.is_contiguous() and y.is_contiguous()
     launch(
         decode_gemm_kernel,
-        grid,
-        x,
-        weight,
-        bias,
-        residual,
-        y,
-        *heads,
-        num_tokens,
-        weight.shape[0] // (2 if silu_mul else 1),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        NUM_CHANNELS=num_channels,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        SILU_MUL=silu_mul,
-        SPLITS=tiling.splits,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_C=tiling.block_c,
-        STAGES=tiling.stages,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HAS_NORM=heads[0] is not None,
-        num_warps=tiling.num_warps,
-        **launch_options(x.device),
-    )
+        (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
+        x, weight, bias, residual, y, *epilogue, num_tokens, num_features // 2 if silu_mul else num_features,
+        x.stride(0), 0 if residual is None else residual.stride(0),
+        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
+        SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
+        STAGES=config.stages, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue[0] is not None,
+        num_warps=config.num_warps, **launch_options(x.device),
+    )  # fmt: skip
     return y
-
-
-def takes(x):
-    """Whether `decode_gemm` takes this x: where it runs, of 16 bits, and each row where Triton knows it aligned."""
-    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.element_size() == 2 and is_sm90(x.device)
-
-
-def takes_heads(tiling, x, weight, k_cache):
-    """Whether `decode_qkv_gemm` can, with this tiling: each program makes a head, of which a warp has whole rows."""
-    one_head = tiling.splits == 1 and tiling.block_n == HEAD_SIZE.value and tiling.block_m == 16 * tiling.num_warps
-    has_cache = k_cache is not None and k_cache.numel() > 0
-    return takes(x) and one_head and has_cache and k_cache.shape[-1] == HEAD_SIZE.value and k_cache.dtype == x.dtype

@@ -1,7 +1,8 @@
-"""Triton: RMSNorm, and the sum before it where a product left one to be made.
+"""Triton: RMSNorm, and the reduction of split-K partials into the residual before it.
 
-Owns `rms_norm`, `add_rms_norm` and `SplitKPartials`. Knows nothing of layers; reference.py has the plain twins. Other
-products add to the residual stream by themselves (linear.py).
+Owns `rms_norm` and `SplitKPartials`. Knows nothing of layers. The twin is in reference.py.
+
+T tokens, H heads, C channels, S programs that shared the channels of a split-K GEMM.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ def rms_norm_kernel(
     x_ptr,  # [T, H, C], last dimension contiguous
     weight_ptr,  # [C]
     y_ptr,  # [T * H, C] contiguous, written here
-    num_rows,
+    num_rows,  # T * H
     num_heads,
     x_stride_t,
     x_stride_h,
@@ -45,117 +46,88 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    parts_ptr,  # f32[P, T, C] contiguous, written by the kernel before
-    stream_ptr,  # [T, C], rows strided; the parts are added to it here
+    partials_ptr,  # fp32 [S, T, C] contiguous, written by the kernel before
+    residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
-    part_stride,
-    stream_stride,
+    partials_stride,
+    residual_stride,
     eps,
     NUM_CHANNELS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: one token, all of whose loads are under way before the first sum."""
+    """One program: one token. All loads are in flight before the first addition."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask = offs_c < NUM_CHANNELS
     weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
-    stream_ptrs = stream_ptr + token * stream_stride + offs_c
-    parts_ptrs = parts_ptr + token * NUM_CHANNELS + offs_c
+    residual_ptrs = residual_ptr + token * residual_stride + offs_c
+    partials_ptrs = partials_ptr + token * NUM_CHANNELS + offs_c
     pdl_wait(USE_PDL)
-    before = tl.load(stream_ptrs, mask=mask, other=0.0)
+    before = tl.load(residual_ptrs, mask=mask, other=0.0)
     total = tl.zeros((BLOCK_C,), tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(parts_ptrs + part * part_stride, mask=mask, other=0.0)
-    stream = (before.to(tl.float32) + total).to(before.dtype)
-    tl.store(stream_ptrs, stream, mask=mask)
-    wide = stream.to(tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(partials_ptrs + split * partials_stride, mask=mask, other=0.0)
+    residual = (before.to(tl.float32) + total).to(before.dtype)
+    tl.store(residual_ptrs, residual, mask=mask)
+    wide = residual.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
     normalized = (wide * rstd).to(before.dtype)
     y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
 
 
-def add_rms_norm(parts, stream, weight, eps):
-    """See reference.add_rms_norm. In place: what it returns first is `stream`."""
-    num_parts, num_tokens, num_channels = parts.shape
-    assert stream.stride(1) == 1 and parts.is_contiguous() and weight.is_contiguous()
-    y = torch.empty((num_tokens, num_channels), dtype=stream.dtype, device=stream.device)
-    block_c = triton.next_power_of_2(num_channels)
-    launch(
-        add_rms_norm_kernel,
-        (num_tokens,),
-        parts,
-        stream,
-        weight,
-        y,
-        num_tokens * num_channels,
-        stream.stride(0),
-        eps,
-        NUM_CHANNELS=num_channels,
-        NUM_PARTS=num_parts,
-        BLOCK_C=block_c,
-        num_warps=min(16, max(1, block_c // 128)),
-        **launch_options(stream.device),
-    )
-    return stream, y
-
-
-@dataclass
+@dataclass(frozen=True)
 class SplitKPartials:
-    """A residual stream to which a product's result is still to be added: the norm that reads it next does that.
+    """A residual, and the partial sums of a split-K GEMM that `rms_norm` adds to it in place.
 
-    stream: [T, C]; the sum, once ``parts`` is None.
-    parts: fp32 [P, T, C], the result in P parts; None when they have been added.
+    `residual` is valid only after that norm: to index it, or as the residual of a later linear layer.
     """
 
-    stream: torch.Tensor
-    parts: torch.Tensor | None
+    residual: torch.Tensor  # [T, C]
+    partials: torch.Tensor  # fp32 [S, T, C]
+
+    def __len__(self):
+        return len(self.residual)
 
     def __getitem__(self, tokens):
-        """The sum, of some tokens."""
-        assert self.parts is None
-        return self.stream[tokens]
-
-    def rms_norm(self, weight, eps):
-        """Make the sum, and return its norm."""
-        assert self.parts is not None
-        self.stream, y = add_rms_norm(self.parts, self.stream, weight, eps)
-        self.parts = None
-        return y
+        return self.residual[tokens]
 
 
 def rms_norm(x, weight, eps):
-    """See reference.rms_norm. A SplitKPartials as `x` becomes the sum."""
+    """See reference.rms_norm. Of SplitKPartials: the norm of their sum, which is left in their `residual`."""
     if isinstance(x, SplitKPartials):
-        return x.rms_norm(weight, eps)
+        return add_rms_norm(x.partials, x.residual, weight, eps)
     num_channels = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
     assert x.dim() in (2, 3) and x.stride(-1) == 1 and weight.is_contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return y
+    if num_rows > 0:
+        block_c = triton.next_power_of_2(num_channels)
+        block_r = max(1, 1024 // block_c)
+        launch(
+            rms_norm_kernel, (triton.cdiv(num_rows, block_r),),
+            x, weight, y, num_rows, num_heads, x.stride(0), x.stride(1) if x.dim() == 3 else 0, num_channels, eps,
+            BLOCK_R=block_r, BLOCK_C=block_c, num_warps=min(16, max(1, block_r * block_c // 256)),
+            **launch_options(x.device),
+        )  # fmt: skip
+    return y
+
+
+def add_rms_norm(partials, residual, weight, eps):
+    """residual += partials.sum(0), in place; returns rms_norm(residual)."""
+    split_k, num_tokens, num_channels = partials.shape
+    assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
+    y = torch.empty((num_tokens, num_channels), dtype=residual.dtype, device=residual.device)
     block_c = triton.next_power_of_2(num_channels)
-    block_r = max(1, 1024 // block_c)
     launch(
-        rms_norm_kernel,
-        (triton.cdiv(num_rows, block_r),),
-        x,
-        weight,
-        y,
-        num_rows,
-        num_heads,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        num_channels,
-        eps,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        num_warps=min(16, max(1, block_r * block_c // 256)),
-        **launch_options(x.device),
-    )
+        add_rms_norm_kernel, (num_tokens,),
+        partials, residual, weight, y, num_tokens * num_channels, residual.stride(0), eps,
+        NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
+        **launch_options(residual.device),
+    )  # fmt: skip
     return y

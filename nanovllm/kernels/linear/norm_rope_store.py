@@ -1,7 +1,9 @@
-"""Triton: the way from packed projections to attention's inputs, and the store into the KV cache.
+"""Triton: per-head RMSNorm, rotary embedding and KV-cache store of packed q, k and v in one launch.
 
-Owns `norm_rope_store` (per-head RMSNorm, rotary embedding and store in one launch) and `store_kvcache`. Knows
-slots, not blocks or sequences; reference.py has the plain twins.
+Owns `norm_rope_store`, which runs where it is not the epilogue of a GEMM. Knows slots, not blocks or sequences. The
+twin is in reference.py.
+
+T tokens, H query heads, K KV heads, D head size.
 """
 
 import triton
@@ -30,7 +32,7 @@ def norm_rope_store_kernel(
     BLOCK_H: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_H heads (of q, k and v, as they lie in the row) of one token."""
+    """One program: BLOCK_H of the H + 2K heads of one token."""
     pdl_launch_dependents(USE_PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -53,7 +55,7 @@ def norm_rope_store_kernel(
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
 
     pdl_wait(USE_PDL)
-    # The two halves of each head, [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
+    # [BLOCK_H, D/2] each: the rotation pairs x[i] with x[i + D/2].
     head_ptrs = qkv_ptr + token * qkv_stride + head * HEAD_DIM + offs_d
     raw_1 = tl.load(head_ptrs, mask=mask, other=0.0)
     raw_2 = tl.load(head_ptrs + HALF, mask=mask, other=0.0)
@@ -61,7 +63,7 @@ def norm_rope_store_kernel(
     x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        # Rounded to the storage type after each step, as the twin is.
+        # Rounded to the storage type after each step, as in the twin.
         x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
         x_2 = ((x_2 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_2, k_weight_2)).to(dtype)
         x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
@@ -84,9 +86,9 @@ def norm_rope_store_kernel(
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
-    """See reference.norm_rope_store. Overwrites q and k in `qkv`; what it returns are views of it.
+    """See reference.norm_rope_store. Overwrites q and k in `qkv`; the result is a view of it.
 
-    Positions and slots are read early: an unchained launch has to lie between this one and the one that wrote them.
+    Positions and slots are read before the PDL wait: a launch without PDL must lie between their writer and this one.
     """
     num_tokens = qkv.shape[0]
     num_all_heads = num_heads + 2 * num_kv_heads
@@ -97,86 +99,13 @@ def norm_rope_store(
     assert (q_weight is None) == (k_weight is None)
     assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
     if num_tokens > 0:
-        # Few tokens: spread a token's heads over programs for latency. Many: fewer, larger programs.
+        # Few tokens: small programs, for latency. Many: large ones, for throughput.
         block_h = 4 if num_tokens <= 64 else 16
         launch(
-            norm_rope_store_kernel,
-            (num_tokens, triton.cdiv(num_all_heads, block_h)),
-            qkv,
-            q_weight,
-            k_weight,
-            cos_sin,
-            positions,
-            slot_mapping,
-            k_cache if has_cache else None,
-            v_cache if has_cache else None,
-            qkv.stride(0),
-            eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HAS_NORM=q_weight is not None,
-            HAS_CACHE=has_cache,
-            BLOCK_H=block_h,
-            num_warps=1 if block_h == 4 else 4,
-            **launch_options(qkv.device),
-        )
-    heads = qkv.unflatten(1, (num_all_heads, head_dim))
-    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-
-
-@triton.jit
-def store_kvcache_kernel(
-    k_ptr,  # [T, K, D], heads and tokens strided
-    v_ptr,
-    k_cache_ptr,  # [slots, K, D] contiguous, written here
-    v_cache_ptr,
-    slot_mapping_ptr,  # i32[T]
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    pdl_launch_dependents(USE_PDL)
-    pdl_wait(USE_PDL)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if slot >= 0:
-        head = tl.arange(0, BLOCK_H)[:, None]
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        mask = (head < NUM_KV_HEADS) & (offs_d < HEAD_DIM)
-        k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + offs_d, mask=mask)
-        v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + offs_d, mask=mask)
-        cache_offs = (slot * NUM_KV_HEADS + head) * HEAD_DIM + offs_d
-        tl.store(k_cache_ptr + cache_offs, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(v_cache_ptr + cache_offs, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
-
-
-def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
-    """See reference.store_kvcache."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    assert k.stride(2) == 1 and v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    if num_tokens > 0:
-        launch(
-            store_kvcache_kernel,
-            (num_tokens,),
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_H=triton.next_power_of_2(num_kv_heads),
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            **launch_options(k.device),
-        )
+            norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)),
+            qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
+            k_cache if has_cache else None, v_cache if has_cache else None, qkv.stride(0), eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=q_weight is not None,
+            HAS_CACHE=has_cache, BLOCK_H=block_h, num_warps=1 if block_h == 4 else 4, **launch_options(qkv.device),
+        )  # fmt: skip
+    return qkv.unflatten(1, (num_all_heads, head_dim))[:, :num_heads]

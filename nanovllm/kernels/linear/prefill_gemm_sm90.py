@@ -1,27 +1,26 @@
-"""Gluon, Triton's lower level: matrix products of thousands of tokens on NVIDIA Hopper, with what follows fused in.
+"""Gluon: GEMM of 1,024 tokens and more on NVIDIA Hopper: persistent, warp-specialized, with a fused epilogue.
 
-Owns `prefill_gemm` (plain, or with SiLU and the product with up) and `prefill_qkv_gemm` (with per-head RMSNorm, rotary
-embedding and the store of keys and values), and what they take. Knows nothing of layers, nor of what runs elsewhere.
+Owns `prefill_gemm` (plain or with SiLU·mul) and `prefill_qkv_gemm` (with norm_rope_store), and the sizes they support.
+Knows nothing of layers, nor what runs elsewhere.
 
-One program per multiprocessor stays for the whole launch and computes every num_programs-th tile: CONSUMERS * 64 tokens
-by 256 weight rows. Its parts run at their own pace:
+One program per SM computes every num_programs-th tile of 128 tokens by 256 output features:
 
-    producer (1 warp)        loads x and weights by TMA into a ring of STAGES slots of 64 channels each
-    consumers (4 warps)      64 of the tokens each, by all 256 weight rows: products on tensor cores, then the epilogue
-                             in registers, and its result through shared memory by TMA
+    producer (1 warp)              TMA loads of x and the weight into a pipeline of STAGES stages of 64 channels
+    2 consumer warpgroups          64 tokens by 256 features each: wgmma, the epilogue in registers, TMA stores
 
-A consumer may be as far ahead of another one as the ring is long: while it is in a tile's epilogue, the products of the
-others go on. Two barriers belong to each slot of the ring, used as in hopper_prefill.py: `full`, on which the copies'
-bytes arrive, and `free`, on which every consumer arrives when its product of that slot is done.
+Each stage has a full and an empty mbarrier, as in prefill_sm90.py of attention: copies arrive on `full`, consumers on
+`empty` after their MMA. A consumer may run ahead by the length of the pipeline, so one's epilogue overlaps the other's
+MMAs.
 
-In the accumulators of 64 x 256 a thread holds the same two columns of every 8, hence c + 64 and c + 128 where it holds
-c. With SiLU one half of a tile's columns is of gate and the other one of up; otherwise the halves are two heads of 128,
-whose own halves the rotation pairs. So none of it moves between threads, save for the sum of a head's squares.
+In a 64 x 256 accumulator the thread that holds column c also holds c + 64 and c + 128. With SiLU·mul one half of a
+tile's columns is gate and the other up; otherwise the halves are two heads of 128, whose own halves the rotation pairs.
+So only a head's sum of squares crosses threads.
 
-M tokens, N rows of the weight, C channels; I results per token: N, or N / 2 with silu_mul; H query heads, K key-value
-heads, D = 128.
+M tokens, N output features of the weight, C input channels; I outputs per token: N, or N / 2 with silu_mul; H query
+heads, K KV heads, D = 128.
 """
 
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,329 +38,304 @@ from ..gluon_compat import (
     warpgroup_mma_wait,
 )
 from ..launch import is_sm90, launch, launch_options, num_sms
-from .qkv_epilogue_sm90 import HEAD_SIZE, angles, halves, look_up, norm, norm_weights, rotate
+from .qkv_epilogue_sm90 import (
+    HEAD_SIZE,
+    has_supported_cache,
+    kernel_args,
+    load_cos_sin,
+    load_norm_weight,
+    load_positions,
+    norm_head,
+    rotate_head,
+    split_halves,
+)
 
-CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # tokens of a consumer
-WARPS = gl.constexpr(4)  # of a consumer
-COLUMNS = gl.constexpr(256)  # weight rows of a tile
-BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a row of the swizzled layout
-PIECE = gl.constexpr(64)  # columns of a store
-GROUP = gl.constexpr(16)  # blocks of tokens whose tiles follow each other
+NUM_CONSUMERS = gl.constexpr(2)
+CONSUMER_WARPS = gl.constexpr(4)
+CONSUMER_M = gl.constexpr(64)  # tokens of a consumer
+BLOCK_M = gl.constexpr(NUM_CONSUMERS.value * CONSUMER_M.value)
+BLOCK_N = gl.constexpr(256)
+BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a line of the swizzled layout
+STORE_N = gl.constexpr(64)  # columns of a TMA store
+SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
 LOG2_E = gl.constexpr(1.4426950408889634)
-# from so many tokens on it was faster than cuBLAS and what follows, on an H200
-FEWEST = 1024
-FEWEST_FOR_HEADS = 2048
+# Below, cuBLAS and a separate epilogue are faster (H200, docs/experiments.md)
+MIN_TOKENS = 1024
+MIN_TOKENS_QKV = 2048
 
 
 @gluon.jit
-def place(tile, num_blocks, num_columns):
-    """(block of tokens, block of weight rows) of a tile: what runs at a time reads few of both, which L2 keeps."""
-    first = tile // (GROUP * num_columns) * GROUP
-    size = gl.minimum(num_blocks - first, GROUP)
-    local = tile - first * num_columns
-    return first + local % size, local // size
+def tile_coords(tile, num_tiles_m, num_tiles_n):
+    """(tile_m, tile_n) in an order in which concurrent programs share operands in L2."""
+    first_m = tile // (SWIZZLE * num_tiles_n) * SWIZZLE
+    size_m = gl.minimum(num_tiles_m - first_m, SWIZZLE)
+    local = tile - first_m * num_tiles_n
+    return first_m + local % size_m, local // size_m
 
 
 @gluon.jit
-def produce(rings, x_desc, weight_desc, shape, row_stride, half_stride, STAGES: gl.constexpr):
-    xs, weights, full, free = rings
-    num_tokens, num_columns, num_steps = shape
-    num_blocks = (num_tokens + CONSUMERS * ROWS - 1) // (CONSUMERS * ROWS)
-    HALF: gl.constexpr = COLUMNS // 2
-    n = 0  # steps so far
-    for tile in range(gl.program_id(0), num_blocks * num_columns, gl.num_programs(0)):
-        block, column = place(tile, num_blocks, num_columns)
-        row = column * row_stride
+def produce(pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES: gl.constexpr):
+    x_smem, weight_smem, full, empty = pipeline
+    num_tokens, num_tiles_n, num_steps = shape
+    num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    HALF: gl.constexpr = BLOCK_N // 2
+    n = 0  # steps over all tiles
+    for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
+        feature = tile_n * tile_stride
         for step in range(num_steps):
-            slot = n % STAGES
+            stage = n % STAGES
             c = step * BLOCK_C
-            mbarrier.wait(free.index(slot), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), (CONSUMERS * ROWS + COLUMNS) * BLOCK_C * 2)
-            for i in gl.static_range(CONSUMERS):
-                x = xs.index(slot * CONSUMERS + i)
-                tma_load(x_desc, [(block * CONSUMERS + i) * ROWS, c], full.index(slot), x)
-            weight = weights.index(slot)
-            tma_load(weight_desc, [row, c], full.index(slot), weight.slice(0, HALF))
-            tma_load(weight_desc, [row + half_stride, c], full.index(slot), weight.slice(HALF, HALF))
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_C * 2)
+            for i in gl.static_range(NUM_CONSUMERS):
+                x = x_smem.index(stage * NUM_CONSUMERS + i)
+                tma_load(x_desc, [(tile_m * NUM_CONSUMERS + i) * CONSUMER_M, c], full.index(stage), x)
+            weight = weight_smem.index(stage)
+            tma_load(weight_desc, [feature, c], full.index(stage), weight.slice(0, HALF))
+            tma_load(weight_desc, [feature + half_stride, c], full.index(stage), weight.slice(HALF, HALF))
             n += 1
 
 
 @gluon.jit
-def inverse(x):
-    """1 / x by the hardware's approximation, which is off by one unit in the last place at most; 0 from 2**126 on."""
+def fast_reciprocal(x):
+    """1 / x in one instruction; error at most 1 ulp, 0 from 2**126 on."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def stage(staging, left, right, WHO: gl.constexpr):
-    """Both [ROWS, PIECE] to a consumer's part of `staging`, once the stores before have read it."""
+def stage_output(staging, left, right, CONSUMER: gl.constexpr):
+    """Two [CONSUMER_M, STORE_N] from registers to the consumer's staging buffers, after their previous TMA stores."""
     tma_store_wait(0)
     thread_barrier()
-    staging.index(2 * WHO).store(left.to(staging.dtype))
-    staging.index(2 * WHO + 1).store(right.to(staging.dtype))
+    staging.index(2 * CONSUMER).store(left.to(staging.dtype))
+    staging.index(2 * CONSUMER + 1).store(right.to(staging.dtype))
     fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
-def store(y_desc, staging, row, column, WHO: gl.constexpr):
-    """What is staged, to row, column and right of it; returns before it is done."""
-    tma_store(y_desc, [row, column], staging.index(2 * WHO))
-    tma_store(y_desc, [row, column + PIECE], staging.index(2 * WHO + 1))
+def store_output(y_desc, staging, token, column, CONSUMER: gl.constexpr):
+    """Asynchronous TMA store of the consumer's staging buffers to y[token:, column:]."""
+    tma_store(y_desc, [token, column], staging.index(2 * CONSUMER))
+    tma_store(y_desc, [token, column + STORE_N], staging.index(2 * CONSUMER + 1))
 
 
 @gluon.jit
-def finish_heads(
-    acc, cos, sin, heads, q_desc, staging, row, column, num_tokens,
-    WHO: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
+def qkv_epilogue(
+    acc, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
+    CONSUMER: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """From a product with two heads' weights, be they of q, k or v, to what attention reads."""
-    q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = heads
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
-    d = gl.arange(0, PIECE, layout=gl.SliceLayout(0, copies))
-    cache_slot = gl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(gl.int64)
-    both = halves(acc)
+    """norm_rope_store of an accumulator of two heads, of q, k or v each."""
+    q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
+    d = gl.arange(0, STORE_N, layout=gl.SliceLayout(0, store_layout))
+    slot = gl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(gl.int64)
+    heads = split_halves(acc)
     for i in gl.static_range(2):
-        head = 2 * column + i
-        x_1, x_2 = halves(both[i])
+        head = 2 * tile_n + i
+        x_1, x_2 = split_halves(heads[i])
         if head < NUM_HEADS + NUM_KV_HEADS:
             if HAS_NORM:
                 weight_ptr = q_weight_ptr
                 if head >= NUM_HEADS:
                     weight_ptr = k_weight_ptr
-                x_1, x_2 = norm(x_1, x_2, norm_weights(weight_ptr, WARPS), eps, staging.dtype)
-            x_1, x_2 = rotate(x_1, x_2, cos, sin)
-        stage(staging, x_1, x_2, WHO)
+                x_1, x_2 = norm_head(x_1, x_2, load_norm_weight(weight_ptr, CONSUMER_WARPS), eps, staging.dtype)
+            x_1, x_2 = rotate_head(x_1, x_2, cos, sin)
+        stage_output(staging, x_1, x_2, CONSUMER)
         if head < NUM_HEADS:
-            store(q_desc, staging, row, head * HEAD_SIZE, WHO)
+            store_output(q_desc, staging, first_token, head * HEAD_SIZE, CONSUMER)
         else:
             cache_ptr = k_cache_ptr
             kv_head = head - NUM_HEADS
             if kv_head >= NUM_KV_HEADS:
                 cache_ptr = v_cache_ptr
                 kv_head -= NUM_KV_HEADS
-            ptrs = cache_ptr + ((cache_slot * NUM_KV_HEADS + kv_head) * HEAD_SIZE)[:, None] + d[None, :]
-            is_stored = (cache_slot >= 0)[:, None] & (d < PIECE)[None, :]
-            gl.store(ptrs, staging.index(2 * WHO).load(copies), mask=is_stored)
-            gl.store(ptrs + PIECE, staging.index(2 * WHO + 1).load(copies), mask=is_stored)
+            ptrs = cache_ptr + ((slot * NUM_KV_HEADS + kv_head) * HEAD_SIZE)[:, None] + d[None, :]
+            is_stored = (slot >= 0)[:, None] & (d < STORE_N)[None, :]
+            gl.store(ptrs, staging.index(2 * CONSUMER).load(store_layout), mask=is_stored)
+            gl.store(ptrs + STORE_N, staging.index(2 * CONSUMER + 1).load(store_layout), mask=is_stored)
 
 
 @gluon.jit
 def consume(
-    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
-    WHO: gl.constexpr, SILU_MUL: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
+    CONSUMER: gl.constexpr, SILU_MUL: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    xs, weights, full, free = rings
-    num_tokens, num_columns, num_steps = shape
-    num_blocks = (num_tokens + CONSUMERS * ROWS - 1) // (CONSUMERS * ROWS)
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    n = 0  # steps so far
-    for tile in range(gl.program_id(0), num_blocks * num_columns, gl.num_programs(0)):
-        block, column = place(tile, num_blocks, num_columns)
-        row = (block * CONSUMERS + WHO) * ROWS
+    x_smem, weight_smem, full, empty = pipeline
+    num_tokens, num_tiles_n, num_steps = shape
+    num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    n = 0  # steps over all tiles
+    for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
+        first_token = (tile_m * NUM_CONSUMERS + CONSUMER) * CONSUMER_M
         if NUM_HEADS > 0:
-            is_rotated = 2 * column < NUM_HEADS + NUM_KV_HEADS
-            position = look_up(positions_ptr, row, num_tokens, is_rotated, ROWS, WARPS)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=sums)
+            has_rope = 2 * tile_n < NUM_HEADS + NUM_KV_HEADS
+            position = load_positions(positions_ptr, first_token, num_tokens, has_rope, CONSUMER_M, CONSUMER_WARPS)
+        acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
         for step in range(num_steps):
-            slot = n % STAGES
-            mbarrier.wait(full.index(slot), (n // STAGES) & 1)
-            x = xs.index(slot * CONSUMERS + WHO)
-            acc = warpgroup_mma(x, weights.index(slot).permute((1, 0)), acc, is_async=True)
-            # The product before is done, this one goes on.
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+            x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
+            acc = warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            # One MMA stays in flight; the stage of the previous one is empty.
             acc = warpgroup_mma_wait(1, [acc])
             thread_barrier()
-            mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), pred=step > 0)
+            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
             n += 1
         if NUM_HEADS > 0:
-            cos, sin = angles(cos_sin_ptr, position)  # while the last product goes on
+            cos, sin = load_cos_sin(cos_sin_ptr, position)  # overlaps the last MMA
         acc = warpgroup_mma_wait(0, [acc])
         thread_barrier()
-        mbarrier.arrive(free.index((n + STAGES - 1) % STAGES))
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
 
-        # The branch also keeps the assembler from moving the arithmetic before the arrival.
-        if row < num_tokens:
+        # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
+        if first_token < num_tokens:
             if NUM_HEADS > 0:
-                finish_heads(
-                    acc, cos, sin, heads, y_desc, staging, row, column, num_tokens,
-                    WHO, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
+                qkv_epilogue(
+                    acc, cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
+                    CONSUMER, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
                 )  # fmt: skip
             else:
-                left, right = halves(acc)
+                left, right = split_halves(acc)
                 if SILU_MUL:
-                    first, second = halves(left * inverse(1.0 + gl.exp2(left * -LOG2_E)) * right)
-                    stage(staging, first, second, WHO)
-                    store(y_desc, staging, row, column * (COLUMNS // 2), WHO)
+                    y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(left * -LOG2_E)) * right)
+                    stage_output(staging, y_1, y_2, CONSUMER)
+                    store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
                 else:
-                    first, second = halves(left)
-                    stage(staging, first, second, WHO)
-                    store(y_desc, staging, row, column * COLUMNS, WHO)
-                    first, second = halves(right)
-                    stage(staging, first, second, WHO)
-                    store(y_desc, staging, row, column * COLUMNS + COLUMNS // 2, WHO)
+                    y_1, y_2 = split_halves(left)
+                    stage_output(staging, y_1, y_2, CONSUMER)
+                    store_output(y_desc, staging, first_token, tile_n * BLOCK_N, CONSUMER)
+                    y_1, y_2 = split_halves(right)
+                    stage_output(staging, y_1, y_2, CONSUMER)
+                    store_output(y_desc, staging, first_token, tile_n * BLOCK_N + BLOCK_N // 2, CONSUMER)
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_columns", "num_steps"])
-def product_kernel(
-    x_desc,  # [M, C], in blocks of [ROWS, BLOCK_C]
-    weight_desc,  # [N, C], [COLUMNS / 2, BLOCK_C]
-    y_desc,  # [M, I], [ROWS, PIECE]; written here
+@gluon.jit(do_not_specialize=["num_tokens", "num_tiles_n", "num_steps"])
+def prefill_gemm_kernel(
+    x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C]
+    weight_desc,  # [N, C], [BLOCK_N / 2, BLOCK_C]
+    y_desc,  # [M, I], [CONSUMER_M, STORE_N]; written here
     num_tokens,
-    num_columns,  # blocks of COLUMNS weight rows
+    num_tiles_n,
     num_steps,
-    row_stride,  # from a block of weight rows to the next
-    half_stride,  # from the first half of a block to the second
+    tile_stride,  # output features from one tile to the next
+    half_stride,  # and from the first half of a tile to the second
     q_weight_ptr,  # [D], only with HAS_NORM
     k_weight_ptr,  # [D], only with HAS_NORM
     eps,
-    cos_sin_ptr,  # fp32 [max_position, D]; this and the rest only with NUM_HEADS
+    cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with NUM_HEADS
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr,  # [slots, K, D], written here
     v_cache_ptr,
     SILU_MUL: gl.constexpr,
-    NUM_HEADS: gl.constexpr,  # 0: y is the product
+    NUM_HEADS: gl.constexpr,  # 0: no QKV epilogue
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """See above."""
     if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_desc.dtype
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    xs = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_C], shared)
-    weights = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, BLOCK_C], shared)
-    staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, ROWS, PIECE], shared)
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES * NUM_CONSUMERS, CONSUMER_M, BLOCK_C], smem_layout)
+    weight_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_C], smem_layout)
+    staging = gl.allocate_shared_memory(dtype, [2 * NUM_CONSUMERS, CONSUMER_M, STORE_N], smem_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=CONSUMERS)
+        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
     fence_async_shared()
     if USE_PDL:
         gdc_wait()
 
-    rings = (xs, weights, full, free)
-    shape = (num_tokens, num_columns, num_steps)
-    heads = (q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr)
+    pipeline = (x_smem, weight_smem, full, empty)
+    shape = (num_tokens, num_tiles_n, num_steps)
+    epilogue = (q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (
-                consume,
-                (
-                    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
-                    ZERO, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
-                ),
-            ),
-            (
-                consume,
-                (
-                    rings, staging, y_desc, shape, cos_sin_ptr, positions_ptr, heads,
-                    ONE, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
-                ),
-            ),
-            (produce, (rings, x_desc, weight_desc, shape, row_stride, half_stride, STAGES)),
+            (consume, (
+                pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
+                ZERO, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
+            )),
+            (consume, (
+                pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
+                ONE, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
+            )),
+            (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
         [4, 1],
         [232, 40],
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------- launching
-
-
-def takes(x, weight):
-    """Whether `prefill_gemm` can, and whether there are tokens enough for it to be worth it."""
-    num_rows, num_channels = weight.shape
+def supports(x, weight):
+    """Whether `prefill_gemm` runs with these, and with enough tokens to be worth it."""
+    num_features, num_channels = weight.shape
     return (
         is_sm90(x.device)
         and x.element_size() == 2
         and x.dtype == weight.dtype
-        and x.shape[0] >= FEWEST
-        and num_channels % BLOCK_C.value == num_rows % COLUMNS.value == 0
+        and len(x) >= MIN_TOKENS
+        and num_channels % BLOCK_C.value == num_features % BLOCK_N.value == 0
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and weight.is_contiguous()
     )
 
 
-def takes_heads(x, weight, k_cache):
-    """Whether `prefill_qkv_gemm` can, and whether it is worth it."""
-    has_pages = k_cache is not None and k_cache.numel() > 0
-    return (
-        x.shape[0] >= FEWEST_FOR_HEADS
-        and takes(x, weight)
-        and has_pages
-        and k_cache.dtype == x.dtype
-        and k_cache.shape[-1] == HEAD_SIZE.value
-    )
+def supports_qkv(x, weight, k_cache):
+    """Whether `prefill_qkv_gemm` runs with these, and with enough tokens to be worth it."""
+    return len(x) >= MIN_TOKENS_QKV and supports(x, weight) and has_supported_cache(x, k_cache)
 
 
-def blocks(x, rows, columns):
-    """A descriptor of x, of which blocks of rows by columns are copied."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+def prefill_gemm(x, weight, silu_mul=False):
+    """[silu_and_mul] (x W^T), [M, I], where `supports`; weight [N, C], intermediate results in fp32.
 
-
-def _launch_prefill_gemm(x, weight, y, *heads, silu_mul=False, num_heads=0, num_kv_heads=0):
-    num_tokens, num_channels = x.shape
-    num_rows, columns = weight.shape[0], COLUMNS.value
-    assert y.is_contiguous() and y.shape[0] == num_tokens
-    num_tiles = triton.cdiv(num_tokens, CONSUMERS.value * ROWS.value) * (num_rows // columns)
-    launch(
-        product_kernel,
-        (min(num_sms(x.device), num_tiles),),
-        blocks(x, ROWS.value, BLOCK_C.value),
-        blocks(weight, columns // 2, BLOCK_C.value),
-        blocks(y, ROWS.value, PIECE.value),
-        num_tokens,
-        num_rows // columns,
-        num_channels // BLOCK_C.value,
-        columns // 2 if silu_mul else columns,
-        num_rows // 2 if silu_mul else columns // 2,
-        *(heads or [None] * 8),
-        SILU_MUL=silu_mul,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HAS_NORM=bool(heads) and heads[0] is not None,
-        STAGES=4,
-        num_warps=4,
-        **launch_options(x.device),
-    )
-    return y
-
-
-def prefill_gemm(x, weight, y, silu_mul=False):
-    """y = [silu_and_mul] (x W^T), written to y [M, I]; for what `takes` says it takes.
-
-    weight [N, C] and y are of x's dtype; what lies between is kept in fp32. Without silu_mul it is as fast as cuBLAS,
-    which is used instead, and is there to be compared with it.
+    Without silu_mul it is no faster than cuBLAS and serves only for comparison.
     """
-    assert y.shape[1] == weight.shape[0] // (2 if silu_mul else 1)
+    num_outputs = len(weight) // 2 if silu_mul else len(weight)
+    y = torch.empty((len(x), num_outputs), dtype=x.dtype, device=x.device)
     return _launch_prefill_gemm(x, weight, y, silu_mul=silu_mul)
 
 
-def prefill_qkv_gemm(
-    x, weight, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
-):
-    """reference.norm_rope_store of x W^T, for what `takes_heads` says it takes; returns q alone, [M, H * D].
+def prefill_qkv_gemm(x, weight, epilogue):
+    """reference.norm_rope_store of x W^T, the product unrounded, where `supports_qkv`; returns q [M, H, D].
 
-    weight [(H + 2K) * D, C]. Keys and values go to the caches only, and nowhere where the slot is -1. The product is
-    not rounded before the norm and the rotation.
+    weight [(H + 2K) * D, C].
     """
-    assert weight.shape[0] == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value
-    assert (q_weight is None) == (k_weight is None)
-    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
-    q = x.new_empty((x.shape[0], num_heads * HEAD_SIZE.value))
-    heads = (q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return _launch_prefill_gemm(x, weight, q, *heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
+    args = kernel_args(x, weight, epilogue)
+    q = torch.empty((len(x), num_heads * HEAD_SIZE.value), dtype=x.dtype, device=x.device)
+    _launch_prefill_gemm(x, weight, q, args, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return q.unflatten(1, (num_heads, HEAD_SIZE.value))
+
+
+def _launch_prefill_gemm(x, weight, y, epilogue=(None,) * 8, silu_mul=False, num_heads=0, num_kv_heads=0):
+    (num_tokens, num_channels), num_features = x.shape, len(weight)
+    block_n, half_n, num_tiles_n = BLOCK_N.value, BLOCK_N.value // 2, num_features // BLOCK_N.value
+    launch(
+        prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
+        _descriptor(x, CONSUMER_M.value, BLOCK_C.value), _descriptor(weight, half_n, BLOCK_C.value),
+        _descriptor(y, CONSUMER_M.value, STORE_N.value),
+        num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
+        half_n if silu_mul else block_n, num_features // 2 if silu_mul else half_n, *epilogue,
+        SILU_MUL=silu_mul, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue[0] is not None,
+        STAGES=4, num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def _descriptor(x, *block):
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), gl.NVMMASharedLayout(128, 16, 2))

@@ -1,11 +1,10 @@
-"""Gluon: per-head RMSNorm and rotary embedding of heads of 128 that lie in the accumulators of tensor cores.
+"""Gluon: norm_rope_store as a GEMM epilogue, on heads of 128 in the accumulators of tensor cores (NVIDIA Hopper).
 
-Owns what the ends of `prefill_gemm_sm90.prefill_qkv_gemm` and `decode_gemm_sm90.decode_qkv_gemm` share. Their plain twin is
-reference.norm_rope_store; results are rounded as its are, but for the product itself, which stays in fp32.
+Owns the steps that `decode_qkv_gemm` and `prefill_qkv_gemm` share. The twin is reference.norm_rope_store; the rounding
+is the same but for the product itself, which stays in fp32.
 
-A head is given as its two halves [tokens, 64], in the layout of accumulators of 64 columns: where a thread holds d of a
-head, it holds d + 64 too, which the rotation pairs with it. So nothing moves between threads, save for the sum of a
-head's squares.
+A head is a pair of halves [tokens, 64]. In this accumulator layout the thread that holds channel d of a head also holds
+d + 64, its partner in the rotation. So only the head's sum of squares crosses threads.
 """
 
 from triton.experimental import gluon
@@ -14,9 +13,24 @@ from triton.experimental.gluon import language as gl
 HEAD_SIZE = gl.constexpr(128)
 
 
+def has_supported_cache(x, k_cache):
+    """Whether there is a KV cache, of x's dtype and with heads of HEAD_SIZE."""
+    has_cache = k_cache is not None and k_cache.numel() > 0
+    return has_cache and k_cache.shape[-1] == HEAD_SIZE.value and k_cache.dtype == x.dtype
+
+
+def kernel_args(x, weight, epilogue):
+    """The kernel arguments of a QKVEpilogue, checked; weight [(H + 2K) * HEAD_SIZE, C]."""
+    q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads = epilogue
+    assert len(weight) == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value and (q_weight is None) == (k_weight is None)
+    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
+    return q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache
+
+
 @gluon.jit
-def halves(x):
-    """The left and the right half of accumulators x, whose columns a thread holds in both alike: nothing is moved."""
+def split_halves(x):
+    """The left and right half of accumulators x. A thread holds the same columns of both: no data movement."""
     rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], x.type.layout.warps_per_cta, [16, width, 16])
@@ -25,16 +39,23 @@ def halves(x):
 
 
 @gluon.jit
-def look_up(positions_ptr, first, num_tokens, is_rotated, TOKENS: gl.constexpr, WARPS: gl.constexpr):
-    """The positions of tokens first, first + 1, ... as heads' halves have them, [TOKENS]; -1 where none is needed."""
-    pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
-    token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, pairs))
-    return gl.load(positions_ptr + token, mask=(token < num_tokens) & is_rotated, other=-1)
+def join_halves(left, right):
+    rows: gl.constexpr = left.shape[0]
+    width: gl.constexpr = left.shape[1]
+    return gl.join(left, right).permute((0, 2, 1)).reshape([rows, 2 * width])
 
 
 @gluon.jit
-def angles(cos_sin_ptr, position):
-    """(cos, sin), [tokens, HEAD_SIZE / 2]; undefined where there is no position."""
+def load_positions(positions_ptr, first_token, num_tokens, has_rope, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Positions [TOKENS] in the layout of a head's halves; -1 past the last token, and everywhere without has_rope."""
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
+    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, half_layout))
+    return gl.load(positions_ptr + token, mask=(token < num_tokens) & has_rope, other=-1)
+
+
+@gluon.jit
+def load_cos_sin(cos_sin_ptr, position):
+    """(cos, sin), [tokens, HEAD_SIZE / 2]; undefined where the position is -1."""
     HALF: gl.constexpr = HEAD_SIZE // 2
     d = gl.arange(0, HALF, layout=gl.SliceLayout(0, position.type.layout.parent))
     ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_SIZE)[:, None] + d[None, :]
@@ -43,18 +64,18 @@ def angles(cos_sin_ptr, position):
 
 
 @gluon.jit
-def norm_weights(weight_ptr, WARPS: gl.constexpr):
-    """Both halves of a norm's weight, as heads' halves have them, [HEAD_SIZE / 2] each."""
-    pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
-    d = gl.arange(0, HEAD_SIZE // 2, layout=gl.SliceLayout(0, pairs))
+def load_norm_weight(weight_ptr, WARPS: gl.constexpr):
+    """Both halves of a norm weight, [HEAD_SIZE / 2] each."""
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
+    d = gl.arange(0, HEAD_SIZE // 2, layout=gl.SliceLayout(0, half_layout))
     return gl.load(weight_ptr + d), gl.load(weight_ptr + HEAD_SIZE // 2 + d)
 
 
 @gluon.jit
-def norm(x_1, x_2, weights, eps, dtype: gl.constexpr):
-    """The RMSNorm of heads, given and returned as their halves; rounded as the plain twin's."""
-    weight_1 = weights[0].to(gl.float32)[None, :]
-    weight_2 = weights[1].to(gl.float32)[None, :]
+def norm_head(x_1, x_2, norm_weight, eps, dtype: gl.constexpr):
+    """RMSNorm of a head's halves, rounded to dtype after each step, as in the twin."""
+    weight_1 = norm_weight[0].to(gl.float32)[None, :]
+    weight_2 = norm_weight[1].to(gl.float32)[None, :]
     rstd = gl.rsqrt(gl.sum(x_1 * x_1 + x_2 * x_2, 1) / HEAD_SIZE + eps)[:, None]
     x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
     x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
@@ -62,5 +83,5 @@ def norm(x_1, x_2, weights, eps, dtype: gl.constexpr):
 
 
 @gluon.jit
-def rotate(x_1, x_2, cos, sin):
+def rotate_head(x_1, x_2, cos, sin):
     return x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin

@@ -1,7 +1,4 @@
-"""Triton: SiLU of the gate times up.
-
-Owns `silu_and_mul`. Knows nothing of layers; reference.py has the plain twin.
-"""
+"""Triton: silu(gate) * up of packed [gate, up], where it is not the epilogue of a GEMM. The twin is in reference.py."""
 
 import torch
 import triton
@@ -12,7 +9,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def silu_and_mul_kernel(
-    x_ptr,  # [T, 2I], rows strided, written by the gate-up projection
+    x_ptr,  # [T, 2I], tokens strided, written by the gate-up projection
     y_ptr,  # [T, I] contiguous, written here
     x_stride,
     intermediate_size,
@@ -40,14 +37,8 @@ def silu_and_mul(x):
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(intermediate_size))
         launch(
-            silu_and_mul_kernel,
-            (num_tokens, triton.cdiv(intermediate_size, block)),
-            x,
-            y,
-            x.stride(0),
-            intermediate_size,
-            BLOCK=block,
-            num_warps=max(1, block // 256),
-            **launch_options(x.device),
-        )
+            silu_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)),
+            x, y, x.stride(0), intermediate_size,
+            BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
+        )  # fmt: skip
     return y

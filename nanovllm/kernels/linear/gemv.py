@@ -1,0 +1,149 @@
+"""Triton: GEMV, the linear layer of a single token, fused with the norm before and the activation or residual after.
+
+Owns `gemv` and its tile sizes. Knows nothing of other numbers of tokens; the twin is reference.fused_linear.
+
+Bound by reading the weight. A program loads its first part before griddepcontrol.wait (launch.py on PDL), so only x
+from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer registers a
+thread needs, the more programs of the next kernel are resident early, with their loads in flight.
+
+N output features of the weight, C input channels; I outputs: N, or N / 2 with silu_mul.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+
+
+class GemvConfig(NamedTuple):
+    """How a GEMV is cut into programs. Changes nothing but the order of summation."""
+
+    block_n: int  # output features of a program
+    block_c: int  # channels of a loop step
+    num_warps: int
+    max_registers: int | None = None  # of a thread
+
+
+def gemv_config(num_features, num_channels, itemsize):
+    """Coordinate descent in a chain of layers, bf16, H200 (docs/experiments.md, "Products at batch 1")."""
+    num_bytes = num_features * num_channels * itemsize
+    block_c = max(8, triton.next_power_of_2(num_channels))
+    if num_features >= 12 * num_channels:  # an LM head
+        if num_channels <= 1024:
+            return GemvConfig(4, block_c, 1)
+        return GemvConfig(2, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
+    if num_channels <= 1024:
+        return GemvConfig(2, block_c, 1) if num_features > 4096 else GemvConfig(4, block_c, 4)
+    if num_bytes < 40e6:
+        return GemvConfig(2, 2048 if num_channels % 2048 == 0 else min(block_c, 4096), 4)
+    if num_features < num_channels:
+        return GemvConfig(2, 2048, 2)
+    return GemvConfig(4, 512, 1) if num_bytes < 100e6 else GemvConfig(2, 1024, 1, 96)
+
+
+@triton.jit
+def output_features(tile, num_outputs, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Output features i64[BLOCK_N] of a tile, and whether they exist. SILU_MUL: half gate, then as many of up."""
+    local = tl.arange(0, BLOCK_N)
+    if SILU_MUL:
+        output = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
+        feature = output + (local // (BLOCK_N // 2)) * num_outputs
+    else:
+        output = tile * BLOCK_N + local
+        feature = output
+    return feature.to(tl.int64), output < num_outputs
+
+
+@triton.jit
+def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
+    if HAS_NORM:
+        return tl.load(norm_weight_ptr + c, mask=c < num_channels, other=0.0).to(tl.float32)
+    else:
+        return 1.0
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr,  # [1, C], written by the kernel before
+    weight_ptr,  # [N, C] contiguous
+    bias_ptr,  # [N], only with HAS_BIAS
+    norm_weight_ptr,  # [C], only with HAS_NORM
+    residual_ptr,  # [1, I], only with HAS_RESIDUAL
+    y_ptr,  # [1, I], written here
+    num_outputs,
+    eps,
+    NUM_CHANNELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: BLOCK_N output features, all channels.
+
+    A thread loads VECTOR channels at once and sums them itself: one accumulator per vector and feature saves registers.
+    """
+    pdl_launch_dependents(USE_PDL)
+    tile = tl.program_id(0)
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
+    VECTOR: tl.constexpr = 8
+    features, exists = output_features(tile, num_outputs, SILU_MUL, BLOCK_N)
+    c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
+    weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
+    weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+    norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+
+    pdl_wait(USE_PDL)
+    residual = tl.zeros((BLOCK_I,), tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_C // VECTOR), tl.float32)
+    squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
+    for step in tl.static_range(STEPS):
+        x = tl.load(x_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += tl.sum(x * x, axis=1)
+            x *= norm_weight
+        step_weight = weight
+        c += BLOCK_C
+        if step + 1 < STEPS:
+            weight_ptrs += BLOCK_C
+            weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+            norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+        acc += tl.sum(x[None, :, :] * step_weight.to(tl.float32), axis=2)
+    y = tl.sum(acc, axis=1)
+    if HAS_NORM:
+        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
+    if SILU_MUL:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+
+
+def gemv(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, config=None):
+    """reference.fused_linear of one token, x [1, C], with a plain tensor as weight [N, C]."""
+    num_features, num_channels = weight.shape
+    assert x.shape == (1, num_channels) and x.stride(1) == 1 and weight.is_contiguous()
+    config = config or gemv_config(num_features, num_channels, weight.element_size())
+    num_outputs = num_features // 2 if silu_mul else num_features
+    y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    options = launch_options(x.device)
+    if config.max_registers is not None and torch.version.hip is None:
+        options = options | {"maxnreg": config.max_registers}
+    launch(
+        gemv_kernel, (triton.cdiv(num_features, config.block_n),),
+        x, weight, bias, norm_weight, residual, y, num_outputs, eps,
+        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
+        BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **options,
+    )  # fmt: skip
+    return y

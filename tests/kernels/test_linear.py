@@ -1,0 +1,473 @@
+"""The linear-layer kernels against their twins, and the twins against other formulas.
+
+Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a kernel allocates is poisoned first, so
+that an element it forgets to write cannot pass.
+"""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels.launch import is_sm90  # noqa: E402
+from nanovllm.kernels.linear import dispatch, norm, norm_rope_store, reference, silu_and_mul  # noqa: E402
+from nanovllm.kernels.linear.gemv import GemvConfig, gemv  # noqa: E402
+from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, Weight  # noqa: E402
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """torch.empty hands out NaN (and an absurd integer) from here on."""
+    torch.manual_seed(0)
+    empty = torch.empty
+
+    def poisoned_empty(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -123456)
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def rand(*shape, dtype=torch.float32):
+    return torch.rand(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(actual, expected, scale=1.0):
+    tolerance = TOLERANCE[expected.dtype] * scale
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def make_cos_sin(max_position, head_dim):
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
+    angles = torch.arange(max_position, device=DEVICE).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def sm90_module(name):
+    """A module of Gluon kernels; skips the test without a Hopper GPU or with an untested version of Triton."""
+    module = pytest.importorskip(f"nanovllm.kernels.linear.{name}", exc_type=ImportError)
+    if not is_sm90(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    return module
+
+
+# Twins against formulas written elsewhere.
+
+
+def test_rms_norm_twin_agrees_with_hugging_face():
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    for dtype in DTYPES:
+        layer = qwen3.Qwen3RMSNorm(96, eps=EPS).to(DEVICE, dtype)
+        layer.weight.data.uniform_(0.5, 1.5)
+        x = randn(7, 96, dtype=dtype)
+        assert torch.equal(reference.rms_norm(x, layer.weight.data, EPS), layer(x).detach())
+
+
+def test_rotary_twin_agrees_with_hugging_face():
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    num_tokens, num_heads, num_kv_heads, head_dim = 9, 4, 2, 32
+    qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    q_weight, k_weight = rand(2, head_dim)
+    positions = torch.randint(0, 1000, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    cos_sin = make_cos_sin(1000, head_dim)
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=DEVICE)
+    k_cache, v_cache = torch.zeros(2, 1, 16, num_kv_heads, head_dim, device=DEVICE)
+    q = reference.norm_rope_store(
+        qkv, q_weight, k_weight, EPS, cos_sin, positions, slots, k_cache, v_cache, num_heads, num_kv_heads
+    )
+
+    cos, sin = cos_sin[positions.long()].chunk(2, dim=-1)
+    heads = qkv.view(num_tokens, -1, head_dim).transpose(0, 1).unsqueeze(0)  # [1, heads, T, D]
+    raw_q, raw_k, raw_v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    expected_q, expected_k = qwen3.apply_rotary_pos_emb(
+        reference.rms_norm(raw_q, q_weight, EPS),
+        reference.rms_norm(raw_k, k_weight, EPS),
+        torch.cat((cos, cos), -1).unsqueeze(0),
+        torch.cat((sin, sin), -1).unsqueeze(0),
+    )
+    assert_close(q, expected_q[0].transpose(0, 1))
+    assert_close(k_cache[0, :num_tokens], expected_k[0].transpose(0, 1))
+    assert torch.equal(v_cache[0, :num_tokens], raw_v[0].transpose(0, 1))
+
+
+def test_silu_and_mul_twin_agrees_with_torch():
+    x = randn(5, 34, dtype=torch.bfloat16)
+    expected = torch.nn.functional.silu(x[:, :17]) * x[:, 17:]
+    assert torch.equal(reference.silu_and_mul(x), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_store_kvcache_twin_agrees_with_a_loop(num_tokens):
+    num_kv_heads, head_dim = 3, 24
+    packed = randn(num_tokens, 2 * num_kv_heads, head_dim)
+    k, v = packed[:, :num_kv_heads], packed[:, num_kv_heads:]
+    slots = torch.randperm(32, device=DEVICE)[:num_tokens].int()
+    slots[1::2] = -1
+    caches = torch.full((2, 2, 16, num_kv_heads, head_dim), 7.0, device=DEVICE)
+    expected = caches.clone().view(2, 32, num_kv_heads, head_dim)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, slot], expected[1, slot] = k[token], v[token]
+    reference.store_kvcache(k, v, *caches, slots)
+    assert torch.equal(caches.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("data_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_the_twins_honour_the_scale_of_a_weight(data_dtype, per_channel):
+    x, data = randn(3, 32), randn(24, 32).to(data_dtype)
+    scale = rand(24, 1) if per_channel else rand(())
+    scaled = Weight(data.float() * scale)
+    expected = x @ scaled.data.t()
+    assert_close(reference.fused_linear(x, Weight(data, scale)), expected)
+    one = torch.ones(24, device=DEVICE)
+    assert_close(reference.fused_linear(x, Weight(data, scale), bias=one, residual=expected), 2 * expected + one)
+    y = reference.fused_linear(x.bfloat16(), Weight(data, scale))
+    assert y.dtype == torch.bfloat16
+    assert_close(y, expected.bfloat16(), scale=4)
+    positions = torch.arange(3, device=DEVICE)
+    epilogue = QKVEpilogue(None, None, EPS, make_cos_sin(4, 8), positions, positions, None, None, 1, 1)
+    norm_weight = rand(32)
+    q = reference.qkv_linear(x, Weight(data, scale), None, norm_weight, EPS, epilogue)
+    assert_close(q, reference.qkv_linear(x, scaled, None, norm_weight, EPS, epilogue))
+
+
+# Kernels against the twins.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_rms_norm(num_tokens, num_channels, dtype):
+    x = randn(num_tokens, num_channels + 6, dtype=dtype)[:, 3 : 3 + num_channels]
+    before = x.clone()
+    weight = rand(num_channels, dtype=dtype)
+    assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_strided_heads(dtype):
+    x = randn(7, 10, 16, dtype=dtype)[:, 2:5]  # [T, H, D], neither T nor H contiguous
+    weight = rand(16, dtype=dtype)
+    assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split_k, num_tokens, num_channels", [(1, 1, 64), (4, 5, 100), (2, 3, 1030)])
+def test_rms_norm_reduces_split_k_partials_into_their_residual(split_k, num_tokens, num_channels, dtype):
+    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
+    padding, residual = packed[:, num_channels:].clone(), packed[:, :num_channels]
+    partials, weight = randn(split_k, num_tokens, num_channels), rand(num_channels, dtype=dtype)
+    expected = (residual.float() + partials.sum(0)).to(dtype)
+    x = SplitKPartials(residual, partials)
+    assert len(x) == num_tokens
+    y = norm.rms_norm(x, weight, EPS)
+    assert x.residual is residual
+    assert_close(residual, expected)
+    assert_close(y, reference.rms_norm(expected, weight, EPS))
+    assert torch.equal(packed[:, num_channels:], padding)
+    last = torch.tensor([num_tokens - 1], device=DEVICE)
+    assert torch.equal(x[last], residual[last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
+def test_silu_and_mul(num_tokens, size, dtype):
+    x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 4)[:, : 2 * size]
+    assert_close(silu_and_mul.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
+    num_blocks, block_size = num_tokens // 16 + 2, 16
+    width, kv_width = (num_heads + 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim
+    packed = randn(num_tokens, width + 8, dtype=dtype)
+    qkv, v_and_padding = packed[:, :width], packed[:, width - kv_width :].clone()
+    weights = [rand(head_dim, dtype=dtype) if with_norm else None for _ in range(2)]
+    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens].int()
+    slots[::3] = -1
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim) if with_cache else (0,)
+    caches = torch.full((4, *cache_shape), 7.0, device=DEVICE, dtype=dtype)
+    arguments = (*weights, EPS, make_cos_sin(500, head_dim), positions, slots)
+    expected = reference.norm_rope_store(qkv, *arguments, *caches[:2], num_heads, num_kv_heads)
+    actual = norm_rope_store.norm_rope_store(qkv, *arguments, *caches[2:], num_heads, num_kv_heads)
+    assert actual.shape == (num_tokens, num_heads, head_dim)
+    assert_close(actual, expected, scale=2)
+    assert_close(caches[2:], caches[:2], scale=2)
+    assert torch.equal(packed[:, width - kv_width :], v_and_padding)
+    if num_tokens > 0:
+        assert actual.data_ptr() == qkv.data_ptr()  # a view of qkv, written in place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_norm_rope_store(num_tokens, dtype):
+    check_norm_rope_store(num_tokens, 5, 2, 32, dtype)
+
+
+def test_norm_rope_store_in_larger_programs():
+    check_norm_rope_store(70, 3, 1, 16, torch.float32)
+
+
+@pytest.mark.parametrize("with_norm, with_cache", [(False, True), (True, False)])
+def test_norm_rope_store_without(with_norm, with_cache):
+    check_norm_rope_store(5, 4, 2, 16, torch.float32, with_norm, with_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 4097])
+def test_norm_rope_store_at_model_size(num_tokens):
+    check_norm_rope_store(num_tokens, 16, 8, 128, torch.bfloat16)
+
+
+# Matrix products.
+
+
+def check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul=False, norm=False, bias=False,
+                       residual=False, run=dispatch.fused_linear, padding=16, **more):  # fmt: skip
+    num_outputs = num_features // 2 if silu_mul else num_features
+    x = randn(num_tokens, num_channels + padding, dtype=dtype)[:, :num_channels]
+    weight = Weight((randn(num_features, num_channels) / num_channels**0.5).to(dtype))
+    options = dict(
+        bias=randn(num_features, dtype=dtype) if bias else None,
+        norm_weight=rand(num_channels, dtype=dtype) if norm else None,
+        eps=EPS,
+        residual=randn(num_tokens, num_outputs, dtype=dtype) if residual else None,
+        silu_mul=silu_mul,
+        **more,
+    )
+    expected = reference.fused_linear(x, weight, **options)
+    y = run(x, weight, **options)
+    if isinstance(y, SplitKPartials):
+        assert y.residual is options["residual"]
+        ones = torch.ones(num_outputs, dtype=dtype, device=DEVICE)
+        assert_close(reference.rms_norm(expected, ones, EPS), dispatch.rms_norm(y, ones, EPS), scale=4)
+        y = y.residual
+    assert y.shape == (num_tokens, num_outputs)
+    assert_close(y, expected, scale=4)
+    return y
+
+
+OPTIONS = [
+    dict(),
+    dict(norm=True, bias=True),
+    dict(norm=True, silu_mul=True),
+    dict(residual=True),
+    dict(norm=True, bias=True, silu_mul=True, residual=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", [(0, 24, 96), (1, 24, 96), (3, 40, 1100), (17, 96, 200), (257, 10, 64)])
+def test_fused_linear(shape, options):
+    check_fused_linear(*shape, torch.float32, **options)
+
+
+def test_fused_linear_in_16_bits():
+    check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, silu_mul=True)
+
+
+def test_the_kernels_refuse_the_scale_of_a_weight():
+    x, weight = randn(2, 32), Weight(randn(24, 32), rand(24, 1))
+    for num_tokens in (1, 2):
+        with pytest.raises(AssertionError, match=r"do not support Weight\.scale"):
+            dispatch.fused_linear(x[:num_tokens], weight)
+        with pytest.raises(AssertionError, match=r"do not support Weight\.scale"):
+            dispatch.qkv_linear(x[:num_tokens], weight, None, rand(32), EPS, None)
+
+
+def test_split_k_partials_are_input_and_residual_of_later_layers():
+    """As in a decoder layer: split-K partials, a layer that reads their norm, and one that adds to the residual."""
+    residual, partials = randn(3, 64), randn(2, 3, 64)
+    norm_weight, up, down = rand(64), Weight(randn(24, 64)), Weight(randn(64, 24))
+    total = residual + partials.sum(0)
+    expected_hidden = reference.fused_linear(total, up, norm_weight=norm_weight, eps=EPS)
+    expected = reference.fused_linear(expected_hidden, down, residual=total)
+    x = SplitKPartials(residual, partials)
+    hidden = dispatch.fused_linear(x, up, norm_weight=norm_weight, eps=EPS)
+    assert_close(hidden, expected_hidden, scale=4)
+    assert_close(dispatch.fused_linear(hidden, down, residual=x), expected, scale=40)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gemv_in_several_steps(options):
+    """More channels than a program takes in one step, and not a multiple of it."""
+
+    def run(x, weight, *args, **kwargs):
+        return gemv(x, weight.data, *args, **kwargs, config=GemvConfig(16, 128, 4))
+
+    check_fused_linear(1, 72, 300, torch.float32, run=run, **options)
+
+
+def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
+    """A mistake in them would otherwise pass for a Triton without them, and be slow in silence."""
+    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
+    was_tried = (3, 6) <= version <= (3, 9)
+    assert was_tried == (dispatch.decode_gemm_sm90 is not None) == (dispatch.prefill_gemm_sm90 is not None)
+    if was_tried:
+        importlib.import_module("nanovllm.kernels.attention.prefill_sm90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_features, num_channels", [(192, 512), (1000, 1024), (64, 192)])
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 33, 64, 100, 200])
+def test_decode_gemm(num_tokens, num_features, num_channels, dtype):
+    """Every tile, more stages than steps and fewer, several splits; features and tokens that fill no tile."""
+    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
+    block_c = 128 if num_channels % 128 == 0 else 64
+    splits = [1, 2, 4] if num_channels % (4 * block_c) == 0 else [1]
+    shape = (num_tokens, num_features, num_channels, dtype)
+    for block_m, block_n, num_warps in ((16, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 8), (128, 128, 8)):
+        for split_k in splits:
+            for stages in (2, 3):
+                config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
+
+                def run(x, weight, bias, residual, silu_mul, config=config, **_):
+                    return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, residual, silu_mul)
+
+                check_fused_linear(*shape, run=run, residual=True)
+                if split_k == 1:
+                    check_fused_linear(*shape, run=run)
+                    check_fused_linear(*shape, run=run, bias=True, residual=True)
+                    check_fused_linear(*shape, run=run, silu_mul=True)
+                    check_fused_linear(*shape, run=run, silu_mul=True, bias=True, residual=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("num_tokens, num_features, num_channels", [(1, 256, 64), (100, 512, 320), (5000, 1280, 1024)])
+def test_prefill_gemm(num_tokens, num_features, num_channels, silu_mul, dtype):
+    """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
+    prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
+
+    def run(x, weight, silu_mul, **_):
+        return prefill_gemm_sm90.prefill_gemm(x, weight.data, silu_mul)
+
+    check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul, run=run)
+
+
+def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype, with_qk_norm=True,
+                     bias=False, with_cache=True):  # fmt: skip
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    x = randn(num_tokens, num_channels, dtype=dtype)
+    norm_weight = rand(num_channels, dtype=dtype)
+    weight = Weight((randn(width, num_channels) / num_channels**0.5).to(dtype))
+    bias = randn(width, dtype=dtype) if bias else None
+    qk_weights = [rand(head_dim, dtype=dtype) if with_qk_norm else None for _ in range(2)]
+    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    num_blocks = num_tokens // 16 + 2
+    slots = torch.randperm(num_blocks * 16, device=DEVICE)[:num_tokens].int()
+    slots[::3] = -1
+    caches = torch.full((4, num_blocks, 16, num_kv_heads, head_dim), 7.0, device=DEVICE, dtype=dtype)
+    cos_sin = make_cos_sin(500, head_dim)
+    results = []
+    for twin, *kv_caches in ((reference, *caches[:2]), (dispatch, *caches[2:])):
+        epilogue = QKVEpilogue(
+            *qk_weights, EPS, cos_sin, positions, slots, *(kv_caches if with_cache else (None, None)),
+            num_heads, num_kv_heads,
+        )  # fmt: skip
+        results.append(twin.qkv_linear(x, weight, bias, norm_weight, EPS, epilogue))
+    assert results[1].shape == (num_tokens, num_heads, head_dim)
+    assert_close(results[1], results[0], scale=4)
+    assert_close(caches[2:], caches[:2], scale=4)
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_qkv_linear(num_tokens, with_cache):
+    check_qkv_linear(num_tokens, 3, 1, 16, 64, torch.float32, with_cache=with_cache)
+    check_qkv_linear(num_tokens, 3, 1, 16, 64, torch.float32, with_qk_norm=False, bias=True, with_cache=with_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (4, 1), (8, 3)])
+@pytest.mark.parametrize("num_tokens", [2, 60, 129, 256, 300, 2048, 2500])
+def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, dtype, monkeypatch):
+    unfused = []
+    store = dispatch.norm_rope_store
+    monkeypatch.setattr(dispatch, "norm_rope_store", lambda *args: unfused.append(args) or store(*args))
+    for num_channels in (1024, 2560):
+        shape = (num_tokens, num_heads, num_kv_heads, 128, num_channels, dtype)
+        check_qkv_linear(*shape)
+        if num_tokens >= 2048 and dispatch.prefill_gemm_sm90 is not None and is_sm90(torch.device("cuda")):
+            assert not unfused
+        check_qkv_linear(*shape, with_qk_norm=False)
+        check_qkv_linear(*shape, bias=True)
+        check_qkv_linear(*shape, with_cache=False)
+        assert unfused
+        unfused.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
+@pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
+def test_decode_qkv_gemm(num_tokens, has_norm, has_bias, dtype):
+    """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
+    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
+    H, K, D, num_channels = 6, 3, 128, 512
+    x = randn(num_tokens, num_channels, dtype=dtype)
+    weight = (randn((H + 2 * K) * D, num_channels) / num_channels**0.5).to(dtype)
+    bias = randn(len(weight), dtype=dtype) if has_bias else None
+    q_weight, k_weight = (randn(2, D) / 4 + 1).to(dtype) if has_norm else (None, None)
+    cos_sin = randn(512, D)
+    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
+    slots[::7] = -1
+
+    wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias, q_weight, k_weight)]
+    expected_caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE)
+    qkv = torch.nn.functional.linear(*wide[:3])
+    expected = reference.norm_rope_store(qkv, *wide[3:], EPS, cos_sin, positions, slots, *expected_caches, H, K)
+    for block_m, stages, num_warps in ((64, 4, 4), (64, 3, 4), (128, 2, 8)):
+        config = decode_gemm_sm90.DecodeGemmConfig(block_m, 128, 128, 1, stages, num_warps)
+        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
+        assert decode_gemm_sm90.supports_qkv(config, x, caches[0])
+        torch.cuda.synchronize()
+        epilogue = QKVEpilogue(q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
+        q = decode_gemm_sm90.decode_qkv_gemm(config, x, weight, bias, epilogue)
+        assert_close(q, expected.to(dtype), scale=4)
+        assert_close(caches, expected_caches.to(dtype), scale=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 31, 64, 100, 256])
+@pytest.mark.parametrize(
+    "num_features, num_channels, options",
+    [
+        (4096, 1024, dict(norm=True)),
+        (1024, 2048, dict(residual=True)),
+        (1024, 2048, dict(residual=True, allow_split_k=True)),
+        (6144, 1024, dict(norm=True, silu_mul=True)),
+        (1024, 3072, dict(residual=True, allow_split_k=True)),
+        (151936, 1024, dict(norm=True)),
+        (4096, 1024, dict(residual=True, padding=1)),
+        (4096, 12288, dict(residual=True)),
+        (4096, 12288, dict(residual=True, allow_split_k=True)),
+    ],
+)
+def test_fused_linear_at_model_size(num_tokens, num_features, num_channels, options):
+    """Also: the same result in every run."""
+    results = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        results.append(check_fused_linear(num_tokens, num_features, num_channels, torch.bfloat16, **options))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
