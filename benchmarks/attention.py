@@ -1,13 +1,12 @@
-"""Times the attention kernels on one GPU, beside flash-attn and what torch has, and checks that they agree.
+"""Times the attention kernels on one GPU, beside flash-attn and torch's own, and checks that they agree.
 
     python benchmarks/attention.py             decode and prefill tables, then one line of JSON
     python benchmarks/attention.py --sweep     the decode and prefill kernels under many configurations
 
-Each figure is the median over replays of a CUDA graph that holds several launches, each over keys and values
-of its own, 256 MB and more together: no launch finds in the L2 cache what the last one left there, as between
-the layers of a model. Bandwidth counts the keys and values of every sequence once, against 4.3 TB/s, the copy
-bandwidth of an H200; sequences that share pages may exceed it. "pdl" is the same with every launch allowed to
-start before the one before has ended.
+Each figure is the median over replays of a CUDA graph of several launches, each with keys and values of its own, 256 MB
+and more together: as between the layers of a model, no launch finds its data in L2. Bandwidth counts the keys and
+values of every sequence once, against 4.3 TB/s, the copy bandwidth of an H200; shared prefixes may exceed it. "pdl":
+every launch may start before the previous one has ended.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import statistics
 
 import torch
 
-from nanovllm.kernels import decode_attention, prefill_attention, reference_attention
+from nanovllm.kernels.attention import decode, prefill, reference
 
 PEAK_BYTES_PER_S = 4.3e12
 BLOCK_SIZE = 256
@@ -60,7 +59,7 @@ DECODE_CASES: dict[str, tuple[list[int], int, int, int]] = {
 
 
 class DecodeCase:
-    """Keys and values for several launches of one decode batch, in blocks of random order."""
+    """Keys and values for several launches of one decode batch, in shuffled blocks."""
 
     def __init__(self, contexts: list[int], num_heads: int, num_kv_heads: int, shared: int) -> None:
         self.num_kv_heads = num_kv_heads
@@ -85,17 +84,16 @@ class DecodeCase:
                 copy[i, first:blocks] = order[taken : taken + blocks - first]
                 taken += blocks - first
         self.tables = self.tables.cuda()
-        self.rows = torch.arange(len(contexts), dtype=torch.int32, device="cuda")
+        self.req_indices = torch.arange(len(contexts), dtype=torch.int32, device="cuda")
         self.context_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
         width = (num_heads + 2 * num_kv_heads) * HEAD_SIZE
         packed = torch.randn(len(contexts), width, dtype=torch.bfloat16, device="cuda")
         self.q = packed[:, : num_heads * HEAD_SIZE].view(len(contexts), num_heads, HEAD_SIZE)
         self.out = torch.empty(len(contexts), num_heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
 
-    def launch(self, copy: int, op=None, pdl: bool = False) -> torch.Tensor:
-        op = op or decode_attention.paged_decode_attention
-        args = (self.q, self.k, self.v, self.rows, self.context_lens, self.tables[copy], SCALE)
-        return op(*args, out=self.out, pdl=pdl)
+    def launch(self, copy: int, pdl: bool = False) -> torch.Tensor:
+        args = (self.q, self.k, self.v, self.req_indices, self.context_lens, self.tables[copy], SCALE)
+        return decode.paged_decode_attention(*args, out=self.out, pdl=pdl)
 
     def time_us(self, pdl: bool = False) -> float:
         return time_graph_us(lambda i: self.launch(i, pdl=pdl), self.copies)
@@ -117,11 +115,11 @@ class DecodeCase:
         return time_graph_us(launch, self.copies)
 
     def check(self) -> float:
-        """Largest difference from the plain twin."""
+        """Largest difference from the plain twin in fp32."""
         self.out.fill_(torch.nan)
-        result = self.launch(0).float().clone()
-        expected = self.launch(0, reference_attention.paged_decode_attention).float()
-        return (result - expected).abs().max().item()
+        paged = (self.k.float(), self.v.float(), self.req_indices, self.context_lens, self.tables[0])
+        expected = reference.paged_decode_attention(self.q.float(), *paged, SCALE)
+        return (self.launch(0).float() - expected).abs().max().item()
 
 
 def time_graph_us(launch, copies: int, repeats: int = 9) -> float:
@@ -145,7 +143,7 @@ def time_graph_us(launch, copies: int, repeats: int = 9) -> float:
 
 
 def time_eager_us(launch, repeats: int = 15) -> float:
-    """Microseconds per launch outside a graph, for what cannot be captured; long kernels only."""
+    """Microseconds per launch without a graph, for launches that cannot be captured; long kernels only."""
     for _ in range(3):
         launch()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -166,14 +164,14 @@ def decode_table() -> dict:
         case = DecodeCase(*spec)
         error = case.check()
         assert error < 0.02, f"{name}: differs from the reference by {error}"
-        us, chained_us = case.time_us(), case.time_us(pdl=True)
+        us, pdl_us = case.time_us(), case.time_us(pdl=True)
         flash_us = case.time_flash_us() if has_flash else float("nan")
         peak = case.bytes / us * 1e6 / PEAK_BYTES_PER_S
         print(
-            f"{name:26}{us:9.2f}{chained_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
+            f"{name:26}{us:9.2f}{pdl_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
             f"{flash_us:9.2f}{flash_us / us:9.2f}{error:9.4f}"
         )
-        results[name] = {"us": us, "chained_us": chained_us, "share_of_peak": peak}
+        results[name] = {"us": us, "pdl_us": pdl_us, "share_of_peak": peak}
         if has_flash:
             results[name]["flash_attn_us"] = flash_us
         del case
@@ -182,7 +180,7 @@ def decode_table() -> dict:
 
 
 class PrefillCase:
-    """S prompts with `new` tokens each after `prefix` cached ones: contiguous for libraries, paged for us."""
+    """S prompts with `new` tokens each after `prefix` cached ones: both contiguous and paged."""
 
     def __init__(self, num_seqs: int, new: int, prefix: int, num_heads: int = 16, num_kv_heads: int = 8):
         context = new + prefix
@@ -207,13 +205,18 @@ class PrefillCase:
             whole = torch.zeros(padded, dtype=torch.bfloat16, device="cuda")
             whole[:, :context] = flat.view(num_seqs, context, num_kv_heads, HEAD_SIZE)
             cache[order] = whole.view(shape)
-        self.rows = torch.arange(num_seqs, dtype=torch.int32, device="cuda")
+        self.req_indices = torch.arange(num_seqs, dtype=torch.int32, device="cuda")
         self.context_lens = torch.full((num_seqs,), context, dtype=torch.int32, device="cuda")
 
-    def triton(self, op=None) -> torch.Tensor:
-        op = op or prefill_attention.paged_prefill_attention
-        paged = (self.k_cache, self.v_cache, self.cu_q, self.rows, self.context_lens, self.tables)
-        return op(self.q, *paged, SCALE, self.new)
+    def triton(self) -> torch.Tensor:
+        paged = (self.k_cache, self.v_cache, self.cu_q, self.req_indices, self.context_lens, self.tables)
+        return prefill.paged_prefill_attention(self.q, *paged, SCALE, self.new)
+
+    def expected(self) -> torch.Tensor:
+        """The plain twin in fp32."""
+        lens = (self.cu_q, self.req_indices, self.context_lens, self.tables)
+        q, k, v = self.q.float(), self.k_cache.float(), self.v_cache.float()
+        return reference.paged_prefill_attention(q, k, v, *lens, SCALE, self.new)
 
     def flash(self) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
@@ -233,12 +236,12 @@ class PrefillCase:
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
         kwargs = {"scale": SCALE, "window_size": (-1, 0)}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12; before, it just worked
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12; before, implied by the shapes
             kwargs["enable_gqa"] = True
         return varlen_attn(self.q, self.k, self.v, *lens, **kwargs)
 
     def _sdpa(self, repeat: bool) -> torch.Tensor:
-        # [S, H, n, D] views of the packed tensors; only where every sequence has as many tokens.
+        # [S, H, n, D] views of the packed tensors: all sequences have the same length.
         q, k, v = (x.view(self.num_seqs, -1, *x.shape[1:]).transpose(1, 2) for x in (self.q, self.k, self.v))
         if repeat:
             group = q.shape[1] // k.shape[1]
@@ -281,7 +284,7 @@ def prefill_table() -> dict:
     print(f"\n{'prefill (S x new)':26}{'path':24}{'us':>9}{'TFLOP/s':>9}{'error':>9}")
     for name, spec in PREFILL_CASES.items():
         case = PrefillCase(*spec)
-        expected = case.triton(reference_attention.paged_prefill_attention).float()
+        expected = case.expected()
         paths = ["triton", "flash", "flash_paged"]
         if spec[2] == 0:
             paths += ["torch_varlen", "cudnn_dense", "cudnn_dense_repeated"]
@@ -300,8 +303,8 @@ def prefill_table() -> dict:
 
 
 def sweep_decode(shapes, programs, names) -> None:
-    """Per case, microseconds of each tile shape (columns) and number of programs (rows)."""
-    original = decode_attention.decode_config
+    """Microseconds of each case by tile shape (columns) and programs per SM (rows)."""
+    original = decode.decode_config
     for name in names:
         case = DecodeCase(*DECODE_CASES[name])
         floor_us = case.bytes / PEAK_BYTES_PER_S * 1e6
@@ -310,33 +313,33 @@ def sweep_decode(shapes, programs, names) -> None:
         for per_sm in programs:
             line = f"{per_sm:11d} "
             for shape in shapes:
-                config = decode_attention.DecodeConfig(*shape, per_sm)
-                decode_attention.decode_config = lambda *_, config=config: config
+                config = decode.DecodeConfig(*shape, per_sm)
+                decode.decode_config = lambda *_, config=config: config
                 try:
                     line += f"{case.time_us():10.2f}"
-                except Exception as failure:  # a shape that does not fit is a result too
+                except Exception as failure:  # a shape that does not fit is a result
                     line += f"{type(failure).__name__[:9]:>10}"
             print(line, flush=True)
         del case
         torch.cuda.empty_cache()
-    decode_attention.decode_config = original
+    decode.decode_config = original
 
 
 def sweep_prefill(shapes) -> None:
-    """Of the kernel in Triton; the one for Hopper, which would take its place there, stands aside."""
-    original, hopper_prefill = prefill_attention.prefill_config, prefill_attention.hopper_prefill
-    prefill_attention.hopper_prefill = None
+    """Of the Triton kernel, with the sm_90 kernel switched off."""
+    original, prefill_sm90 = prefill.prefill_config, prefill.prefill_sm90
+    prefill.prefill_sm90 = None
     print("\nprefill TFLOP/s by block_m/block_n/warps/stages")
     for name, spec in PREFILL_CASES.items():
         case = PrefillCase(*spec)
         for shape in shapes:
-            prefill_attention.prefill_config = lambda *_, shape=shape: prefill_attention.PrefillConfig(*shape)
+            prefill.prefill_config = lambda *_, shape=shape: prefill.PrefillConfig(*shape)
             try:
                 figure = f"{case.flops / time_eager_us(case.triton) / 1e6:.0f}"
             except Exception as failure:
                 figure = type(failure).__name__
             print(f"{name:26}{'/'.join(map(str, shape)):16}{figure:>8}", flush=True)
-    prefill_attention.prefill_config, prefill_attention.hopper_prefill = original, hopper_prefill
+    prefill.prefill_config, prefill.prefill_sm90 = original, prefill_sm90
 
 
 def main() -> None:

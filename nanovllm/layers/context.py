@@ -1,73 +1,56 @@
-"""The forward context: what attention must know of the batch, without passing it through every layer."""
+"""One step's batch as the layers see it: positions, KV slots and attention metadata.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+Owns the description only, passed to the layers as an argument; knows neither token ids nor who fills it.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True)
 class Context:
-    """One launch's batch, as attention sees it. S sequences, T packed tokens, R rows of the row table.
+    """T packed tokens of S sequences, whose blocks are found in a table of R request slots.
+
+    With ``cu_seqlens_q`` a sequence has several query tokens (prefill). Without, S = T and each has one: decode, or a
+    short prefill under a CUDA graph, where every token is a sequence of its own that ends with it.
 
     Attributes:
-        is_prefill: prompts' tokens, packed; otherwise one token for each sequence.
-        rows: int32 [S], each sequence's row in ``block_tables``.
-        context_lens: int32 [S], tokens to attend, the new ones included.
-        block_tables: int32 [R, max_blocks].
-        slot_mapping: int32 [T], where keys and values go; -1 nowhere.
+        positions: i32[T], for RoPE.
+        slot_mapping: i32[T], KV slot of each token; -1 stores nothing.
+        req_indices: i32[S], row of each sequence in ``block_tables``.
+        context_lens: i32[S], keys to attend, those of this step included.
+        block_tables: i32[R, max_blocks].
         max_context: upper bound of ``context_lens``, known to the host.
-        cu_seqlens_q, cu_seqlens_k: int32 [S+1], running sums of new tokens and of ``context_lens`` (prefill).
-        max_seqlen_q: most new tokens of one sequence (prefill).
-        has_prefix: some sequence attends tokens that are not in this launch, so pages must be read (prefill).
-        sampled: int64 [N], the places of the tokens that are sampled, the last ones of the first N sequences
-            (prefill); None: all tokens' hidden states are wanted.
+        cu_seqlens_q, cu_seqlens_k: i32[S + 1], cumulative query tokens and ``context_lens`` (prefill).
+        max_seqlen_q: most query tokens of one sequence (prefill).
+        logits_indices: i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: the
+            hidden states of all tokens are wanted.
     """
 
-    is_prefill: bool
-    rows: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    req_indices: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    slot_mapping: torch.Tensor
     max_context: int
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 1
-    has_prefix: bool = False
-    sampled: torch.Tensor | None = None
+    logits_indices: torch.Tensor | None = None
 
-    def of_sampled(self) -> "Context":
-        """The sampled tokens as a decode batch: once the launch's keys and values are stored, they are nothing else.
+    @property
+    def is_prefill(self) -> bool:
+        return self.cu_seqlens_q is not None
 
-        Its slots are those of the whole launch, for nothing is left to store.
+    def last_tokens_only(self) -> "Context":
+        """The tokens of ``logits_indices`` as single-query attention, for the last layer of a prefill.
+
+        ``positions`` and ``slot_mapping`` stay those of all tokens: keys are rotated and stored by then.
         """
-        assert self.sampled is not None
-        n = len(self.sampled)
-        rows, context_lens = self.rows[:n], self.context_lens[:n]
-        return Context(False, rows, context_lens, self.block_tables, self.slot_mapping, self.max_context)
-
-
-_context: ContextVar[Context | None] = ContextVar("context", default=None)  # of this thread: others may run an engine
-
-
-def get_context() -> Context:
-    context = _context.get()
-    assert context is not None, "attention was called outside set_context()"
-    return context
-
-
-@contextmanager
-def set_context(context: Context) -> Iterator[None]:
-    """Make ``context`` this thread's current one within a ``with`` block; it cannot be nested and is always reset."""
-    assert _context.get() is None, "set_context() cannot be nested"
-    _context.set(context)
-    try:
-        yield
-    finally:
-        reset_context()
-
-
-def reset_context() -> None:
-    _context.set(None)
+        assert self.logits_indices is not None
+        n = len(self.logits_indices)
+        return replace(
+            self, req_indices=self.req_indices[:n], context_lens=self.context_lens[:n],
+            cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=1, logits_indices=None,
+        )  # fmt: skip

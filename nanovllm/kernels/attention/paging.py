@@ -1,46 +1,56 @@
-"""Triton: from positions in a sequence to addresses in the paged KV cache, for the attention kernels.
+"""Triton helpers of both attention kernels: block-table lookup, KV slot addresses, and the layout they assume.
 
-Owns how the tokens of a tile are found, and the constants of their online softmax (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867), which is kept in fp32, and in base 2 because the hardware has exp2.
+Softmax is online (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867), in fp32, and in base 2 because the
+hardware has exp2.
 
-Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, H query heads, K KV
-heads, GROUP = H / K query heads that share a KV head, D head size, NB blocks of BS tokens each.
+Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, R request slots, H query heads,
+K KV heads, GQA_GROUP = H / K, D head size, NB blocks of BS tokens.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-# Start value of a running maximum: finite, so that "nothing seen yet" minus itself is 0 and not NaN.
+# Initial running maximum. Finite: -inf minus -inf would be NaN.
 LOWEST = tl.constexpr(-1.0e30)
+
+
+def attention_shape(q, k_cache, v_cache, out):
+    """(K, GQA_GROUP, D, BS) of a launch, after checking the layout that the kernels assume."""
+    _, num_heads, head_size = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    gqa_group = num_heads // num_kv_heads
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
+    assert block_size % 16 == 0 and gqa_group * num_kv_heads == num_heads and gqa_group <= 16
+    return num_kv_heads, gqa_group, head_size, block_size
 
 
 @triton.jit
 def load_block_ids(table_ptr, first, context, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of the tokens first .. first + BLOCK_N - 1: one i32 if a tile never spans two, else one each.
+    """KV blocks of the tokens first .. first + BLOCK_N - 1: one i32 where a tile never spans two blocks, else one each.
 
-    The kernels' loops look up the pages of the next tile while they load this one. Looked up in the same
-    iteration, they would be a load that a load waits for, and Triton would pipeline neither.
+    Loops look up the next tile's blocks while they load this tile: a load whose address is another load of the same
+    iteration is not pipelined by Triton.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
-        pages = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0)
+        block_ids = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0)
     else:
         position = first + tl.arange(0, BLOCK_N)
-        # Table entries beyond the context may be anything: they are not followed.
-        pages = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < context, other=0)
-    return pages
+        # Table entries beyond the context are undefined: mask them.
+        block_ids = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < context, other=0)
+    return block_ids
 
 
 @triton.jit
 def slot_offsets(
-    pages, first, stride_block, STRIDE_SLOT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+    block_ids, first, stride_block, STRIDE_SLOT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Element offsets int64[BLOCK_N] of the tokens first .. first + BLOCK_N - 1, whose blocks are `pages`."""
+    """Element offsets i64[BLOCK_N] of the tokens first .. first + BLOCK_N - 1 in the KV cache."""
     offs_n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        # One address and constant distances from it: a register instead of one per row.
-        base = pages.to(tl.int64) * stride_block + (first % BLOCK_SIZE) * STRIDE_SLOT
+        # One base address plus constant distances: one register instead of one per token.
+        base = block_ids.to(tl.int64) * stride_block + (first % BLOCK_SIZE) * STRIDE_SLOT
         offs = base + offs_n * STRIDE_SLOT
     else:
-        offs = pages.to(tl.int64) * stride_block + (first + offs_n) % BLOCK_SIZE * STRIDE_SLOT
+        offs = block_ids.to(tl.int64) * stride_block + (first + offs_n) % BLOCK_SIZE * STRIDE_SLOT
     return offs

@@ -1,40 +1,21 @@
-"""Attention over the paged KV cache in plain torch: what the kernels of decode and prefill compute, on any device.
+"""Paged attention in plain torch: the CPU backend, and the oracle of the Triton kernels.
 
-Owns clarity: one sequence at a time, pages gathered by indexing, softmax in fp32. Knows nothing of speed.
-Legend: T packed query tokens, B or S sequences, H query heads, K KV heads, D head size, NB blocks of BS
-tokens.
+Owns how a context is gathered from the KV cache; ``scaled_dot_product_attention`` does the rest, in the dtype of q.
+Knows nothing of how the kernels partition the work. Legend: T packed query tokens, B sequences of a decode batch,
+S sequences of a prefill, R request slots, H query heads, K KV heads, D head size, NB blocks of BS tokens.
 """
 
+from collections.abc import Iterator
+
 import torch
-
-
-def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context: int,
-    scale: float,
-) -> torch.Tensor:
-    """The last q.shape[0] of `context` tokens attend causally. q: [N, H, D]. Returns fp32 [N, H, D]."""
-    num_new, num_heads, _ = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    position = torch.arange(context, device=q.device)
-    blocks = block_table[position // block_size].long()
-    # [context, H, D]: head h reads KV head h // (H / K).
-    k = k_cache[blocks, position % block_size].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    v = v_cache[blocks, position % block_size].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("nhd,chd->hnc", q.float(), k) * scale
-    own_position = position[context - num_new :]
-    scores = scores.masked_fill(position[None, :] > own_position[:, None], -torch.inf)
-    return torch.einsum("hnc,chd->nhd", scores.softmax(dim=-1), v)
+import torch.nn.functional as F
 
 
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    rows: torch.Tensor,
+    req_indices: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
@@ -42,17 +23,18 @@ def paged_decode_attention(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend one new token per sequence, q [B, H, D], to its context; zeros where the context is empty.
+    """Attention of one query token per sequence, q [B, H, D], over its context; zeros where that is empty.
 
-    max_context and pdl are hints for the fast twin.
+    k_cache, v_cache: [NB, BS, K, D]. req_indices, context_lens: i32[B]. block_tables: i32[R, max_blocks].
+    max_context, pdl: hints for the kernel. Returns [B, H, D], or `out`.
     """
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for i, (row, context) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
-        if context == 0:
-            out[i] = 0
-        else:
-            out[i : i + 1] = _attend(q[i : i + 1], k_cache, v_cache, block_tables[row], context, scale)
+    out = torch.zeros_like(q) if out is None else out.zero_()
+    # A group's heads are query tokens of their KV head: enable_gqa would repeat K and V.
+    num_seqs, num_heads, head_size = q.shape
+    grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
+    grouped_q, grouped_out = q.view(grouped), out.view(grouped)
+    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+        grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
     return out
 
 
@@ -61,19 +43,54 @@ def paged_prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    rows: torch.Tensor,
+    req_indices: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
     max_seqlen_q: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend packed new tokens, q [T, H, D], causally; sequence s has tokens cu_seqlens_q[s] .. [s + 1]."""
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    """Causal attention of packed query tokens, q [T, H, D], over the KV cache.
+
+    Tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s.
+    max_seqlen_q: a hint for the kernel. The rest as in `paged_decode_attention`.
+    """
+    out = torch.empty_like(q) if out is None else out
     bounds = cu_seqlens_q.tolist()
-    for i, (row, context) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
-        begin, end = bounds[i], bounds[i + 1]
-        if end > begin:
-            out[begin:end] = _attend(q[begin:end], k_cache, v_cache, block_tables[row], context, scale)
+    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+        begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None
+        if begin == end:
+            continue
+        if context > end - begin:  # is_causal aligns the mask with the first key, not the last
+            mask = torch.ones(end - begin, context, dtype=torch.bool, device=q.device).tril(context - (end - begin))
+        attended = F.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1).unsqueeze(0), k, v, mask, is_causal=mask is None, scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        out[begin:end] = attended.transpose(1, 2)[0]
     return out
+
+
+def _gather_contexts(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_indices: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several."""
+    contexts, block_size = context_lens.tolist(), k_cache.shape[1]
+    max_blocks = -(-max(contexts, default=0) // block_size)
+    tables = block_tables.index_select(0, req_indices)[:, :max_blocks].tolist()
+    for i, (context, table) in enumerate(zip(contexts, tables, strict=True)):
+        if context == 0:
+            continue
+        *full, last = table[: -(-context // block_size)]
+        num_last = context - len(full) * block_size
+        k, v = (
+            torch.cat([*(cache[block] for block in full), cache[last, :num_last]])[None]
+            if full
+            else cache[last : last + 1, :num_last]
+            for cache in (k_cache, v_cache)
+        )
+        yield i, k.transpose(1, 2), v.transpose(1, 2)

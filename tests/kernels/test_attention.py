@@ -1,0 +1,389 @@
+"""The Triton attention kernels against their plain twins in fp64, and the twins against the textbook formula.
+
+Kernels are compiled on a GPU, interpreted elsewhere. Every KV slot outside the contexts holds NaN, and so does every
+output before the call: reading too much or writing too little fails.
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import launch  # noqa: E402
+from nanovllm.kernels.attention import decode, prefill, reference  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: too large for the interpreter")
+BF16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bf16 as bit patterns"),
+)
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 4e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
+}
+
+
+class PagedCache:
+    """A poisoned KV cache that holds the given contexts in shuffled blocks, and the block tables that find them."""
+
+    def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, seed=0, scale=0.25, device=DEVICE):
+        generator = torch.Generator().manual_seed(seed)
+        self.generator, self.dtype, self.head_size, self.scale, self.device = generator, dtype, head_size, scale, device
+        num_blocks = [-(-context // block_size) for context in contexts]
+        max_blocks = max(num_blocks) + 2
+        total = sum(num_blocks) + 3
+        free = torch.randperm(total, generator=generator).tolist()
+        shape = (total, block_size, num_kv_heads, head_size)
+        k, v = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        # Request slots in another order than the batch, in a wider table; entries beyond a context point nowhere.
+        num_requests = len(contexts) + 2
+        req_indices = torch.randperm(num_requests, generator=generator)[: len(contexts)]
+        table = torch.full((num_requests, max_blocks + 3), -(10**6), dtype=torch.int32)
+        for req_idx, context in zip(req_indices.tolist(), contexts, strict=True):
+            for i in range(-(-context // block_size)):
+                block, used = free.pop(), min(block_size, context - i * block_size)
+                table[req_idx, 2 + i] = block
+                k[block, :used] = torch.randn(used, num_kv_heads, head_size, generator=generator)
+                v[block, :used] = torch.randn(used, num_kv_heads, head_size, generator=generator)
+        self.k, self.v = k.to(device, dtype), v.to(device, dtype)
+        self.req_indices = req_indices.to(device, torch.int32)
+        self.context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+        self.block_tables = table.to(device)[:, 2 : 2 + max_blocks]
+
+    def queries(self, num_tokens, num_heads, num_kv_heads):
+        """[num_tokens, num_heads, D]: the front of packed q, k, v heads; k and v are NaN."""
+        width = num_heads + 2 * num_kv_heads
+        packed = torch.full((num_tokens, width, self.head_size), torch.nan)
+        packed[:, :num_heads] = torch.randn(num_tokens, num_heads, self.head_size, generator=self.generator)
+        return packed.to(self.device, self.dtype)[:, :num_heads]
+
+    def tokens(self, i):
+        """fp64 keys and values [context, K, D] of sequence i, read slot by slot."""
+        table, block_size = self.block_tables[self.req_indices[i]], self.k.shape[1]
+        slots = [(int(table[p // block_size]), p % block_size) for p in range(int(self.context_lens[i]))]
+        return (torch.stack([cache[slot] for slot in slots]).double() for cache in (self.k, self.v))
+
+
+def oracle(op, q, k, v, *rest):
+    """The plain twin in fp64: no rounding of its own, whatever the dtype."""
+    return op(q.double(), k.double(), v.double(), *rest)
+
+
+def check(cache, result, expected):
+    assert torch.isfinite(expected).all(), "the reference read a poisoned slot"
+    torch.testing.assert_close(result.float(), expected.float(), **TOLERANCE[cache.dtype])
+
+
+def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, **kwargs):
+    cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
+    q = cache.queries(len(contexts), num_heads, num_kv_heads)
+    args = (q, cache.k, cache.v, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    expected = oracle(reference.paged_decode_attention, *args)
+    poisoned = torch.full((len(contexts), num_heads, head_size), torch.nan, dtype=dtype, device=DEVICE)
+    for _ in range(2):  # a launch must leave the counters as it found them
+        result = decode.paged_decode_attention(*args, **kwargs, out=poisoned.clone())
+        check(cache, result, expected)
+    return cache, args, expected
+
+
+def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype):
+    new, contexts = zip(*new_and_context, strict=True)
+    cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
+    cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
+    q = cache.queries(sum(new), num_heads, num_kv_heads)
+    args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    expected = oracle(reference.paged_prefill_attention, *args, max(new))
+    poisoned = torch.full((sum(new), num_heads, head_size), torch.nan, dtype=dtype, device=DEVICE)
+    check(cache, prefill.paged_prefill_attention(*args, max(new), out=poisoned), expected)
+    return cache, args, expected
+
+
+# ----------------------------------------------------------------------------------------------- plain twins
+
+
+def textbook(q, k, v, scale):
+    """softmax(q k^T) v in fp64: q [N, H, D] are the last N of the tokens with keys and values [L, K, D]."""
+    q, group, num_cached = q.double(), q.shape[1] // k.shape[1], len(k) - len(q)
+    out = torch.empty_like(q)
+    for i in range(len(q)):
+        seen = num_cached + i + 1
+        for head in range(q.shape[1]):
+            weights = (k[:seen, head // group] @ q[i, head] * scale).softmax(0)
+            out[i, head] = weights @ v[:seen, head // group]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_twins_are_the_textbook_formula(block_size, group, dtype):
+    """Whole prompts, a prefix, a chunk, one token, an empty context; q strided, out poisoned, in the model's dtype."""
+    new_and_context = [(5, 5), (block_size, block_size), (33, 50), (1, 37), (1, 1), (0, 20), (0, 0)]
+    new, contexts = zip(*new_and_context, strict=True)
+    cache = PagedCache(contexts, 2, 24, block_size, dtype, device="cpu")
+    cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
+    rest = (cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    q, last = cache.queries(sum(new), 2 * group, 2), cache.queries(len(contexts), 2 * group, 2)
+    out, last_out = torch.full(q.shape, torch.nan, dtype=dtype), torch.full(last.shape, torch.nan, dtype=dtype)
+    assert reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new), out=out) is out
+    assert reference.paged_decode_attention(last, cache.k, cache.v, *rest, out=last_out) is last_out
+    for i, (begin, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+        if contexts[i] == 0:
+            assert last_out[i].count_nonzero() == 0
+            continue
+        k, v = cache.tokens(i)
+        check(cache, out[begin:end], textbook(q[begin:end], k, v, cache.scale))
+        check(cache, last_out[i : i + 1], textbook(last[i : i + 1], k, v, cache.scale))
+    plain = reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new))
+    assert torch.equal(plain, out)
+    assert torch.equal(reference.paged_decode_attention(last, cache.k, cache.v, *rest), last_out)
+
+
+@pytest.fixture
+def many_splits(monkeypatch):
+    """Tiles of 16 tokens and about as many splits: every sequence of a few tiles is cut."""
+    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
+    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+
+
+# ---------------------------------------------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_decode_around_block_boundaries(block_size):
+    contexts = [0, 1, block_size - 1, block_size, block_size + 1, 0]
+    check_decode(contexts, 4, 2, 32, block_size, torch.float32)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
+def test_decode_grouped_heads(group):
+    check_decode([37, 5, 130], 2 * group, 2, 32, 16, torch.float32)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_decode_head_sizes_and_types(head_size, dtype):
+    check_decode([70, 0, 3], 4, 2, head_size, 64, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("block_size", "contexts"), [(16, [200, 0, 15, 16, 17, 90]), (256, [270, 1, 0, 100])]
+)
+def test_decode_many_splits(many_splits, block_size, contexts, dtype):
+    check_decode(contexts, 4, 2, 32, block_size, dtype)
+
+
+@pytest.mark.parametrize("group", [2, 5, 16])
+def test_decode_many_splits_of_large_groups(many_splits, group):
+    check_decode([200, 47, 1], group, 1, 128, 16, torch.float32)
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 2, 3])
+def test_decode_splits_that_hold_parts_of_several_sequences(monkeypatch, programs_per_sm):
+    """One long context among short ones, at split lengths that begin and end inside sequences."""
+    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
+    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32)
+
+
+def test_decode_batch_above_sixteen():
+    contexts = [1 + 7 * i % 50 for i in range(21)]
+    check_decode(contexts, 2, 1, 32, 16, torch.float32, max_context=50)
+
+
+def test_decode_without_out_and_empty_batch():
+    cache = PagedCache([9, 20], 2, 32, 16, torch.float32)
+    q = cache.queries(2, 4, 2)
+    args = (cache.k, cache.v, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    expected = oracle(reference.paged_decode_attention, q, *args)
+    check(cache, decode.paged_decode_attention(q, *args), expected)
+    empty = decode.paged_decode_attention(
+        q[:0], cache.k, cache.v, cache.req_indices[:0], cache.context_lens[:0], cache.block_tables, 1.0
+    )
+    assert empty.shape == (0, 4, 32)
+
+
+def test_decode_large_scores_do_not_overflow(many_splits):
+    """Scores of hundreds: the softmax must subtract the maximum within a split and between splits."""
+    cache = PagedCache([200, 40], 1, 32, 16, torch.float32, scale=40.0)
+    q = cache.queries(2, 2, 1)
+    args = (q, cache.k, cache.v, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    expected = oracle(reference.paged_decode_attention, *args)
+    result = decode.paged_decode_attention(*args).double()
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_decode_result_is_that_of_the_sequence_alone():
+    """Batch mates move the split boundaries, and with them fp32 rounding only."""
+    cache, args, expected = check_decode([100, 333, 12], 4, 2, 32, 16, torch.float32)
+    q, k, v, req_indices, context_lens, tables, scale = args
+    for i in range(3):
+        alone = decode.paged_decode_attention(
+            q[i : i + 1], k, v, req_indices[i : i + 1], context_lens[i : i + 1], tables, scale
+        )
+        check(cache, alone, expected[i : i + 1])
+
+
+# --------------------------------------------------------------------------------------------------- prefill
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_prefill_whole_prompts(block_size):
+    lens = [1, block_size - 1, block_size + 1] if block_size < 256 else [1, 70]
+    check_prefill([(n, n) for n in lens], 4, 2, 32, block_size, torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_after_a_prefix(block_size):
+    """A prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch."""
+    check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 4, 2, 32, block_size, torch.float32)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+def test_prefill_grouped_heads(group):
+    check_prefill([(19, 19), (7, 40)], 2 * group, 2, 32, 16, torch.float32)
+
+
+@pytest.mark.parametrize("head_size", [32, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_prefill_head_sizes_and_types(head_size, dtype):
+    check_prefill([(35, 35), (3, 70)], 4, 2, head_size, 64, dtype)
+
+
+def test_prefill_more_rows_than_one_program_takes():
+    check_prefill([(150, 170)], 2, 1, 32, 64, torch.float16)
+
+
+def test_prefill_in_chunks_is_the_whole():
+    """Chunks of 13 tokens, each over the cache up to its end, give the result of one prefill."""
+    cache, args, expected = check_prefill([(50, 50)], 4, 2, 32, 16, torch.float32)
+    q, k, v, _, req_indices, _, tables, scale = args
+    for begin in range(0, 50, 13):
+        end = min(begin + 13, 50)
+        cu_seqlens = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+        context = torch.tensor([end], dtype=torch.int32, device=DEVICE)
+        chunk = prefill.paged_prefill_attention(
+            q[begin:end], k, v, cu_seqlens, req_indices, context, tables, scale, end - begin
+        )
+        check(cache, chunk, expected[begin:end])
+
+
+def test_prefill_of_one_token_is_decode():
+    cache = PagedCache([1, 17, 100], 2, 32, 16, torch.float32)
+    q = cache.queries(3, 4, 2)
+    cu_seqlens = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    rest = (cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    by_prefill = prefill.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, 1)
+    by_decode = decode.paged_decode_attention(q, cache.k, cache.v, *rest)
+    torch.testing.assert_close(by_prefill, by_decode, **TOLERANCE[torch.float32])
+
+
+def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
+    """How they are divided over launches, with the plain twin in the place of the kernel, which needs a Hopper."""
+    prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
+    assert prefill.prefill_sm90 is prefill_sm90
+    spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
+    cache, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
+    sizes = []
+
+    def run_twin(kernel, grid, q, k, v, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs, *_, **__):
+        sizes.append(num_seqs)
+        cu_seqlens = cu_seqlens[: num_seqs + 1]
+        new = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        out[new] = reference.paged_prefill_attention(
+            q[new], k.base, v.base, cu_seqlens - cu_seqlens[0], req_indices[:num_seqs], contexts[:num_seqs], tables,
+            args[-1], 3,
+        )  # fmt: skip
+
+    monkeypatch.setattr(prefill_sm90, "launch", run_twin)
+    out = torch.full(expected.shape, torch.nan, dtype=cache.dtype, device=DEVICE)
+    assert prefill_sm90.prefill_attention_sm90(*args, 3, out) is out
+    assert sizes == [256, 256, 88]
+    check(cache, out, expected)
+
+
+# --------------------------------------------------------------------------------------------- only on a GPU
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "contexts",
+    [[4096], [128] * 8, [4000] + [100] * 255, [100 + 37 * i % 1400 for i in range(256)], [33] * 600],
+    ids=["one", "eight", "one long", "ragged", "many"],
+)
+def test_decode_at_size(contexts, dtype):
+    check_decode(contexts, 16, 8, 128, 256, dtype)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_prefill_at_size(block_size):
+    check_prefill([(700, 700), (64, 1088), (1, 1500), (333, 900)], 16, 8, 128, block_size, torch.bfloat16)
+
+
+# (new tokens, context): whole prompts, prefixes, chunks, one token, nothing new; longest below and above 1024
+SM90_SPANS = {
+    "short": [(70, 70), (64, 300), (1, 77), (0, 16), (33, 97), (5, 5)],
+    "ragged": [(700, 700), (64, 1088), (1, 1500), (333, 900), (128, 128), (129, 129)],
+    "long": [(2048, 2048), (1024, 3000), (17, 17)],
+    "many": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(256)],
+    "more than a launch takes": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(600)],
+}
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", SM90_SPANS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
+def test_sm90_prefill(spans, group, dtype, block_size):
+    prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
+    if not launch.is_sm90(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    spans = SM90_SPANS[spans]
+    _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
+    q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
+    is_other = group == 1 and max_seqlen_q < 1024  # key tiles would be shorter than query tiles
+    assert prefill_sm90.supports(q, k, max_seqlen_q) != is_other
+    first = prefill.paged_prefill_attention(*args, max_seqlen_q)
+    for _ in range(3):  # no race, and nothing is left from launch to launch
+        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q), first)
+    if not is_other:
+        torch.cuda.synchronize()
+        assert launch.zero_counters(1, q.device).count_nonzero() == 0
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+def test_decode_in_a_cuda_graph_follows_new_contexts(pdl):
+    """A graph captured at short contexts is replayed at longer ones, and its counters survive each replay."""
+    cache = PagedCache([900, 1300, 64, 2000], 8, 128, 256, torch.bfloat16)
+    source = cache.queries(4, 16, 8)
+    q, full = source.clone(), cache.context_lens.clone()
+    args = (q, cache.k, cache.v, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    cache.context_lens.fill_(1)
+    decode.paged_decode_attention(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if pdl:  # the previous kernel, with which this one overlaps, writes q
+            q.copy_(source)
+        result = decode.paged_decode_attention(*args, pdl=pdl)
+    for shorter_by in (0, 63, 0, 17):
+        cache.context_lens.copy_(full - shorter_by)
+        result.fill_(torch.nan)
+        if pdl:
+            q.fill_(torch.nan)
+        graph.replay()
+        check(cache, result, oracle(reference.paged_decode_attention, source, *args[1:]))
