@@ -30,15 +30,16 @@ def compile_kernels(runner: "ModelRunner") -> None:
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
+        context = min(num_tokens, config.max_model_len)
         req_indices = ids[:1] + state.padding_req_idx
         step = StepInput(
             indices=ids[:0], values=ids[:0], input_ids=ids, positions=ids, slot_mapping=ids - 1,
-            req_indices=req_indices, context_lens=cu_seqlens[1:].clamp(max=config.max_model_len),
-            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, logits_indices=ids[:1], sampled_req_indices=req_indices,
+            req_indices=req_indices, context_lens=cu_seqlens[1:].clamp(max=context), cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens.clamp(max=context), logits_indices=ids[:1], sampled_req_indices=req_indices,
         )  # fmt: skip
         header = StepHeader(
             StepKind.PREFILL, num_updates=0, num_sampled=1, num_tokens=num_tokens, num_seqs=1, max_seqlen_q=num_tokens,
-            max_context=num_tokens,
+            max_context=context,
         )  # fmt: skip
         runner.run_prefill(header, step)
     for size in runner.decode_sizes:
