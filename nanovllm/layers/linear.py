@@ -26,13 +26,15 @@ from nanovllm.utils.loader import CheckpointTensor, copy_checked
 class ReplicatedLinear(nn.Module):
     """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``."""
 
+    weight_scale: nn.Parameter | None  # of a quantized weight
+
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
         super().__init__()
         self.tp = tp
         self.ops = kernels.select()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-        self.register_parameter("weight_scale", None)  # a quantization scheme sets it
+        self.register_parameter("weight_scale", None)
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False)

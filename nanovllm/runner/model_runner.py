@@ -154,11 +154,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-        context = Context(
-            positions=ids, slot_mapping=ids - 1, req_indices=ids[:1], context_lens=ids[:1],
-            block_tables=self.request_state.block_tables, max_context=num_tokens,
-        )  # fmt: skip
-        hidden = self.model(ids, context)
+        hidden = self.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], self.request_state.block_tables, num_tokens))
         # The most memory: with several ranks, filters gather the logits.
         self.sample(hidden[:num_seqs], self.request_state.batch_req_indices, features=~0)
         torch.cuda.synchronize()
@@ -189,21 +185,22 @@ class ModelRunner:
 
         Sampling is a graph of its own, because a batch that needs logits steps launches them behind the forward graph.
         """
-        self.graphs, max_context = CUDAGraphs(), self.config.max_model_len
+        self.graphs = graphs = CUDAGraphs()
+        max_context = self.config.max_model_len
+
+        def decode(size: int) -> torch.Tensor:
+            return self.model(*self.decode_inputs(size, max_context))
 
         def sample(size: int) -> torch.Tensor:
-            hidden = self.graphs.output(StepKind.DECODE, size)
+            hidden = graphs.output(StepKind.DECODE, size)
             return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)
 
-        self.graphs.capture(
-            StepKind.DECODE, self.decode_sizes, lambda size: self.model(*self.decode_inputs(size, max_context))
-        )
-        self.graphs.capture(SAMPLE, self.decode_sizes, sample)
-        self.graphs.capture(
-            StepKind.SHORT_PREFILL,
-            self.prefill_sizes,
-            lambda size: self.model(*self.short_prefill_inputs(size, max_context)),
-        )
+        def short_prefill(size: int) -> torch.Tensor:
+            return self.model(*self.short_prefill_inputs(size, max_context))
+
+        graphs.capture(StepKind.DECODE, self.decode_sizes, decode)
+        graphs.capture(SAMPLE, self.decode_sizes, sample)
+        graphs.capture(StepKind.SHORT_PREFILL, self.prefill_sizes, short_prefill)
 
     # ------------------------------------------------------------ a step
 
@@ -283,34 +280,27 @@ class ModelRunner:
     # ------------------------------------------------------------ inputs of the model
 
     def decode_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
-        """The next token of each of the first ``size`` batch positions, from the request state."""
+        """The next token of each of the first ``size`` batch positions, gathered from the request state."""
         state = self.request_state
         req_indices = state.batch_req_indices[:size]
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
             req_indices, state.last_token, state.length, state.block_tables, self.block_size
         )
-        return input_ids, Context(
-            positions=positions, slot_mapping=slot_mapping, req_indices=req_indices, context_lens=context_lens,
-            block_tables=state.block_tables, max_context=max_context,
-        )  # fmt: skip
+        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
 
     def short_prefill_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
         """``size`` tokens of ``prefill_inputs``, each attending as a single-query sequence."""
         segments = self.prefill_inputs[: 5 * size].view(5, size)
         input_ids, positions, slot_mapping, req_indices, context_lens = segments.unbind()
-        return input_ids, Context(
-            positions=positions, slot_mapping=slot_mapping, req_indices=req_indices, context_lens=context_lens,
-            block_tables=self.request_state.block_tables, max_context=max_context,
-        )  # fmt: skip
+        tables = self.request_state.block_tables
+        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, tables, max_context)
 
     def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
-                          logits_indices: torch.Tensor) -> tuple[torch.Tensor, Context]:
+                              logits_indices: torch.Tensor) -> tuple[torch.Tensor, Context]:
         """The packed tokens of a step."""
         return step.input_ids, Context(
-            positions=step.positions, slot_mapping=step.slot_mapping, req_indices=step.req_indices,
-            context_lens=step.context_lens, block_tables=self.request_state.block_tables,
-            max_context=header.max_context, cu_seqlens_q=step.cu_seqlens_q, cu_seqlens_k=step.cu_seqlens_k,
-            max_seqlen_q=header.max_seqlen_q, logits_indices=logits_indices,
+            step.positions, step.slot_mapping, step.req_indices, step.context_lens, self.request_state.block_tables,
+            header.max_context, step.cu_seqlens_q, step.cu_seqlens_k, header.max_seqlen_q, logits_indices,
         )  # fmt: skip
 
     # ------------------------------------------------------------ end
