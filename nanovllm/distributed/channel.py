@@ -1,96 +1,89 @@
-"""What rank 0 tells the other ranks to run: one writer, several readers, through shared memory.
+"""Steps from rank 0 to the workers: a ring buffer in shared memory with one writer and several readers.
 
-Owns the layout of that memory and the waiting for each other. Knows nothing of processes or devices.
+Owns the layout of that memory, heartbeats included. Knows nothing of processes or of the meaning of messages.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 
-METHODS = ("run_model", "synchronize", "exit")  # of ModelRunner, that rank 0 may ask for
 
-
-class Backoff:
-    """Waits hardly at all at first, then longer: for what mostly comes within microseconds."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self) -> None:
-        self._count += 1
-        if self._count > 50:
-            time.sleep(5e-5 if self._count < 2000 else 1e-3)
+def backoff() -> Iterator[None]:
+    """Waits between polls: 50 times not at all, since most events are microseconds away, then 50 us, then 1 ms."""
+    for seconds in chain(repeat(0.0, 50), repeat(5e-5, 1950), repeat(1e-3)):
+        if seconds:
+            time.sleep(seconds)
+        yield
 
 
 class Channel:
-    """A pipe from rank 0 to every other rank, through shared memory. It carries int32 words.
+    """One rank's end of the ring. Messages are int32 arrays of any length; an empty one tells the workers to leave.
 
-    The words lie in a ring. Rank 0 moves ``marks[0]``, words written so far; rank r acknowledges by moving
-    ``marks[r]``, words read so far. A word is overwritten when all have read it, so a message of any size
-    flows through. Each mark has one writer and a cache line of its own.
+    Counter 0 is the number of words written so far, counter r the number read by rank r. A word is overwritten once
+    all workers have read it, so a message longer than the ring flows through it. Rank r increments ``heartbeats[r]``.
+    Each counter and each heartbeat has one writer and its own cache line.
     """
 
     NUM_WORDS = 1 << 17
-    NUM_MARKS = 16  # those of ranks 0 to 7, then the beats of ranks 0 to 7
-    NUM_BYTES = NUM_MARKS * 64 + NUM_WORDS * 4
+    MAX_RANKS, CACHE_LINE = 8, 64  # CACHE_LINE in bytes
+    NUM_BYTES = 2 * MAX_RANKS * CACHE_LINE + NUM_WORDS * 4
 
     def __init__(self, memory: Any, rank: int, size: int):
         self.rank = rank
-        marks = np.frombuffer(memory, np.int64, self.NUM_MARKS * 8).reshape(self.NUM_MARKS, 8)[:, 0]
-        self._words = np.frombuffer(memory, np.int32, self.NUM_WORDS, offset=self.NUM_MARKS * 64)
-        self._marks, self.readers, self.beats = marks, marks[1:size], marks[8 : 8 + size]
-        self._fence = threading.Lock()
+        lines = np.frombuffer(memory, np.int64, 2 * self.MAX_RANKS * self.CACHE_LINE // 8)
+        self._counters, self.heartbeats = lines.reshape(2, self.MAX_RANKS, -1)[:, :size, 0]
+        self.read_counters = self._counters[1:]
+        self._words = np.frombuffer(memory, np.int32, self.NUM_WORDS, offset=lines.nbytes)
+        self._lock = threading.Lock()
 
-    def write(self, words: np.ndarray, pause: Callable[[], None]) -> None:
-        """Rank 0: hand over ``words``; ``pause`` is called while there is no room, and may raise."""
-        done, written = 0, int(self._marks[0])
+    def send(self, words: np.ndarray, check: Callable[[], None]) -> None:
+        """Rank 0: send one message. ``check`` is called while the ring is full, and may raise."""
+        words = np.concatenate(([len(words)], words), dtype=np.int32, casting="same_kind")
+        done, written, pause = 0, int(self._counters[0]), backoff()
         while done < len(words):
             at = written % self.NUM_WORDS
-            free = self.NUM_WORDS - (written - min(self.readers.tolist()))
+            free = self.NUM_WORDS - (written - min(self.read_counters.tolist()))
             n = min(free, self.NUM_WORDS - at, len(words) - done)
             if n == 0:
-                pause()
+                check()
+                next(pause)
                 continue
             self._words[at : at + n] = words[done : done + n]
-            self._order_memory()
+            self._memory_fence()
             done, written = done + n, written + n
-            self._marks[0] = written
+            self._counters[0] = written
 
-    def read(self, num_words: int) -> np.ndarray:
-        """Any other rank: the next ``num_words`` words, when they come."""
+    def receive(self) -> np.ndarray:
+        """A worker: wait for the next message."""
+        return self._read(int(self._read(1)[0]))
+
+    def _read(self, num_words: int) -> np.ndarray:
         words, done = np.empty(num_words, np.int32), 0
-        read, pause = int(self._marks[self.rank]), Backoff()
+        read, pause = int(self._counters[self.rank]), backoff()
         while done < num_words:
             at = read % self.NUM_WORDS
-            n = min(int(self._marks[0]) - read, self.NUM_WORDS - at, num_words - done)
+            n = min(int(self._counters[0]) - read, self.NUM_WORDS - at, num_words - done)
             if n == 0:
-                pause()
+                next(pause)
                 continue
-            self._order_memory()
+            self._memory_fence()
             words[done : done + n] = self._words[at : at + n]
-            self._order_memory()
+            self._memory_fence()
             done, read = done + n, read + n
-            self._marks[self.rank] = read
+            self._counters[self.rank] = read
         return words
 
-    def _order_memory(self) -> None:
-        """Accesses before this happen before those after it, also on processors that reorder them.
+    def _memory_fence(self) -> None:
+        """Full fence, for processors that reorder memory accesses (Arm).
 
-        Taking a lock keeps later accesses after it, releasing one keeps earlier accesses before it; it
-        takes both, in the order release and take, to keep them apart.
+        Earlier accesses cannot move below the release of a lock, later ones not above an acquire: hence a release,
+        then an acquire.
         """
-        with self._fence:
+        with self._lock:
             pass
-        with self._fence:
+        with self._lock:
             pass
-
-    def send(self, method: str, payload: np.ndarray, pause: Callable[[], None]) -> None:
-        self.write(np.array((METHODS.index(method), len(payload)), np.int32), pause)
-        self.write(payload, pause)
-
-    def receive(self) -> tuple[str, np.ndarray]:
-        method, size = self.read(2).tolist()
-        return METHODS[method], self.read(size)

@@ -1,20 +1,18 @@
-"""The other ranks: spawned processes, the channel that tells them what to run, and the watch over them.
+"""The processes of ranks 1 to size - 1: spawn, supervision, teardown.
 
-Owns the workers' lives, from before they are spawned until nothing of them is left (the channel itself is in
-``channel.py``). Knows nothing of what they compute. Rank 0 is the user's process, every other rank a worker::
+Owns these processes from spawn to join. Knows nothing of their work: each runs the ``target`` given to ``Workers``.
+Rank 0 is the user's process::
 
-    rank 0                                            worker
-    main thread   -- channel: what to run ------->    main thread (ModelRunner.loop)
-    watch thread  <- pipe: state, or a traceback --   main thread
-                  <- beats in shared memory --------  beat thread, which also watches the parent
+    rank 0 (Workers)                                      rank 1, 2, ... (Worker)
+    main thread   -- Channel: steps ------------------>   main thread: target
+    watch thread  <- pipe: "up", "ready", traceback ---   main thread
+                  <- heartbeats in shared memory ------   heartbeat thread, which also watches rank 0
 
-Whatever happens to a worker, the watch thread sees it: the process ends, the pipe brings a traceback,
-the beats fall silent. It then ends all workers, which makes collectives of rank 0 fail or finish, and
-whatever rank 0 was waiting for becomes a ``WorkerError``. Nothing of this has a name that could be
-left behind: the shared memory is a file that is deleted before it is used (``RawArray``), and the
-directory in which the ranks meet is gone when they have met.
+The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
+tensor-parallel group, so that pending collectives of rank 0 return, and rank 0 raises ``WorkerError``. Nothing is left
+behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory is removed once all ranks met.
 
-torch is imported only by the functions that need it, so that a worker beats before it imports torch.
+torch is imported inside functions only: a worker's heartbeat starts before it imports torch.
 """
 
 import ctypes
@@ -27,99 +25,60 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.config import Config
-from nanovllm.distributed.channel import Backoff, Channel
-from nanovllm.errors import ConfigError, NanoVLLMError, WorkerError
+from nanovllm.distributed.channel import Channel, backoff
+from nanovllm.errors import NanoVLLMError, WorkerError
 
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
-    from nanovllm.runner.model_runner import ModelRunner
 
-BEAT_S = 0.5
-SILENCE_LIMIT_S = 30.0  # without a beat; one import may hold the interpreter's lock for long on a cold disk
-START_TIMEOUT_S = 120.0  # to be there, and again to be ready once rank 0 is
-STEP_TIMEOUT_S = 900.0  # for one step or one collective
-LEAVE_S = 5.0  # between asking the workers to leave and ending them
-STARTED: weakref.WeakSet[Any] = weakref.WeakSet()  # every worker of this process
-MAIN_LOCK = threading.Lock()  # whoever hid the main module is the one to put it back
-
-
-# ---------------------------------------------------------------------------------------------- rank 0
-
-
-def start_runner(config: Config) -> "ModelRunner":
-    """Rank 0's runner. With tensor_parallel_size > 1 the other ranks are up and ready when it returns.
-
-    Raises:
-        ConfigError: more ranks than devices; nothing was spawned.
-        WorkerError: a worker failed, died or took too long; all workers are gone.
-    """
-    import torch
-
-    from nanovllm.runner.model_runner import ModelRunner, select_device
-
-    size = config.tensor_parallel_size
-    if size == 1:
-        return ModelRunner(config)
-    device = select_device(config.device, 0)
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ConfigError(
-            f"tensor_parallel_size={size} needs {size} CUDA devices; torch sees {torch.cuda.device_count()}"
-            + (f" (CUDA_VISIBLE_DEVICES={visible})." if visible is not None else ".")
-        )
-    workers = Workers(config)
-    try:
-        with workers.guard():
-            runner = ModelRunner(config, workers.connect(device), workers=workers)
-            workers.wait_for_state("ready")
-    except BaseException:
-        workers.dismiss()
-        workers.join()
-        if workers.group is not None:
-            workers.group.close()
-        raise
-    return runner
+HEARTBEAT_S = 0.5
+SILENCE_LIMIT_S = 30.0  # without a heartbeat; one import can hold the GIL for long on a cold disk
+UP_TIMEOUT_S = 120.0  # from spawn until torch is imported and the device opened
+STEP_TIMEOUT_S = 900.0  # of one step or one collective, and from spawn until ready
+EXIT_TIMEOUT_S = 5.0  # from dismissal to SIGKILL
+MAIN_MODULE_LOCK = threading.Lock()
 
 
 class Workers:
-    """The processes of ranks 1 to n-1, as rank 0 sees them.
+    """The workers as seen by rank 0. A thread spawns and watches them (private methods); the constructor does not wait.
+
+    Args:
+        size: number of ranks, rank 0 included.
+        target: called in each worker as ``target(worker: Worker, *args)``. Its module must not import torch.
 
     Attributes:
-        failure: what ended them, as soon as it is known.
+        failure: the error that ended the workers, set by the watch thread.
+        processes: rank -> process.
+        tp: rank 0's tensor-parallel group, once connected.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, size: int, target: Callable[..., None], *args: Any):
         self.failure: WorkerError | None = None
-        self.group: TPGroup | None = None
-        self._config = config
-        self._size = config.tensor_parallel_size
+        self.processes: dict[int, Any] = {}
+        self.tp: TPGroup | None = None
+        self._size, self._target, self._args = size, target, args
         self._owner = os.getpid()
-        self._busy = False  # a call has reached some ranks, and rank 0 has not come to its end
+        self._busy = False  # collective work was begun and not completed
         self._context = multiprocessing.get_context("spawn")
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
-        self._channel = Channel(self._memory, 0, self._size)
+        self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
-        self._processes: dict[int, Any] = {}
         self._pipes: dict[int, connection.Connection] = {}
         self._states: dict[int, str] = {}
         self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
-        self._leaving = threading.Event()  # the workers were asked to leave
-        self._killing = threading.Event()  # they are not worth asking
+        self._dismissed = False  # the workers were told to leave
+        self._killing = False  # they might not read a dismissal: the watch thread is to kill them
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
-
-    # ------------------------------------------------------------ for rank 0's main thread
 
     def check(self) -> None:
         """Raise the WorkerError, if there is one."""
@@ -127,45 +86,36 @@ class Workers:
             raise self.failure
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait without ever being blocked; raises WorkerError if a worker fails or nothing happens for very long."""
-        pause, limit = Backoff(), time.monotonic() + STEP_TIMEOUT_S
+        """Poll ``condition``. Raises WorkerError if a worker fails meanwhile, or after STEP_TIMEOUT_S."""
+        pause, limit = backoff(), time.monotonic() + STEP_TIMEOUT_S
         while not condition():
             self.check()
             if time.monotonic() > limit:
-                slowest = 1 + int(self._channel.readers.argmin())
+                slowest = 1 + int(self._channel.read_counters.argmin())
                 raise WorkerError(slowest, f"nothing has moved for {STEP_TIMEOUT_S:.0f} s; it seems to be stuck.")
-            pause()
+            next(pause)
         self.check()
 
     def wait_for_state(self, state: str) -> None:
-        """Wait until every worker has reported ``state``: "here" or "ready"."""
-        limit = time.monotonic() + START_TIMEOUT_S
-        while True:
-            late = [rank for rank in range(1, self._size) if self._states.get(rank) != state]
-            self.check()
-            if not late:
-                return
-            if time.monotonic() > limit:
-                raise WorkerError(late[0], f"it was not {state} within {START_TIMEOUT_S:.0f} s; it stalled at start.")
-            time.sleep(0.01)
+        """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
+        self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
 
     def connect(self, device: Any) -> "TPGroup":
-        """Meet the workers. On a thread of its own: what waits in there for a rank that has died cannot be woken."""
+        """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
         from nanovllm.distributed.group import TPGroup
 
-        self.wait_for_state("here")
-        met: Future = Future()
-        store_path = os.path.join(self._directory, "store")
-        arguments = (met, TPGroup.connect, 0, self._size, device, store_path, STEP_TIMEOUT_S)
-        threading.Thread(target=_settle, args=arguments, name="nanovllm-connect", daemon=True).start()
-        self.wait_until(met.done)
-        self.group = met.result()
+        self.wait_for_state("up")
+        connected: Future = Future()
+        arguments = (connected, TPGroup.connect, 0, self._size, device, self._directory, STEP_TIMEOUT_S)
+        threading.Thread(target=run_into_future, args=arguments, name="nanovllm-connect", daemon=True).start()
+        self.wait_until(connected.done)
+        self.tp = tp = connected.result()
         shutil.rmtree(self._directory, ignore_errors=True)
-        return met.result()
+        return tp
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What rank 0 does together with the workers. An error in here ends the engine, so it says whose it was."""
+        """Context of collective work. Any exception is fatal, and is re-raised as WorkerError of the rank at fault."""
         self._busy = True
         try:
             yield
@@ -175,45 +125,34 @@ class Workers:
             text = traceback.format_exc()
             limit = time.monotonic() + (3.0 if isinstance(error, RuntimeError) else 0.0)
             while self.failure is None and time.monotonic() < limit:
-                time.sleep(0.01)  # a collective that fails hears of a dead worker before the watch thread does
+                time.sleep(0.01)  # a collective fails before the watch thread knows which worker died
             raise (self.failure or WorkerError(0, text)) from error
         self._busy = False
 
-    def send(self, method: str, *args: np.ndarray) -> None:
-        """Have every worker run a method; with no argument, or with one array of int32."""
-        pause = Backoff()
-
-        def pause_and_check() -> None:
-            self.check()
-            pause()
-
+    def send(self, words: np.ndarray) -> None:
+        """Send one message, int32 [n], to every worker."""
         self.check()
-        self._channel.send(method, args[0] if args else np.empty(0, np.int32), pause_and_check)
+        self._channel.send(words, self.check)
 
     def dismiss(self) -> None:
-        """Ask the workers to leave, or end them if they may not hear it; does not wait."""
-        if os.getpid() != self._owner or self._leaving.is_set() or self._killing.is_set():
-            return  # in a forked copy of the process they are not ours
-        try:
-            if self._busy:
-                self._killing.set()
-            else:
-                self.send("exit")
-                self._leaving.set()
-        except WorkerError:
-            self._killing.set()
+        """Tell the workers to leave; in the middle of collective work, have them killed. Does not wait."""
+        if os.getpid() != self._owner or self._dismissed or self._killing:
+            return  # a forked child does not own the workers
+        with suppress(WorkerError):
+            if not self._busy:
+                self.send(np.empty(0, np.int32))
+                self._dismissed = True
+        self._killing = not self._dismissed
 
     def join(self) -> bool:
-        """Return when nothing is left of the workers: whether rank 0's device is idle, too."""
-        idle = self.group is None or self.group.drain(2 * LEAVE_S)
+        """Wait until all workers are gone. False if rank 0's device hangs: to free its memory would block."""
+        idle = self.tp is None or self.tp.drain(2 * EXIT_TIMEOUT_S)
         if os.getpid() == self._owner:
-            self._thread.join(4 * LEAVE_S)
-            if not idle and self.group is not None:
-                self.group.abort()  # it waits for a rank that did not hear that it should leave, and is gone by now
-                idle = self.group.drain(LEAVE_S)
+            self._thread.join(4 * EXIT_TIMEOUT_S)
+            if not idle and self.tp is not None:
+                self.tp.abort()  # it waits for a worker that did not read its dismissal, and is killed by now
+                idle = self.tp.drain(EXIT_TIMEOUT_S)
         return idle
-
-    # ------------------------------------------------------------ the watch thread
 
     def _watch(self) -> None:
         try:
@@ -221,57 +160,56 @@ class Workers:
             self.failure = self._watch_until_end()
         except BaseException:
             self.failure = WorkerError(0, f"the watch over the workers failed:\n{traceback.format_exc()}")
-        patience = time.monotonic() + (LEAVE_S if self.failure is None and not self._killing.is_set() else 0.0)
-        for process in self._processes.values():
-            process.join(max(0.0, patience - time.monotonic()))
+        limit = time.monotonic() + (EXIT_TIMEOUT_S if self._dismissed else 0.0)
+        for process in self.processes.values():
+            process.join(max(0.0, limit - time.monotonic()))
             process.kill()
-        for process in self._processes.values():
-            process.join(LEAVE_S)
+        for process in self.processes.values():
+            process.join(EXIT_TIMEOUT_S)
         for pipe in self._pipes.values():
             pipe.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        if self.group is not None and not self._leaving.is_set():
-            self.group.abort()
+        if self.tp is not None and not self._dismissed:
+            self.tp.abort()
 
     def _spawn(self) -> None:
-        if hasattr(signal, "pthread_sigmask"):  # inherited: Ctrl-C reaches every process of a terminal
+        if hasattr(signal, "pthread_sigmask"):  # inherited: a terminal sends Ctrl-C to every process
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         for rank in range(1, self._size):
-            ours, theirs = self._context.Pipe(duplex=False)
+            self._pipes[rank], pipe = self._context.Pipe(duplex=False)
             process = self._context.Process(
-                target=worker_main,
-                args=(rank, self._config, self._memory, theirs, self._directory),
-                name=f"nanovllm-rank-{rank}",
-                daemon=True,
-            )
-            with _without_main_module():
+                target=_run_worker, name=f"nanovllm-rank-{rank}", daemon=True,
+                args=(self._target, self._args, rank, self._size, self._memory, pipe, self._directory),
+            )  # fmt: skip
+            with hidden_main_module():
                 process.start()
-            STARTED.add(process)
-            theirs.close()
-            self._processes[rank], self._pipes[rank] = process, ours
+            # multiprocessing terminates known daemons at exit, also at the exit of a forked child
+            getattr(multiprocessing.process, "_children", set()).discard(process)
+            self.processes[rank] = process
+            pipe.close()
 
     def _watch_until_end(self) -> WorkerError | None:
-        """The first failure; None when the workers were asked to leave or are to be ended."""
-        beats, silence, starting = self._channel.beats.copy(), np.zeros(self._size), 0.0
+        """The first failure; None if the workers are to leave."""
+        heartbeats, silence, starting = self._channel.heartbeats.copy(), np.zeros(self._size), 0.0
         while True:
             before = time.monotonic()
-            connection.wait([*self._pipes.values(), *(p.sentinel for p in self._processes.values())], BEAT_S)
-            if self._leaving.is_set() or self._killing.is_set():
+            connection.wait([*self._pipes.values(), *(p.sentinel for p in self.processes.values())], HEARTBEAT_S)
+            if self._dismissed or self._killing:
                 return None
             self._read_pipes()
-            gone = [rank for rank, process in self._processes.items() if not process.is_alive()]
-            if gone or self._tracebacks:
+            if self._tracebacks or not all(process.is_alive() for process in self.processes.values()):
                 failure = self._first_failure()
-                return None if self._leaving.is_set() else failure
-            # counted in time that this thread was awake: Ctrl-Z stops it together with the workers
-            awake = min(time.monotonic() - before, 2 * BEAT_S)
+                return None if self._dismissed else failure
+            # time counts only while this thread is awake: Ctrl-Z stops it together with the workers
+            awake = min(time.monotonic() - before, 2 * HEARTBEAT_S)
             starting += awake
-            late = [rank for rank in self._processes if self._states.get(rank) != "ready"]
-            if late and starting > STEP_TIMEOUT_S:
-                return WorkerError(late[0], f"it was not ready within {STEP_TIMEOUT_S:.0f} s; it stalled at start.")
+            for state, limit in ((None, UP_TIMEOUT_S), ("up", STEP_TIMEOUT_S)):
+                late = [rank for rank in self.processes if self._states.get(rank) == state]
+                if late and starting > limit:
+                    return WorkerError(late[0], f"it was not ready within {limit:.0f} s; it stalled at start.")
             silence += awake
-            silence[beats != self._channel.beats] = 0
-            beats = self._channel.beats.copy()
+            silence[heartbeats != self._channel.heartbeats] = 0
+            heartbeats = self._channel.heartbeats.copy()
             rank = 1 + int(silence[1:].argmax())
             if silence[rank] > SILENCE_LIMIT_S:
                 return WorkerError(rank, f"it has stalled: no sign of life for {SILENCE_LIMIT_S:.0f} s.")
@@ -280,114 +218,95 @@ class Workers:
         for rank, pipe in list(self._pipes.items()):
             try:
                 while pipe.poll():
-                    state, *details = pipe.recv()
-                    self._states[rank] = state
-                    if state == "failed":
+                    self._states[rank], *details = pipe.recv()
+                    if details:
                         self._tracebacks.append((details[0], rank, details[1]))
             except (EOFError, OSError):
                 self._pipes.pop(rank).close()
 
     def _first_failure(self) -> WorkerError:
-        """Who failed first: others fail in its wake. One that ended without a word was killed, and never a follower."""
+        """The cause of other failures: a worker without a traceback, since it was killed; else the first traceback."""
         time.sleep(0.2)
         self._read_pipes()
-        told = {rank for _, rank, _ in self._tracebacks}
-        for rank, process in self._processes.items():
-            if rank not in told and not process.is_alive():
+        reported = {rank for _, rank, _ in self._tracebacks}
+        for rank, process in self.processes.items():
+            if rank not in reported and not process.is_alive():
                 code = process.exitcode
-                how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+                how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
                 return WorkerError(rank, f"the process ended without a traceback ({how}).")
         _, rank, text = min(self._tracebacks)
         return WorkerError(rank, text)
 
 
-def _settle(future: Future, function: Callable, *args: Any) -> None:
+class Worker:
+    """A worker process as seen by its target: its rank, the channel, and reports to rank 0."""
+
+    def __init__(self, rank: int, size: int, memory: Any, pipe: connection.Connection, directory: str):
+        self.rank, self.size = rank, size
+        self.channel = Channel(memory, rank, size)
+        self._pipe, self._directory = pipe, directory
+
+    def connect(self, device: Any) -> "TPGroup":
+        """Report "up" and connect. Slow work that needs no other rank comes before: in here all ranks wait."""
+        from nanovllm.distributed.group import TPGroup
+
+        self.report("up")
+        return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S)
+
+    def report(self, state: str, *details: Any) -> None:
+        """Tell rank 0: "up", "ready", or "failed" with time and traceback.
+
+        Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
+        after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.
+        """
+        self._pipe.send((state, *details))
+        if state == "ready" and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    def beat(self) -> None:
+        """Heartbeat until rank 0 is gone, then end this process."""
+        parent: Any = multiprocessing.parent_process()
+        while not connection.wait([parent.sentinel], HEARTBEAT_S):
+            self.channel.heartbeats[self.rank] += 1
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(1)
+
+
+def _run_worker(target: Callable[..., None], args: tuple, *ends: Any) -> None:
+    """Main function of a worker process. It leaves by ``os._exit``: a regular exit would join threads that wait for
+    other ranks, and stop the heartbeat thread inside library code, which may abort."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    worker = Worker(*ends)
+    threading.Thread(target=worker.beat, daemon=True).start()
+    try:
+        target(worker, *args)
+    except BaseException:
+        worker.report("failed", time.time(), traceback.format_exc())
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_into_future(future: Future, function: Callable, *args: Any) -> None:
+    """Call ``function``; its result or exception settles ``future``."""
     try:
         future.set_result(function(*args))
     except BaseException as error:
         future.set_exception(error)
 
 
-def _disown_workers() -> None:
-    """In a forked copy of the process: ``multiprocessing`` ends the daemons it knows of when a process ends."""
-    getattr(multiprocessing.process, "_children", set()).difference_update(STARTED)
-    STARTED.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown_workers)
-
-
 @contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Hide the user's script from ``Process.start``.
+def hidden_main_module() -> Iterator[None]:
+    """Hide the user's script from ``Process.start``, for one thread at a time.
 
-    A spawned process otherwise runs the script again, as a module, in case the target lives there; a
-    script without ``if __name__ == "__main__"`` would start an engine in every worker. Ours lives here.
-    One at a time: of two engines that start in two threads, the second would take the first one's stand-in for the
-    script, and leave it in its place.
+    A spawned process imports the main module of its parent, which may define the target. A script without
+    ``if __name__ == "__main__"`` would start an engine in every worker.
     """
-    with MAIN_LOCK:
+    with MAIN_MODULE_LOCK:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
             yield
         finally:
             sys.modules["__main__"] = main
-
-
-# ---------------------------------------------------------------------------------------------- a worker
-
-
-def worker_main(rank: int, config: Config, memory: Any, pipe: connection.Connection, directory: str) -> None:
-    """The life of a worker: meet the others, build this rank's runner, do what rank 0 says until it says exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to handle
-    channel = Channel(memory, rank, config.tensor_parallel_size)
-    threading.Thread(target=_beat, args=(channel, directory), daemon=True).start()
-    try:
-        import torch
-
-        from nanovllm.distributed.group import TPGroup
-        from nanovllm.runner.model_runner import ModelRunner, select_device
-
-        device = select_device(config.device, rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.zeros(1, device=device)  # the slow part of meeting, done before anybody waits
-        else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))
-        pipe.send(("here",))
-        store_path = os.path.join(directory, "store")
-        group = TPGroup.connect(rank, config.tensor_parallel_size, device, store_path, STEP_TIMEOUT_S)
-        runner = ModelRunner(config, group, channel=channel)
-        pipe.send(("ready",))
-        _die_with_parent()
-        runner.loop()
-    except BaseException:
-        pipe.send(("failed", time.time(), traceback.format_exc()))
-        pipe.close()
-        os._exit(1)  # an ordinary end would wait for whatever waits for the other ranks
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # an ordinary end stops the beat thread wherever it is, and now and then libraries abort over that
-
-
-def _beat(channel: Channel, directory: str) -> None:
-    """Show that this process is alive, and end it when the parent is not."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while not connection.wait([parent.sentinel], BEAT_S):
-        channel.beats[channel.rank] += 1
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel ends this process with its parent, or with the parent's thread that started it.
-
-    The beat thread does the same anywhere, but not while a CUDA launch that waits for a lost rank holds the
-    interpreter's lock.
-    """
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,88 @@
+"""Starts one runner per rank: rank 0's in the user's process, the others in worker processes.
+
+Owns the order of a start. Imports torch inside functions only: workers import this module before their first heartbeat.
+"""
+
+import ctypes
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import Config
+from nanovllm.distributed.workers import Worker, Workers
+from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+RUNNERS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def start_runner(config: Config) -> "ModelRunner":
+    """Rank 0's runner. With tensor_parallel_size > 1 all workers are ready when it returns.
+
+    Raises:
+        ConfigError: more ranks than devices; nothing was spawned.
+        WorkerError: a worker failed, died or stalled; all workers are gone.
+    """
+    import torch
+
+    from nanovllm.runner.device import select_device
+    from nanovllm.runner.model_runner import ModelRunner
+
+    size = config.tensor_parallel_size
+    if size == 1:
+        RUNNERS.add(runner := ModelRunner(config))
+        return runner
+    device = select_device(config.device, 0)
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs {size} CUDA devices; torch sees {torch.cuda.device_count()}"
+            + (f" (CUDA_VISIBLE_DEVICES={visible})." if visible is not None else ".")
+        )
+    workers = Workers(size, worker_main, config)
+    try:
+        with workers.guard():
+            runner = ModelRunner(config, workers.connect(device), workers=workers)
+            workers.wait_for_state("ready")
+        RUNNERS.add(runner)
+        return runner
+    except BaseException:
+        workers.dismiss()
+        workers.join()
+        if workers.tp is not None:
+            workers.tp.close()
+        raise
+
+
+def worker_main(worker: Worker, config: Config) -> None:
+    """Worker process: connect, build this rank's runner, run steps until dismissed."""
+    import torch
+
+    from nanovllm.runner.device import select_device
+    from nanovllm.runner.model_runner import ModelRunner
+
+    device = select_device(config.device, worker.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // worker.size))
+    runner = ModelRunner(config, worker.connect(device), channel=worker.channel)
+    worker.report("ready")
+    runner.loop()
+    runner.exit()  # first completes the device's work, in which rank 0 may need this rank
+
+
+def _keep_runners() -> None:
+    """In a forked child, leak the inherited runners: one reference more than the interpreter drops at exit.
+
+    CUDA handles do not survive a fork. The destructors of CUDA graphs would abort the child when it exits.
+    """
+    for runner in RUNNERS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(runner))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_runners)
