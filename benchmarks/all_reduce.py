@@ -1,9 +1,9 @@
-"""Times the sum over ranks of a decode step's hidden states: NCCL against memory that the GPUs read directly.
+"""All-reduce of a decode step's hidden states, bf16 [tokens, hidden]: NCCL against peer memory.
 
     python benchmarks/all_reduce.py [--ranks 2] [--hidden 4096]
 
-Each figure is the mean time of one all-reduce in a CUDA graph of many, the slowest rank's. Ends in one line of JSON.
-The constants ``PEER_SUM_BYTES`` and ``LANES`` of ``nanovllm/layers/parallel.py`` come from here.
+Mean time of one all-reduce within a CUDA graph of many, on the slowest rank. Ends in one line of JSON. The constants
+``MAX_BYTES`` and ``SIZE_CLASSES`` of ``nanovllm/distributed/peer_memory.py`` come from here.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+NUM_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 SHAPES = ((8, 1024), (16, 2048), (32, 2048), (32, 4096), (64, 2048), (64, 4096), (128, 4096))  # programs, block
 REPEATS = 50
 
 
 def time_us(function) -> float:
-    """Microseconds of one call within a graph of REPEATS."""
+    """Microseconds of one call within a graph of REPEATS: the median of 5 replays."""
     for _ in range(3):
         function()
     torch.cuda.synchronize()
@@ -43,44 +43,47 @@ def time_us(function) -> float:
 
 
 def run(rank: int, size: int, hidden: int, directory: str) -> None:
-    from nanovllm.layers import parallel
+    from nanovllm.distributed import peer_memory
+    from nanovllm.distributed.group import TPGroup
 
-    largest = ROWS[-1] * hidden * 2
-    parallel.PEER_SUM_BYTES[size] = largest
+    largest = NUM_TOKENS[-1] * hidden * 2
+    peer_memory.MAX_BYTES[size] = largest
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    columns: dict[str, parallel.TPGroup] = {}
+    columns: dict[str, TPGroup] = {}
     for programs, block in SHAPES:
-        parallel.LANES = ((largest, programs, block),)
+        peer_memory.SIZE_CLASSES = ((largest, programs, block),)
         path = os.path.join(directory, f"{programs}-{block}")
-        columns[f"{programs}x{block}"] = parallel.TPGroup.connect(rank, size, device, path, 60.0)
+        os.makedirs(path, exist_ok=True)
+        columns[f"{programs}x{block}"] = TPGroup.connect(rank, size, device, path, 60.0)
     some = next(iter(columns.values()))
-    columns = {"NCCL": parallel.TPGroup(rank, size, some.backend), **columns}
+    columns = {"NCCL": TPGroup(rank, size, some.backend), **columns}
     results: dict[str, dict[int, float]] = {name: {} for name in columns}
     if rank == 0:
-        print(f"{size} ranks, bf16 [rows, {hidden}]; us per all-reduce, by programs x block; {some.peers}")
-        print("rows".rjust(5), "KiB".rjust(6), *(name.rjust(9) for name in columns))
+        peers = "connected" if some.peers else "NOT AVAILABLE: every column is NCCL"
+        print(f"{size} ranks, bf16 [tokens, {hidden}]; us per all-reduce, by programs x block; peer memory {peers}")
+        print("tokens".rjust(6), "KiB".rjust(6), *(name.rjust(9) for name in columns))
     with torch.inference_mode():
-        for rows in ROWS:
-            parts = [
-                torch.randn(rows, hidden, generator=torch.Generator().manual_seed(r)).to(device, torch.bfloat16)
+        for num_tokens in NUM_TOKENS:
+            addends = [
+                torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(r)).to(device, torch.bfloat16)
                 for r in range(size)
             ]
-            expected = torch.stack(parts).float().sum(0)
+            expected = torch.stack(addends).float().sum(0)
             cells = []
-            for name, group in columns.items():
-                difference = (group.all_reduce(parts[rank].clone()).float() - expected).abs().max().item()
-                assert difference <= 0.05 * size, (name, rows, difference)
-                x = parts[rank].clone()
-                us = torch.tensor([time_us(lambda x=x, group=group: group.all_reduce(x))], device=device)
-                results[name][rows] = round(columns["NCCL"].all_gather(us).max().item(), 2)
-                cells.append(f"{results[name][rows]:9.2f}")
+            for name, tp in columns.items():
+                difference = (tp.all_reduce(addends[rank].clone()).float() - expected).abs().max().item()
+                assert difference <= 0.05 * size, (name, num_tokens, difference)
+                x = addends[rank].clone()
+                us = torch.tensor([time_us(lambda x=x, tp=tp: tp.all_reduce(x))], device=device)
+                results[name][num_tokens] = round(columns["NCCL"].all_gather(us).max().item(), 2)
+                cells.append(f"{results[name][num_tokens]:9.2f}")
             if rank == 0:
-                print(f"{rows:5d} {rows * hidden * 2 / 1024:6.0f}", *cells, flush=True)
+                print(f"{num_tokens:6d} {num_tokens * hidden * 2 / 1024:6.0f}", *cells, flush=True)
     if rank == 0:
         print(json.dumps({"ranks": size, "hidden": hidden, "us": results}))
     torch.cuda.synchronize()
-    os._exit(0)  # groups that share a process are not worth an orderly end
+    os._exit(0)  # an orderly teardown of several groups in one process is not worth its code
 
 
 if __name__ == "__main__":

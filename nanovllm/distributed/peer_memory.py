@@ -1,0 +1,154 @@
+"""Peer memory: one-shot all-reduce and all-gather over NVLink, for tensors so small that NCCL's latency dominates.
+
+Owns memory that the GPUs of one host read directly (torch's symmetric memory, without multicast) and its rendezvous.
+The kernel is in ``kernels/all_reduce.py``; it can be captured in CUDA graphs, since it counts epochs on the device.
+"""
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+# Both measured with benchmarks/all_reduce.py. Ranks -> bytes of the largest tensor that is summed faster than by NCCL
+# (gathers were not measured); (bytes, programs, block): few programs exchange fewer signals, many move more bytes.
+MAX_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
+SIZE_CLASSES = ((64 << 10, 16, 2048), (256 << 10, 32, 4096), (4 << 20, 64, 4096))
+
+
+class SizeClass(NamedTuple):
+    """The kernel's arguments for tensors of at most ``num_bytes``."""
+
+    num_bytes: int
+    buffers: torch.Tensor  # i64[size], address of each rank's double buffer, [2, num_bytes]
+    signal_pads: torch.Tensor  # i64[size], address of each rank's signal pad, i64[size, programs]
+    epochs: torch.Tensor  # i64[programs], launches so far
+    block: int  # elements per program and iteration
+
+
+class PeerMemory:
+    """One rank's symmetric memory: the signal pads of all size classes, then their buffers."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        from nanovllm.kernels.all_reduce import one_shot
+
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it would be set up, and never used
+        self._kernel, self._name, self._rank, self._size = one_shot, name, rank, size
+        self._store = store = RenumberedStore(store)
+        self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
+        self._process_group._set_group_name(name)
+        _register_process_group(name, self._process_group)
+        pad_bytes = 8 * size * sum(programs for _, programs, _ in SIZE_CLASSES)
+        memory_bytes = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
+        self._memory = _SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device).zero_()
+        torch.cuda.synchronize()  # signal pads are zero before another rank can reach them
+        try:
+            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        except RuntimeError as error:
+            if "group info" not in str(error):
+                raise
+            _SymmetricMemory.set_group_info(name, rank, size, store)  # older torch ignores process groups
+            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        self._abort_flag = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        addresses, pad, buffer = torch.tensor(self._handle.buffer_ptrs), 0, pad_bytes
+        self._size_classes = []
+        for num_bytes, programs, block in SIZE_CLASSES:
+            buffers, signal_pads = (addresses + buffer).to(device), (addresses + pad).to(device)
+            epochs = torch.zeros(programs, dtype=torch.int64, device=device)
+            self._size_classes.append(SizeClass(num_bytes, buffers, signal_pads, epochs, block))
+            pad, buffer = pad + 8 * size * programs, buffer + 2 * num_bytes
+
+    @classmethod
+    def connect(cls, backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
+                name: str) -> "PeerMemory | None":
+        """Peer memory on every rank, or None on every rank. ``backend``: a connected ProcessGroupNCCL."""
+
+        def on_all_ranks(able: bool) -> bool:
+            votes = torch.tensor([float(able)], device=device)
+            backend.allreduce([votes]).wait()
+            return votes.item() == size
+
+        reachable = all(torch.cuda.can_device_access_peer(device, i) for i in range(size) if i != device.index)
+        if not on_all_ranks(reachable and size in MAX_BYTES):  # the rendezvous would wait for the others
+            return None
+        peers = None
+        try:
+            peers = cls(store, rank, size, device, name)
+        except (RuntimeError, ImportError, AttributeError) as error:
+            logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
+        return peers if on_all_ranks(peers is not None) else None
+
+    def fits(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous() and x.nbytes <= MAX_BYTES[self._size]
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, a new tensor."""
+        return self._launch(x, torch.empty_like(x), gather=False)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank -> [size, ...]."""
+        return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Launch the largest all-reduce of each size class, for `parallel_compile`."""
+        for num_bytes, buffers, *_ in self._size_classes:
+            num_elements = min(num_bytes, MAX_BYTES[self._size]) // dtype.itemsize
+            self.all_reduce(torch.empty(num_elements, dtype=dtype, device=buffers.device))
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
+        c = next(c for c in self._size_classes if x.nbytes <= c.num_bytes)
+        return self._kernel(
+            x, out, c.buffers, c.signal_pads, c.epochs, self._abort_flag, c.num_bytes // x.itemsize,
+            self._rank, self._size, gather=gather, block=c.block,
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        """Let all launches of this rank pass from now on, with any result. From any thread, and without the driver."""
+        self._abort_flag.fill_(1)
+
+    def close(self) -> None:
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        _unregister_process_group(self._name)
+        del self._handle, self._memory
+
+
+class RenumberedStore(dist.Store):
+    """A store whose keys "name/number/..." have numbers counted anew, in the order of their first use by this process.
+
+    Symmetric memory counts its rendezvous per process. A process that has connected before and a new one would wait
+    for each other's keys for ever.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, dict[str, int]] = {}
+
+    def _renumbered(self, key: str) -> str:
+        name, *rest = key.split("/")
+        if rest and rest[0].isdigit():
+            numbers = self._numbers.setdefault(name, {})
+            rest[0] = str(numbers.setdefault(rest[0], len(numbers)))
+        return "/".join([name, *rest])
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch says str and sends bytes
+        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumbered(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._renumbered(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._renumbered(key) for key in keys])
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
