@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -397,34 +396,6 @@ def test_stop_learnt_one_launch_late(make_llm, reference, device):
 
 
 # ---------------------------------------------------------------- interrupts, and the engine's life
-
-
-@pytest.mark.parametrize("where", ["run", "run_model"])
-@pytest.mark.parametrize("after", [1, 2, 4])
-@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), on_gpu("cuda", 1)])
-def test_keyboard_interrupt(make_llm, reference, where, after, device, depth, monkeypatch):
-    """Ctrl-C in the middle of ``generate``: the next call waited for ever, answered the old prompts too, or decoded
-    garbage since the host believed that the device had got the row updates of the launch that never was."""
-    llm = make_llm(device=device, max_num_seqs=4)
-    if depth:
-        run_ahead(llm)
-    original, calls = getattr(llm.model_runner, where), 0
-
-    def interrupted(*args):
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            signal.raise_signal(signal.SIGINT)
-        return original(*args)
-
-    prompts = [prompt_of(n) for n in (30, 3, 18)]
-    monkeypatch.setattr(llm.model_runner, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([prompt_of(n, seed=1) for n in (30, 3, 18)], greedy(10), use_tqdm=False)
-    monkeypatch.undo()
-    assert llm.is_finished()
-    assert llm.scheduler.block_manager.num_available == llm.config.num_kvcache_blocks
-    assert tokens_of(llm.generate(prompts, greedy(10), use_tqdm=False)) == [reference(p, 10) for p in prompts]
 
 
 def test_error_in_a_launch(make_llm, reference, monkeypatch):
