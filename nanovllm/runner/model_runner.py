@@ -4,6 +4,7 @@ Owns the model, the KV cache, the request state, the sampler and the CUDA graphs
 launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -94,6 +95,7 @@ class ModelRunner:
         self.prefill_sizes = short_prefill_sizes(config.max_num_batched_tokens) if self.use_graphs else []
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
+        self._owner = os.getpid()
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
@@ -225,7 +227,6 @@ class ModelRunner:
         assert self.channel is not None
         while len(words := self.channel.receive()):
             self.run_model(*from_words(words))
-        self.exit()
 
     @torch.inference_mode()
     def run_model(self, header: StepHeader, packed: np.ndarray) -> torch.cuda.Event | None:
@@ -317,6 +318,8 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Free the device's memory; rank 0 dismisses the other ranks first."""
+        if os.getpid() != self._owner:
+            return  # in a forked child the device is not ours
         if self.workers is None:
             self.synchronize()
         else:

@@ -45,7 +45,7 @@ def test_keyboard_interrupt(make_llm, expected, where, after, depth, monkeypatch
     llm = make_llm(device=device, max_num_seqs=4)
     if device == "cuda" and depth == 0:
         pytest.skip("on GPUs steps always run ahead")
-    llm.model_runner.depth = depth
+    llm.model_runner.max_in_flight = depth
     original, calls = getattr(llm.model_runner, where), 0
 
     def interrupted(*args):
