@@ -213,7 +213,7 @@ class FakeDevice:
 
 
 class Harness:
-    """An engine whose device is fake, and the checks of the invariants (docs/architecture.md) after each of its steps."""
+    """An engine with a fake device, and checks of the invariants (docs/architecture.md) after each of its steps."""
 
     def __init__(
         self,
@@ -417,7 +417,8 @@ def play(harness, arrivals):
         harness.add(prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **STOPS[stop])
 
 
-THINGS = ("chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more", "short prefill",
+THINGS = ("chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
+          "short prefill",
           "at max_model_len", "stop", "length")  # fmt: skip
 
 
