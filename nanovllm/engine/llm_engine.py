@@ -211,7 +211,7 @@ class LLMEngine:
             of tokens processed: positive for a prefill, negative for a decode step.
         """
         seqs, batch = self._step()
-        finished = [(r.request_id, r.token_ids) for r in self._requests.finish(seqs, detokenize=False)]
+        finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._requests.finish(seqs, detokenize=False)]
         num_tokens = 0 if batch is None else batch.num_tokens
         return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
 
@@ -241,9 +241,8 @@ class LLMEngine:
             raise
 
     def _abort(self) -> None:
-        """Drop everything that is queued, running or in flight; the engine stays usable.
-
-        Except that with several ranks it shuts down: an interrupted step may have reached only some of them.
+        """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
+        shuts down, because an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
         self._finished_unscheduled.clear()

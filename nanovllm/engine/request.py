@@ -25,49 +25,32 @@ NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, b
 
 
 @dataclass
-class Completion:
-    """What is kept of a finished sequence: its ids, and its text as soon as it is detokenized."""
-
-    token_ids: list[int]
-    text: "Future[str] | None"
-
-
-@dataclass
 class Request:
-    """One prompt, the sequences that complete it, and their completions as they finish.
+    """One prompt, the sequences that complete it, and their results as they finish.
 
     Attributes:
         prompt: its text; None if it was given as token ids.
         seqs: in the order of ``RequestOutput.outputs``.
+        token_ids, texts: of finished sequences, by seq_id; texts as soon as they are detokenized.
     """
 
     prompt: str | None
     seqs: list[Sequence]
     prompt_token_ids: list[int] = field(default_factory=list)
-    completions: dict[int, Completion] = field(default_factory=dict)  # by seq_id
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, Future[str]] = field(default_factory=dict)
 
     @property
     def request_id(self) -> int:
         return self.seqs[0].seq_id
 
-    @property
-    def is_finished(self) -> bool:
-        return len(self.completions) == len(self.seqs)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of its first completion."""
-        return self.completions[self.request_id].token_ids
-
     def output(self) -> RequestOutput:
         """Waits for the text."""
         outputs = []
         for index, seq in enumerate(self.seqs):
-            done = self.completions[seq.seq_id]
-            assert seq.finish_reason is not None and done.text is not None
-            outputs.append(
-                CompletionOutput(done.text.result(), done.token_ids, seq.finish_reason, seq.stop_reason, index)
-            )
+            assert seq.finish_reason is not None
+            text, token_ids = self.texts[seq.seq_id].result(), self.token_ids[seq.seq_id]
+            outputs.append(CompletionOutput(text, token_ids, seq.finish_reason, seq.stop_reason, index))
         return RequestOutput(
             request_id=str(self.request_id),
             prompt=self.prompt,
@@ -135,9 +118,10 @@ class RequestProcessor:
         complete = []
         for seq in seqs:
             request, token_ids = self._requests.pop(seq.seq_id), seq.completion_token_ids
-            text = self._tokenizer.decode_later(token_ids) if detokenize else None
-            request.completions[seq.seq_id] = Completion(token_ids, text)
-            if request.is_finished:
+            request.token_ids[seq.seq_id] = token_ids
+            if detokenize:
+                request.texts[seq.seq_id] = self._tokenizer.decode_later(token_ids)
+            if len(request.token_ids) == len(request.seqs):
                 request.prompt_token_ids = seq.prompt_token_ids
                 complete.append(request)
         return complete
@@ -163,7 +147,7 @@ class RequestProcessor:
                 f"{config.max_model_len - 1} fit. Shorten it or raise max_model_len."
             )
         longest = min(len(ids) + params.max_tokens, config.max_model_len)
-        # the last token's keys and values are never needed
+        # the last token's keys and values are never computed
         num_blocks = max(1, -(-(longest - 1) // config.kvcache_block_size))
         if params.max_tokens > 0 and num_blocks > self._num_blocks:
             raise RequestError(
