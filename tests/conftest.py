@@ -1,9 +1,9 @@
-"""Shared by all tests: the choice of device, and tiny random Qwen3 checkpoints made by transformers."""
+"""Fixtures of all tests: tiny random Qwen3 checkpoints made by transformers, engines on them, and their oracle."""
 
 import json
 import os
 
-# the models are tiny: threads would only wait for each other, for very long where cores are shared
+# operations of tiny models on several threads stall at their barriers where cores are shared
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -13,6 +13,8 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # before anything imports triton: its kernels then run on the CPU, slowly and exactly
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from helpers import Reference  # noqa: E402
 
 TINY = {
     "vocab_size": 512,
@@ -62,6 +64,26 @@ def make_checkpoint(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_checkpoint):
+    """transformers on the checkpoint of ``make_checkpoint()``."""
+    return Reference(make_checkpoint())
+
+
+@pytest.fixture(scope="session")
+def reference(tiny):
+    """reference(prompt, n) -> the n tokens that transformers generates greedily with the tiny checkpoint."""
+    known: dict[tuple, list] = {}
+
+    def generate(prompt, n):
+        tokens = known.setdefault(tuple(prompt), [])
+        if len(tokens) < n:
+            tokens[:] = tiny.greedy(prompt, n)
+        return tokens[:n]
+
+    return generate
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
-"""Sampling as a user meets it, through the whole engine: frequencies, seeds, minimum lengths, stops.
+"""Sampling through the whole engine: frequencies, seeds, greedy, stop tokens, min_tokens.
 
-Frequencies are compared with the exact distribution, worked out from Hugging Face's logits, by a
-chi-square test over pairs of successive tokens: the first comes out of a prefill, the second out of a
-decode step (a CUDA graph on the GPU), and they must be independent. All draws are seeded, so on one
-machine a run gives the same p-value every time.
+Frequencies are compared with the exact distribution, worked out from transformers' logits, by a chi-square test over
+pairs of successive tokens: a prefill samples the first, a decode step (a CUDA graph on the GPU) the second, and they
+must be independent. All draws are seeded, so on one machine a run gives the same p-values every time.
 
-A bf16 engine is asked about a checkpoint of its own, on which rounding changes no filter's selection: among
-random logits there are always some that 1 % moves across an edge, and then neither distribution is wrong.
+A bf16 engine gets a checkpoint on which rounding changes no filter's selection: among random logits there are always
+some that 1 % moves across an edge, and then neither distribution is wrong.
 """
 
 import itertools
@@ -15,13 +14,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from helpers import Reference, generate, gpu_param, greedy
 from scipy import stats
 
 from nanovllm import RequestError, SamplingParams
 
 PROMPT = [3, 9, 4, 1, 5]
 SMALL = {"vocab_size": 16, "num_hidden_layers": 1}  # 256 pairs of tokens
-NUM_DRAWS = 4000
+NUM_DRAWS = 2000
 MIXES = (
     {},
     {"temperature": 0.5},
@@ -36,40 +36,21 @@ MIXES = (
 )
 
 
-class Reference:
-    """Hugging Face's logits of one checkpoint."""
-
-    def __init__(self, path):
-        from transformers import Qwen3ForCausalLM
-
-        self.model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-    def logits(self, *sequences):
-        """After each of the equally long sequences: float64 [len(sequences), V]."""
-        with torch.inference_mode():
-            return self.model(torch.tensor(sequences)).logits[:, -1].double().numpy()
-
-    def greedy(self, prompt, num_tokens, held_back=(), until=0):
-        """``num_tokens`` tokens, the first ``until`` of them without ``held_back``."""
-        tokens = []
-        for n in range(num_tokens):
-            logits = self.logits([*prompt, *tokens])[0]
-            if n < until:
-                logits[list(held_back)] = -np.inf
-            tokens.append(int(logits.argmax()))
-        return tokens
+def next_logits(reference, *sequences):
+    """After each of the equally long sequences: float64 [len(sequences), V]."""
+    return reference.logits(*sequences)[:, -1].double().numpy()
 
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities as SamplingParams defines them, float64 [V]: one filter after the other, in plain words."""
+    """Probabilities as SamplingParams defines them, one filter after the other, float64 [V]."""
     scaled = logits / temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     order = np.argsort(-p)
     keep = order[: top_k or len(p)]
     if top_p < 1:
-        share = np.cumsum(p[keep]) / p[keep].sum()
-        keep = keep[: np.searchsorted(share, top_p) + 1]
+        cumulative = np.cumsum(p[keep]) / p[keep].sum()
+        keep = keep[: np.searchsorted(cumulative, top_p) + 1]
     keep = [i for i in keep if p[i] >= min_p * p[order[0]]]
     out = np.zeros_like(p)
     out[keep] = p[keep] / p[keep].sum()
@@ -78,13 +59,13 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def pair_distribution(reference, prompt, **mix):
     """Probabilities of the first two tokens, [V, V]."""
-    first = distribution(reference.logits(prompt)[0], **mix)
-    second = reference.logits(*([*prompt, token] for token in range(len(first))))
+    first = distribution(next_logits(reference, prompt)[0], **mix)
+    second = next_logits(reference, *([*prompt, token] for token in range(len(first))))
     return np.stack([p * distribution(row, **mix) for p, row in zip(first, second, strict=True)])
 
 
 def p_value(pairs, probabilities):
-    """Of a chi-square test of the drawn pairs; 0 if one was drawn that cannot be."""
+    """Of a chi-square test of the drawn pairs; 0 if a pair of probability 0 was drawn."""
     counts = np.zeros_like(probabilities)
     for first, second in pairs:
         counts[first, second] += 1
@@ -97,11 +78,9 @@ def p_value(pairs, probabilities):
     if expected[-1] < 5:  # too few to count as a class of its own
         expected[0], counts[0] = expected[0] + expected[-1], counts[0] + counts[-1]
         expected, counts = expected[:-1], counts[:-1]
-    return (
-        1.0
-        if len(expected) == 1
-        else stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
-    )
+    if len(expected) == 1:
+        return 1.0
+    return stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +108,18 @@ def spaced(make_checkpoint, tmp_path_factory):
 
 
 def check_margins(reference, margin=0.03):
-    """No filter's selection changes where logits move by ``margin``: 2 % of the largest, 8 times bf16's rounding.
+    """No filter's selection changes if logits move by ``margin``: 2 % of the largest, 8 times bf16's rounding.
 
-    What moves a filter's edge most is that the most probable tokens, however many, all move one way and the rest
-    the other.
+    A filter's edge moves furthest if the most probable tokens, however many, move one way and the rest the other.
     """
     contexts = [PROMPT, *([*PROMPT, token] for token in range(16))]
-    for logits, mix in itertools.product((reference.logits(context)[0] for context in contexts), MIXES):
+    for logits, mix in itertools.product((next_logits(reference, context)[0] for context in contexts), MIXES):
         assert 50 * margin > np.abs(logits).max()
         selection = distribution(logits, **mix) > 0
         ranks = np.argsort(np.argsort(-logits))
         for count, by in itertools.product(range(1, 16), (margin, -margin)):
             moved = logits + np.where(ranks < count, by, -by)
             assert ((distribution(moved, **mix) > 0) == selection).all(), mix
-
-
-@pytest.fixture(scope="module")
-def tiny(make_checkpoint):
-    return Reference(make_checkpoint())
 
 
 def draw(llm, mixes, num_draws, seeded=False):
@@ -156,8 +129,7 @@ def draw(llm, mixes, num_draws, seeded=False):
         for i in range(num_draws)
         for mix in mixes
     ]
-    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-    pairs = [tuple(output["token_ids"]) for output in outputs]
+    pairs = generate(llm, [PROMPT] * len(params), params)
     return [pairs[i :: len(mixes)] for i in range(len(mixes))]
 
 
@@ -189,10 +161,7 @@ def test_frequencies(seeded, small, make_llm):
         check_power(reference, drawn)
 
 
-@pytest.mark.parametrize(
-    "options",
-    ({"device": "cpu"}, *(pytest.param(o, marks=pytest.mark.gpu) for o in ({}, {"enforce_eager": True}))),
-)
+@pytest.mark.parametrize("options", [{"device": "cpu"}, gpu_param({}), gpu_param({"enforce_eager": True})])
 def test_frequencies_in_bf16(options, spaced, make_llm):
     path, reference = spaced
     check_margins(reference)
@@ -212,63 +181,55 @@ def test_frequencies_on_the_gpu(small, make_llm):
 HOT = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
 
 
-def tokens(llm, prompts, params):
-    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def test_a_seed_gives_the_same_tokens_whatever_the_batch_mates(make_llm):
+def test_a_seed_gives_the_same_tokens_in_any_batch(make_llm):
     llm = make_llm(max_num_seqs=16)
     prompts = [[i, i + 1, i + 2] for i in range(12)]
     params = [SamplingParams(seed=i, **HOT) for i in range(12)]
-    together = tokens(llm, prompts, params)
+    together = generate(llm, prompts, params)
     assert len({tuple(ids) for ids in together}) == 12
-    assert [tokens(llm, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)] == together
-    assert tokens(llm, prompts[::-1], params[::-1]) == together[::-1]
-    # among mates of other lengths and other rules, which draw, filter, stop and leave in between
-    mates = [
+    assert [generate(llm, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)] == together
+    assert generate(llm, prompts[::-1], params[::-1]) == together[::-1]
+    others = [  # of other lengths, that draw, filter and stop in between
         SamplingParams(temperature=0, max_tokens=3),
         SamplingParams(temperature=2.0, top_k=3, max_tokens=7),
         SamplingParams(top_p=0.3, min_p=0.1, max_tokens=30, min_tokens=10),
         SamplingParams(temperature=0.1, seed=3, max_tokens=1),
     ]
-    mixed = tokens(
+    mixed = generate(
         llm,
         [prompt for i in range(12) for prompt in ([7] * (i + 1), prompts[i])],
-        [p for i in range(12) for p in (mates[i % 4], params[i])],
+        [p for i in range(12) for p in (others[i % 4], params[i])],
     )
     assert mixed[1::2] == together
 
 
-def test_equal_seeds_draw_equally_and_others_do_not(make_llm):
-    llm = make_llm()
+def test_equal_seeds_draw_equally(make_llm):
     seeds = [1, 1, 2, -1, 2**40, 2**40 + 2**32, 2**80]
-    a, b, *others = tokens(llm, [PROMPT] * len(seeds), [SamplingParams(seed=seed, **HOT) for seed in seeds])
+    a, b, *others = generate(make_llm(), [PROMPT] * len(seeds), [SamplingParams(seed=seed, **HOT) for seed in seeds])
     assert a == b
     assert len({tuple(ids) for ids in (a, *others)}) == len(seeds) - 1
 
 
 def test_successive_tokens_draw_fresh_noise(small, make_llm):
-    """With the distribution of the first token over and over, noise that repeats would repeat the token."""
-    path, _ = small
-    llm = make_llm(model=path, max_model_len=512)
+    """From one distribution over and over, noise that repeats would repeat the token."""
+    llm = make_llm(model=small[0], max_model_len=512)
     params = SamplingParams(temperature=50.0, seed=0, max_tokens=480, ignore_eos=True)  # nearly uniform
-    drawn = tokens(llm, PROMPT, params)[0]
+    (drawn,) = generate(llm, PROMPT, params)
     counts = Counter(drawn)
     assert stats.chisquare([counts[i] for i in range(16)]).pvalue > 1e-3
     repeats = sum(a == b for a, b in itertools.pairwise(drawn))
     assert 10 < repeats < 60  # 30 expected
 
 
-def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(make_llm):
+def test_the_engines_seed_repeats_requests_without_a_seed(make_llm):
     def run(**options):
         llm = make_llm(**options)
-        first = tokens(llm, [PROMPT] * 6, SamplingParams(**HOT))
-        return first, tokens(llm, [PROMPT] * 6, SamplingParams(**HOT))
+        return [generate(llm, [PROMPT] * 6, SamplingParams(**HOT)) for _ in range(2)]
 
     first, later = run(seed=5)
     assert len({tuple(ids) for ids in first + later}) == 12
-    assert run(seed=5) == (first, later)
-    assert run(seed=5, max_num_seqs=2, kvcache_block_size=32) == (first, later)
+    assert run(seed=5) == [first, later]
+    assert run(seed=5, max_num_seqs=2, kvcache_block_size=32) == [first, later]
     others, _ = run(seed=6)
     assert not {tuple(ids) for ids in others} & {tuple(ids) for ids in first + later}
 
@@ -276,38 +237,25 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(make_l
 # -------------------------------------------------------------------- greedy
 
 
-def test_temperature_0_takes_the_most_probable_token_whatever_the_filters(tiny, make_llm):
-    llm = make_llm()
-    want = tiny.greedy(PROMPT, 12)
-    mixes = [
-        {},
-        {"top_k": 5},
-        {"top_p": 0.1},
-        {"min_p": 0.9},
-        {"top_k": 3, "top_p": 0.5, "min_p": 0.2},
-        {"seed": 3},
-    ]
-    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **mix) for mix in mixes]
-    assert tokens(llm, [PROMPT] * len(params), params) == [want] * len(params)
+def test_greedy_ignores_filters(reference, make_llm):
+    mixes = [{}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.5, "min_p": 0.2}, {"seed": 3}]
+    params = [greedy(12, **mix) for mix in mixes]
+    assert generate(make_llm(), [PROMPT] * len(params), params) == [reference(PROMPT, 12)] * len(params)
 
 
-def test_filters_that_leave_one_token_are_greedy(tiny, make_llm):
-    llm = make_llm()
-    want = tiny.greedy(PROMPT, 12)
+def test_filters_that_leave_one_token_are_greedy(reference, make_llm):
     mixes = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
     params = [SamplingParams(**{**HOT, "max_tokens": 12, **mix}) for mix in mixes]
-    assert tokens(llm, [PROMPT] * len(params), params) == [want] * len(params)
+    assert generate(make_llm(), [PROMPT] * len(params), params) == [reference(PROMPT, 12)] * len(params)
 
 
 def test_top_k_beyond_the_vocabulary_is_off(make_llm):
-    llm = make_llm()
-    params = [SamplingParams(seed=1, **HOT), SamplingParams(seed=1, top_k=10_000, **HOT),
-              SamplingParams(seed=1, top_k=-1, **HOT)]  # fmt: skip
-    off, beyond, minus_one = tokens(llm, [PROMPT] * 3, params)
+    params = [SamplingParams(seed=1, top_k=top_k, **HOT) for top_k in (0, 10_000, -1)]
+    off, beyond, minus_one = generate(make_llm(), [PROMPT] * 3, params)
     assert off == beyond == minus_one
 
 
-# -------------------------------------------------------------------- stops and minimum lengths
+# -------------------------------------------------------------------- stop tokens and min_tokens
 
 
 def first_new(ids, start):
@@ -315,100 +263,67 @@ def first_new(ids, start):
     return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
 
 
-def test_stop_token_ids(tiny, make_llm):
-    llm = make_llm()
-    free = tiny.greedy(PROMPT, 20)
-    i = first_new(free, 3)
-    stop = [free[i], 500, 501]
-    for ignore_eos in (False, True):
-        params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=stop, ignore_eos=ignore_eos)
-        completion = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
-        assert completion.token_ids == free[: i + 1]  # the stop token stays
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", free[i])
-
-
-def test_a_stop_token_stops_only_who_asked_for_it(tiny, make_llm):
-    llm = make_llm()
-    free = tiny.greedy(PROMPT, 20)
-    i = first_new(free, 3)
-    greedy = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    params = [SamplingParams(stop_token_ids=ids, **greedy) for ids in ([free[i]], [])]
-    stopped, free_running = llm.generate([PROMPT] * 2, params, use_tqdm=False)
-    assert stopped["token_ids"] == free[: i + 1]
-    assert free_running["token_ids"] == free
-    assert (free_running["finish_reason"], free_running.outputs[0].stop_reason) == ("length", None)
+@pytest.mark.parametrize("ignore_eos", (False, True))
+def test_stop_token_ids(ignore_eos, reference, make_llm):
+    """A stop token ends the requests that named it, and stays in their output."""
+    tokens = reference(PROMPT, 20)
+    i = first_new(tokens, 3)
+    params = [greedy(20, stop_token_ids=ids, ignore_eos=ignore_eos) for ids in ([tokens[i], 500, 501], [])]
+    stopped, free = (output.outputs[0] for output in make_llm().generate([PROMPT] * 2, params, use_tqdm=False))
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (tokens[: i + 1], "stop", tokens[i])
+    assert (free.token_ids, free.finish_reason, free.stop_reason) == (tokens, "length", None)
 
 
 @pytest.fixture(scope="module")
-def eos(tiny, make_checkpoint):
-    """A checkpoint whose greedy text runs into its end-of-sequence token; that text, and where."""
-    free = tiny.greedy(PROMPT, 20)
-    i = first_new(free, 3)
-    return make_checkpoint(eos_token_id=free[i]), free, i  # the weights are the same
+def eos(reference, make_checkpoint):
+    """A checkpoint whose greedy text contains its end-of-sequence token; that text, and where."""
+    tokens = reference(PROMPT, 20)
+    i = first_new(tokens, 3)
+    return make_checkpoint(eos_token_id=tokens[i]), tokens, i  # the weights are the same
 
 
 def test_end_of_sequence(eos, make_llm):
-    path, free, i = eos
-    llm = make_llm(model=path)
-    output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0]
-    assert output["token_ids"] == free[: i + 1]
-    assert (output["finish_reason"], output.outputs[0].stop_reason) == ("stop", None)
-
-
-def test_ignore_eos(eos, make_llm):
-    path, free, _ = eos
-    llm = make_llm(model=path)
-    output = llm.generate(
-        PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False
-    )[0]
-    assert output["token_ids"] == free
-    assert output["finish_reason"] == "length"
-
-
-def test_end_of_sequence_as_the_last_token_allowed_is_a_stop(eos, make_llm):
-    path, free, i = eos
-    output = make_llm(model=path).generate(
-        PROMPT, SamplingParams(temperature=0, max_tokens=i + 1), use_tqdm=False
-    )[0]
-    assert output["token_ids"] == free[: i + 1]
-    assert output["finish_reason"] == "stop"
+    """It stops a request, even as the last token allowed; not with ignore_eos."""
+    path, tokens, i = eos
+    params = [greedy(20, ignore_eos=False), greedy(i + 1, ignore_eos=False), greedy(20)]
+    outputs = make_llm(model=path).generate([PROMPT] * 3, params, use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [tokens[: i + 1], tokens[: i + 1], tokens]
+    assert [output["finish_reason"] for output in outputs] == ["stop", "stop", "length"]
+    assert all(output.outputs[0].stop_reason is None for output in outputs)
 
 
 @pytest.mark.parametrize("extra", (0, 1, 5))
-def test_min_tokens_holds_back_end_of_sequence_and_stop_ids(extra, eos, tiny, make_llm):
-    """Hugging Face's greedy text with those ids struck out for as long is the oracle."""
+def test_min_tokens_masks_end_of_sequence_and_stop_ids(extra, eos, tiny, make_llm):
+    """transformers' greedy text with those ids masked for as long is the oracle."""
     path, free, i = eos
     stop = [free[1], free[i + 1]]
     until = i + extra
-    want = tiny.greedy(PROMPT, 20, held_back=[free[i], *stop], until=until)
-    end = next((n for n in range(until, 20) if want[n] in (free[i], *stop)), 19)
-    assert not {free[i], *stop} & set(want[:until])
-    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=until, stop_token_ids=stop)
-    assert tokens(make_llm(model=path), PROMPT, params)[0] == want[: end + 1]
+    tokens = tiny.greedy(PROMPT, 20, held_back=[free[i], *stop], until=until)
+    end = next((n for n in range(until, 20) if tokens[n] in (free[i], *stop)), 19)
+    assert not {free[i], *stop} & set(tokens[:until])
+    params = greedy(20, min_tokens=until, stop_token_ids=stop, ignore_eos=False)
+    assert generate(make_llm(model=path), PROMPT, params) == [tokens[: end + 1]]
 
 
-def test_min_tokens_with_ignore_eos_leaves_end_of_sequence_alone(eos, make_llm):
-    path, free, _ = eos
-    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20, ignore_eos=True)
-    assert tokens(make_llm(model=path), PROMPT, params)[0] == free
+def test_min_tokens_with_ignore_eos_does_not_mask_end_of_sequence(eos, make_llm):
+    path, tokens, _ = eos
+    assert generate(make_llm(model=path), PROMPT, greedy(20, min_tokens=20)) == [tokens]
 
 
 @pytest.mark.parametrize("beyond", (0, 2**32, 2**70))
-def test_end_of_sequence_beyond_the_vocabulary(beyond, tiny, make_checkpoint, make_llm):
-    """It cannot be sampled. As 32 bits on the device it was another token's id, which min_tokens then held back."""
-    free = tiny.greedy(PROMPT, 20)
-    llm = make_llm(model=make_checkpoint(eos_token_id=[beyond + free[1], 512, 100_000]))
-    assert llm.scheduler.eos_token_ids == ({free[1]} if beyond == 0 else set())
-    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20, ignore_eos=beyond == 0)
-    assert tokens(llm, PROMPT, params)[0] == free
+def test_end_of_sequence_beyond_the_vocabulary(beyond, reference, make_checkpoint, make_llm):
+    """It cannot be sampled. As 32 bits on the device it was another token's id, which min_tokens then masked."""
+    tokens = reference(PROMPT, 20)
+    llm = make_llm(model=make_checkpoint(eos_token_id=[beyond + tokens[1], 512, 100_000]))
+    assert llm.scheduler.eos_token_ids == ({tokens[1]} if beyond == 0 else set())
+    assert generate(llm, PROMPT, greedy(20, min_tokens=20, ignore_eos=beyond == 0)) == [tokens]
 
 
 def test_min_tokens_in_sampled_text(small, make_llm):
-    """One of 16 tokens ends: without min_tokens most are short, with it none ends before its time."""
-    path, _ = small
-    llm = make_llm(model=path, max_model_len=64, max_num_seqs=64)
-    free = llm.generate([PROMPT] * 64, SamplingParams(max_tokens=40, temperature=2.0), use_tqdm=False)
-    assert sum(len(o["token_ids"]) < 10 for o in free) > 10
+    """One of 16 tokens is end-of-sequence: most texts are short, and with min_tokens none ends before its time."""
+    llm = make_llm(model=small[0], max_model_len=64, max_num_seqs=64)
+    free = generate(llm, [PROMPT] * 64, SamplingParams(max_tokens=40, temperature=2.0))
+    assert sum(len(ids) < 10 for ids in free) > 10
     params = [SamplingParams(max_tokens=40, temperature=2.0, min_tokens=i % 30) for i in range(64)]
     outputs = llm.generate([PROMPT] * 64, params, use_tqdm=False)
     for i, output in enumerate(outputs):
@@ -417,30 +332,27 @@ def test_min_tokens_in_sampled_text(small, make_llm):
         assert 1 not in ids[:-1]
         assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
     soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
-    assert 1 <= soonest < 20  # the very next token may end, and need not
+    assert 1 <= soonest < 20  # the very next token may end the text, and need not
 
 
-def test_min_tokens_survives_preemption(tiny, make_llm):
-    """A sequence that is computed again remembers how much of its minimum it has: no less, and no more."""
-    free = tiny.greedy(PROMPT, 60)
-    early, late = free[5], free[first_new(free, 20)]
-    held_back = tiny.greedy(PROMPT, 60, held_back=[early], until=60)
-    assert early not in held_back
+def test_min_tokens_after_preemption(tiny, reference, make_llm):
+    """A sequence that is recomputed keeps its minimum: no less, and no more."""
+    free = reference(PROMPT, 60)
+    early, late = free[5], free.index(free[first_new(free, 20)])
+    masked = tiny.greedy(PROMPT, 60, held_back=[early], until=60)
+    assert early not in masked
     params = [
-        SamplingParams(temperature=0, max_tokens=60, min_tokens=60, ignore_eos=True, stop_token_ids=[early]),
-        SamplingParams(
-            temperature=0, max_tokens=60, min_tokens=free.index(late), ignore_eos=True, stop_token_ids=[late]
-        ),
+        greedy(60, min_tokens=60, stop_token_ids=[early]),
+        greedy(60, min_tokens=late, stop_token_ids=[free[late]]),
     ]
     llm = make_llm(num_kvcache_blocks=6)
-    want = [held_back, free[: free.index(late) + 1]]
-    assert tokens(llm, [PROMPT] * 6, params * 3) == want * 3
+    assert generate(llm, [PROMPT] * 6, params * 3) == [masked, free[: late + 1]] * 3
     assert llm.scheduler.num_preemptions > 3
 
 
-def test_too_many_ids_to_hold_back(make_llm):
+def test_too_many_ids_to_mask(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match="min_tokens can hold back at most 16"):
         llm.generate(PROMPT, SamplingParams(min_tokens=1, stop_token_ids=list(range(10, 27))), use_tqdm=False)
-    many = SamplingParams(stop_token_ids=list(range(10, 100)), max_tokens=3)  # as stops they are fine
-    assert llm.generate(PROMPT, many, use_tqdm=False)
+    many = SamplingParams(stop_token_ids=list(range(10, 100)), max_tokens=3)  # without min_tokens there is no limit
+    assert len(generate(llm, PROMPT, many)) == 1

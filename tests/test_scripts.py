@@ -1,28 +1,32 @@
-"""The scripts that people run first, as they run them: in a process of their own, on the CPU."""
+"""The scripts that people run first, on the CPU: mostly as they run them, in a process of their own."""
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
+from helpers import ROOT
 
 import bench
+import example
+from benchmarks import host_overhead
+from nanovllm import CheckpointError, SamplingParams
+from nanovllm.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def run(*argv: str, check: bool = True, path: str = "") -> subprocess.CompletedProcess:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+def run(*argv: str, check: bool = True) -> subprocess.CompletedProcess:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
     done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stderr
     return done
 
 
-def report_of(done: subprocess.CompletedProcess) -> dict:
-    return json.loads(done.stdout.splitlines()[-1])
+def report_of(out: str) -> dict:
+    return json.loads(out.splitlines()[-1])
 
 
 def test_example_without_arguments():
@@ -31,22 +35,29 @@ def test_example_without_arguments():
     assert re.search(r"Prompt: +list all prime numbers within 100\nCompletion: 2, 3, 5, .*, 89, 97\n", out)
 
 
-def test_example_with_prompts():
-    out = run("example.py", "--device", "cpu", "--max-tokens", "3", "introduce yourself", "2 + 3").stdout
+def run_example(monkeypatch, *argv):
+    """In this process, which has imported torch and transformers already."""
+    monkeypatch.setattr(sys, "argv", ["example.py", "--device", "cpu", *argv])
+    example.main()
+
+
+def test_example_with_prompts(monkeypatch, capsys):
+    run_example(monkeypatch, "--max-tokens", "3", "introduce yourself", "2 + 3")
+    out = capsys.readouterr().out
     assert out.count("Prompt:") == out.count("Completion:") == 2
     assert re.search(r"Prompt: +2 \+ 3\nCompletion: ", out)
 
 
-def test_example_names_a_missing_model():
-    done = run("example.py", "--model", "/there/is/no/such/model", check=False)
-    assert done.returncode != 0 and "CheckpointError" in done.stderr and "/there/is/no/such/model" in done.stderr
+def test_example_names_a_missing_model(monkeypatch):
+    with pytest.raises(CheckpointError, match="/there/is/no/such/model"):
+        run_example(monkeypatch, "--model", "/there/is/no/such/model")
 
 
 def test_bench_ends_with_one_line_of_json(tmp_path):
     """All workloads, two repeats, with a profile; a table comes before the JSON."""
     trace = tmp_path / "trace.json"
     done = run("bench.py", "--workload", "all", "--scale", "64", "--repeats", "2", "--profile", str(trace))
-    report = report_of(done)
+    report = report_of(done.stdout)
     assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
@@ -62,14 +73,6 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     names = {event["name"] for event in events}
     assert {"schedule", "prepare", "launch", "wait", "postprocess"} <= names
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-
-
-def test_bench_compares_engines_in_one_run():
-    report = report_of(run("bench.py", "--engine", "nanovllm", "transformers", "--workload", "single", "--scale", "32"))
-    assert [engine["engine"] for engine in report["engines"]] == ["nanovllm", "transformers"]
-    ours, theirs = (engine["workloads"][0] for engine in report["engines"])
-    for figures in (ours, theirs):
-        assert (figures["prompt_tokens"], figures["output_tokens"]) == (4, 16)
 
 
 def test_bench_says_that_vllm_is_missing():
@@ -109,12 +112,24 @@ class LLM:
 """
 
 
-def test_bench_calls_vllm_as_it_is_defined(tmp_path):
-    """vLLM needs a GPU and its own torch; what bench.py uses of its interface (version 0.33) stands in for it."""
+def test_bench_compares_engines_in_one_run(tmp_path, monkeypatch, capsys):
+    """vLLM needs a GPU and a torch of its own: a stand-in has what bench.py uses of its interface (version 0.33)."""
     (tmp_path / "vllm.py").write_text(VLLM_STAND_IN)
-    argv = ("bench.py", "--engine", "vllm", "--workload", "single", "--scale", "32", "--max-num-seqs", "5")
-    (engine,) = report_of(run(*argv, path=str(tmp_path)))["engines"]
-    assert engine["engine"] == "vllm" and engine["workloads"][0]["output_tokens"] == 16
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the engines' processes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    bench.main(["--engine", "nanovllm", "vllm", "--workload", "single", "--scale", "32", "--max-num-seqs", "5"])
+    report = report_of(capsys.readouterr().out)
+    assert [engine["engine"] for engine in report["engines"]] == ["nanovllm", "vllm"]
+    for engine in report["engines"]:
+        (figures,) = engine["workloads"]
+        assert (figures["prompt_tokens"], figures["output_tokens"]) == (4, 16)
+
+
+def test_bench_of_transformers(capsys):
+    bench.main(["--engine", "transformers", "--workload", "headline", "--scale", "64", "--device", "cpu"])
+    (engine,) = report_of(capsys.readouterr().out)["engines"]
+    assert engine["engine"] == "transformers" and engine["workloads"][0]["output_tokens"] > 0
 
 
 @pytest.mark.parametrize("script", ["example.py", "bench.py", "benchmarks/host_overhead.py"])
@@ -123,14 +138,19 @@ def test_unknown_flags_are_refused(script):
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
 
 
-def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path):
+def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path, capsys):
     """The figures of all runs were lost when the timeline could not be written."""
-    done = run("bench.py", "--profile", str(tmp_path / "none" / "trace.json"), check=False)
-    assert done.returncode == 2 and f"there is no directory {tmp_path / 'none'}" in done.stderr
+    with pytest.raises(SystemExit):
+        bench.main(["--profile", str(tmp_path / "none" / "trace.json")])
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_host_overhead_runs():
-    report = report_of(run("benchmarks/host_overhead.py", "--batch", "1", "8", "--steps", "20"))
+def test_host_overhead_runs(capsys):
+    try:
+        host_overhead.main(["--batch", "1", "8", "--steps", "20"])
+    finally:
+        gc.unfreeze()
+    report = report_of(capsys.readouterr().out)
     assert [figures["steady"]["batch"] for figures in report["results"]] == [1, 8]
     assert all(figures["steady"]["step_us"] > 0 for figures in report["results"])
 
@@ -164,12 +184,7 @@ def test_readme_commands_are_what_ci_runs():
     assert os.access(ci, os.X_OK)
 
 
-def test_readme_lists_every_option():
-    from dataclasses import fields
-
-    from nanovllm.config import Config
-
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for option in fields(Config):
-        if option.init:
-            assert f"| `{option.name}` |" in readme, option.name
+@pytest.mark.parametrize("options", [Config, SamplingParams])
+def test_docstrings_describe_every_option(options):
+    for option in fields(options):
+        assert not option.init or f"\n        {option.name}: " in options.__doc__, option.name

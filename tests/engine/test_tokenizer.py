@@ -1,9 +1,11 @@
-"""Text and chats that cannot be encoded, and tokenizers that cannot be loaded."""
+"""Text in and out: what cannot be encoded, tokenizers that cannot be loaded, and where end-of-sequence is written."""
 
+import json
 import re
 import shutil
 
 import pytest
+from helpers import generate, greedy, prompt_of, tokens_of
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
 
@@ -35,9 +37,9 @@ def test_chat_template(demo):
 
 
 def test_chat_without_a_template(demo, monkeypatch):
-    """A template that was given did not help; it was refused, too."""
+    """A base model has a tokenizer and no chat template. One that was given was refused, too."""
     monkeypatch.setattr(demo.tokenizer, "chat_template", None)
-    with refuses("chat() needs a tokenizer with a chat template; this model has none."):
+    with refuses("chat() needs a tokenizer with a chat template; this model has none. Use generate()"):
         demo.chat(HI, use_tqdm=False)
     assert demo.chat(HI, NONE, use_tqdm=False, chat_template="{{ messages[0].content }}!")[0].prompt == "hi!"
 
@@ -66,3 +68,59 @@ def test_damaged_tokenizer(make_checkpoint, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"{")
     with pytest.raises(CheckpointError, match=re.escape(f"the tokenizer in {tmp_path} cannot be loaded: ")):
         LLM(tmp_path, device="cpu", kvcache_block_size=16)
+
+
+# ---------------------------------------------------------------- end of sequence
+
+
+@pytest.fixture
+def with_tokenizer(make_checkpoint, tmp_path):
+    """with_tokenizer(eos, generation_eos) -> the tiny checkpoint with a tokenizer of words "t0" ... "t511"."""
+
+    def make(eos, generation_eos):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        path = tmp_path / "with_tokenizer"
+        shutil.copytree(make_checkpoint(), path)
+        tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{eos}", unk_token="t0")
+        fast.save_pretrained(path)
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
+        return str(path)
+
+    return make
+
+
+def until(tokens, stops):
+    return tokens[: min(i for i, token in enumerate(tokens) if token in stops) + 1]
+
+
+def test_tokenizer_and_generation_config_disagree(make_llm, with_tokenizer, reference):
+    """A chat model has end-of-turn in one file and end-of-text in the other; one of them did not stop."""
+    first, second, third = (prompt_of(n) for n in (7, 8, 9))
+    eos = {reference(first, 20)[4], reference(second, 20)[6], reference(third, 20)[2]}
+    path = with_tokenizer(reference(first, 20)[4], [reference(second, 20)[6], reference(third, 20)[2]])
+    llm = make_llm(model=path, skip_tokenizer_init=False)
+    assert llm.scheduler.eos_token_ids == eos
+    prompts = [" ".join(f"t{i}" for i in first), second, third]  # text and ids, mixed
+    outputs = llm.generate(prompts, greedy(20, ignore_eos=False), use_tqdm=False)
+    assert tokens_of(outputs) == [until(reference(prompt, 20), eos) for prompt in (first, second, third)]
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+    assert [output.prompt for output in outputs] == [prompts[0], None, None]
+    # special tokens are no text; this tokenizer joins words by a space
+    assert outputs[1]["text"] == " ".join(f"t{i}" for i in outputs[1]["token_ids"] if i != reference(first, 20)[4])
+    assert generate(llm, prompts, greedy(20)) == [reference(prompt, 20) for prompt in (first, second, third)]
+    with refuses("prompt 0: the prompt is empty"):
+        llm.generate([""], use_tqdm=False)
+
+
+def test_one_id_in_the_generation_config(make_llm, with_tokenizer, reference):
+    """eos_token_id is a number in some files and a list in others; min_tokens masks all of them."""
+    prompt = prompt_of(8)
+    tokens = reference(prompt, 20)
+    llm = make_llm(model=with_tokenizer(511, tokens[6]), skip_tokenizer_init=False)
+    assert generate(llm, [prompt], greedy(20, ignore_eos=False)) == [until(tokens, {tokens[6], 511})]
+    (held,) = generate(llm, [prompt], greedy(20, ignore_eos=False, min_tokens=12))
+    assert len(held) >= 12 and not {tokens[6], 511} & set(held[:12])

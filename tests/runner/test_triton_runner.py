@@ -1,11 +1,12 @@
 """The whole engine on the Triton kernels, interpreted on the CPU: what a GPU runs, without one.
 
-The kernels have their own tests; these show that the engine hands them the right tensors.
+The kernels have tests of their own; these show that the layers hand them the right tensors.
 """
 
 import os
 
 import pytest
+from helpers import generate, greedy
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -16,29 +17,21 @@ from nanovllm import SamplingParams, kernels  # noqa: E402
 from nanovllm.layers.attention import PagedBackend  # noqa: E402
 from nanovllm.runner import model_runner  # noqa: E402
 
-PROMPTS = [[5, 6, 7] * 13, [5, 6, 7] * 9, [400]]
-OPTIONS = {"max_num_batched_tokens": 32, "max_num_seqs": 3}  # chunks, and a prefix that hits
+PROMPTS = [[5, 6, 7] * 7, [5, 6, 7] * 6, [400]]
+OPTIONS = {"max_num_batched_tokens": 20, "max_num_seqs": 3}  # chunks, and a prefix that hits
+WITHOUT_LOGITS_STEPS = [greedy(4), SamplingParams(seed=3, max_tokens=4, ignore_eos=True), greedy(4)]
+WITH_LOGITS_STEPS = [
+    SamplingParams(temperature=1.2, seed=4, max_tokens=4, top_k=40, top_p=0.9, min_p=0.01, min_tokens=4),
+    greedy(4),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=4, top_k=5, ignore_eos=True),
+]
 
 
-@pytest.fixture
-def triton_everywhere(monkeypatch):
+@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
+def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, make_llm, monkeypatch):
+    model = make_checkpoint(num_hidden_layers=1)
+    expected = generate(make_llm(model=model, **OPTIONS), PROMPTS, params)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=1.2, seed=4, max_tokens=5, top_k=40, top_p=0.9, min_p=0.01, min_tokens=5),
-    ],
-    ids=["greedy", "temperature", "filters"],
-)
-def test_the_engine_on_triton_kernels_gives_the_plain_engines_tokens(params, make_checkpoint, make_llm, request):
-    model = make_checkpoint(num_hidden_layers=1)
-    plain = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
-    request.getfixturevalue("triton_everywhere")
-    interpreted = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
-    assert [out["token_ids"] for out in interpreted] == [out["token_ids"] for out in plain]
+    assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected

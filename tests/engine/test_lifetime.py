@@ -1,0 +1,242 @@
+"""From a start to exit(): errors and interrupts in between, several engines, threads, forks, and what is freed when."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import ROOT, generate, gpu_param, greedy, prompt_of, run_ahead
+
+from nanovllm import LLM, CheckpointError, EngineError
+from nanovllm.runner.model_runner import ModelRunner
+
+
+def run_python(code, *flags):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+
+
+# ---------------------------------------------------------------- errors and interrupts
+
+
+@pytest.fixture
+def sigint_handler():
+    """Background jobs of a shell ignore SIGINT, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_handler")
+@pytest.mark.parametrize("where", ["run", "run_model"])
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize(("device", "max_in_flight"), [("cpu", 0), ("cpu", 1), gpu_param("cuda", 1)])
+def test_keyboard_interrupt(make_llm, reference, where, after, device, max_in_flight, monkeypatch):
+    """After Ctrl-C in generate() the next call hung, answered the old prompts too, or decoded garbage, because the host
+    believed that the device had the staged writes of a step that was never launched."""
+    llm = make_llm(device=device, max_num_seqs=4)
+    if max_in_flight:
+        run_ahead(llm)
+    available = llm.scheduler.block_manager.num_available
+    original, calls = getattr(llm.model_runner, where), 0
+
+    def interrupted(*args):
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    prompts = [prompt_of(n) for n in (30, 3, 18)]
+    monkeypatch.setattr(llm.model_runner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [prompt_of(n, seed=1) for n in (30, 3, 18)], greedy(10))
+    monkeypatch.undo()
+    assert llm.is_finished()
+    assert llm.scheduler.block_manager.num_available == available
+    assert generate(llm, prompts, greedy(10)) == [reference(prompt, 10) for prompt in prompts]
+
+
+def test_error_in_a_launch(make_llm, reference, monkeypatch):
+    """An exception from the device reaches the caller as it is, and leaves the engine empty and usable."""
+    llm = make_llm()
+
+    def fail(*args):
+        raise RuntimeError("device says no")
+
+    monkeypatch.setattr(llm.model_runner.sampler, "forward", fail)
+    with pytest.raises(RuntimeError, match="device says no"):
+        generate(llm, [prompt_of(5)], greedy(5))
+    monkeypatch.undo()
+    assert generate(llm, [prompt_of(5)], greedy(5)) == [reference(prompt_of(5), 5)]
+
+
+def test_failed_start_holds_nothing(make_checkpoint, tmp_path):
+    """An error late in the constructor leaves neither the weights behind nor a thread."""
+    shutil.copytree(make_checkpoint(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text("{")
+    threads = threading.active_count()
+    with pytest.raises(CheckpointError, match=re.escape("generation_config.json cannot be read")):
+        LLM(tmp_path, device="cpu", skip_tokenizer_init=True, kvcache_block_size=16)
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is ModelRunner and o.config.model == tmp_path]
+    assert threading.active_count() <= threads
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_after_exit(make_llm):
+    """exit() in a with block, and again by hand, freed twice."""
+    with make_llm() as llm:
+        llm.exit()
+    llm.exit()
+    for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step):
+        with pytest.raises(EngineError, match=re.escape("this engine is shut down; make a new LLM(...).")):
+            use()
+
+
+def test_exit_frees_an_engine_that_is_referenced(make_llm):
+    """Users keep the variable."""
+    llm = make_llm()
+    held = [weakref.ref(x) for x in (llm.model_runner.model, llm.model_runner.kv_cache)]
+    llm.exit()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 2
+
+
+def test_del_frees_without_the_cycle_collector(make_checkpoint):
+    """``del llm`` freed nothing: an atexit hook, a thread or a reference cycle held the weights and the KV cache."""
+    threads = threading.active_count()
+    gc.collect()
+    gc.disable()  # the cycle collector comes too late for device memory
+    try:
+        for _ in range(5):
+            llm = LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4)
+            generate(llm, [prompt_of(5)], greedy(2))
+            runner = llm.model_runner
+            held = [weakref.ref(x) for x in (llm, runner, runner.model, runner.kv_cache)]
+            del llm, runner
+            assert [ref() for ref in held] == [None] * 4
+    finally:
+        gc.enable()
+    assert threading.active_count() <= threads + 1  # the last tokenizer thread may not have ended yet
+
+
+def test_interpreter_ends_with_an_open_engine(make_checkpoint):
+    """A script without exit() hung at its end, or printed tracebacks of half-destroyed modules."""
+    done = run_python(
+        "from nanovllm import LLM, SamplingParams\n"
+        f"llm = LLM({make_checkpoint()!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=4)\n"
+        "out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)\n"
+        "print(out[0]['token_ids'])\n",
+        "-W",
+        "error",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)) == 3
+
+
+FORKED = """
+import os, signal
+from nanovllm import LLM, EngineError, SamplingParams
+
+llm = LLM(device="cpu", num_kvcache_blocks=4)
+params = SamplingParams(max_tokens=2)
+llm.generate("hi", params, use_tqdm=False)
+if os.fork() == 0:
+    signal.alarm(30)
+    try:
+        llm.generate("hi", params, use_tqdm=False)
+    except EngineError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+print(len(llm.generate("hi", params, use_tqdm=False)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_in_a_forked_process():
+    """A fork has no threads but its own: the child waited forever for the tokenizer's and torch's."""
+    done = run_python(FORKED)
+    text = "this engine belongs to the process that was forked; make an LLM(...) in this one."
+    assert done.stdout.splitlines() == [text, "1"], done.stderr
+
+
+# ---------------------------------------------------------------- several engines
+
+
+def test_engines_after_and_beside_each_other(make_llm, make_checkpoint, reference):
+    """The second engine of a process inherited the first one's context, default dtype or thread."""
+    prompts = [prompt_of(20)]
+    first = make_llm()
+    second = make_llm(model=make_checkpoint(tie_word_embeddings=True), num_kvcache_blocks=8, dtype="bfloat16")
+    other = generate(second, prompts, greedy(6))
+    assert generate(first, prompts, greedy(6)) == [reference(prompts[0], 6)] != other
+    first.exit()
+    assert generate(second, prompts, greedy(6)) == other
+    second.exit()
+    assert generate(make_llm(), prompts, greedy(6)) == [reference(prompts[0], 6)]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_engines_in_two_threads(make_checkpoint):
+    """The forward context was global, so one engine's launch broke the other's. Engines built at the same time got each
+    other's dtype: torch's default dtype is process-wide."""
+    prompts = [prompt_of(n) for n in (5, 30, 17)]
+    kinds = [{}, {"model": make_checkpoint(tie_word_embeddings=True), "dtype": "bfloat16"}]
+    options = {"model": make_checkpoint(), "device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 16}
+
+    def outcome(kind):
+        with LLM(**{**options, **kind}) as llm:
+            return [generate(llm, prompts, greedy(10)) for _ in range(2)]
+
+    def work(kind, outcomes):
+        outcomes += [outcome(kind) for _ in range(6)]
+
+    alone = [outcome(kind) for kind in kinds]
+    together = [[], []]
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(kinds, together, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert alone[0] != alone[1]
+    assert together == [[alone[0]] * 6, [alone[1]] * 6]
+
+
+STARTED_IN_THREADS = """
+import threading
+from nanovllm import LLM, SamplingParams
+
+prompts = []
+
+def work():
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        prompts.extend(llm.generate("2 + 3", SamplingParams(max_tokens=0), use_tqdm=False))
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(prompts) == 3, len(prompts)
+assert all(prompt.prompt_token_ids == prompts[0].prompt_token_ids for prompt in prompts)
+"""
+
+
+def test_first_engines_started_in_three_threads():
+    """Each imported transformers, and all but one failed: "cannot import name 'AutoTokenizer' from 'transformers'"."""
+    done = run_python(STARTED_IN_THREADS)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,112 @@
+"""Logits and greedy tokens against transformers' Qwen3, on random models of every supported shape.
+
+The oracle is one forward pass over prompt and completion. The engine gets there by chunked prefill, blocks of 16
+tokens, batches, and one decode step per token. Logits have a standard deviation (std) of about 0.8. Tolerances:
+
+    fp32    1e-4 absolute, on the CPU and on a GPU (TF32 off, torch's default)
+    bf16    RMS error against the fp32 logits at most 1.25 times that of transformers' own bf16 forward pass, and every
+            logit within 0.1 std + 0.05 |logit| of transformers' bf16 one: only the order of roundings differs
+"""
+
+import random
+
+import pytest
+import torch
+from helpers import Reference, generate_with_logits, gpu_param
+
+NUM_DECODED = 31  # the first by the prefill, 30 by decode steps
+LENGTHS = (1, 5, 16, 17, 33, 100)  # one token, a block's boundary, more than one chunk of 64
+
+SHAPES = {
+    "1-layer-tied-gqa1": {
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "2-layers-untied-gqa2": {},  # TINY: head_dim is not hidden_size / num_attention_heads
+    "3-layers-bias-gqa4": {
+        "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16, "attention_bias": True,
+    },
+    "4-layers-tied-bias-gqa8": {
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64,
+        "tie_word_embeddings": True, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+    "2-layers-gqa3-odd-sizes": {
+        "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 403, "rms_norm_eps": 1e-3,
+    },
+    "yarn": {
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+                            "rope_theta": 10_000.0},
+    },
+    "linear": {
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0},
+    },
+}  # fmt: skip
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(400) for _ in range(length)] for length in LENGTHS]
+
+
+def logits_of(reference, completions):
+    """transformers' logits before each token of the completions: a [len(completion), V] for each prompt."""
+    return [
+        reference.logits(prompt + completion[:-1])[0, len(prompt) - 1 :]
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
+
+
+def check_fp32(llm, path):
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    for completion, got, want in zip(completions, logits, logits_of(Reference(path), completions), strict=True):
+        assert (got - want).abs().max() < 1e-4
+        assert want.argmax(-1).tolist() == completion
+    return completions
+
+
+def check_bf16(llm, path, device):
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    exact = torch.cat(logits_of(Reference(path), completions))
+    rounded = torch.cat(logits_of(Reference(path, torch.bfloat16, device), completions))
+    got = torch.cat(logits)
+    assert (got - exact).square().mean().sqrt() < 1.25 * (rounded - exact).square().mean().sqrt()
+    assert ((got - rounded).abs() < 0.1 * exact.std() + 0.05 * rounded.abs()).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_on_the_cpu(shape, make_checkpoint, make_llm):
+    path = make_checkpoint(**SHAPES[shape])
+    completions = check_fp32(make_llm(model=path, max_model_len=256), path)
+    if not SHAPES[shape].get("attention_bias"):  # with biases the model repeats itself
+        assert len({token for completion in completions for token in completion}) > 10
+
+
+BF16_SHAPES = ("2-layers-untied-gqa2", "4-layers-tied-bias-gqa8")
+
+
+@pytest.mark.parametrize("shape", BF16_SHAPES)
+def test_bf16_on_the_cpu(shape, make_checkpoint, make_llm):
+    path = make_checkpoint(**SHAPES[shape])
+    check_bf16(make_llm(model=path, dtype="bfloat16"), path, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("triton", "sdpa"))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_on_the_gpu(shape, backend, make_checkpoint, make_llm):
+    path = make_checkpoint(**SHAPES[shape])
+    llm = make_llm(model=path, device="cuda", dtype="float32", attention_backend=backend, enforce_eager=True,
+                   max_model_len=256, num_kvcache_blocks=200)  # fmt: skip
+    check_fp32(llm, path)
+
+
+@pytest.mark.parametrize("backend", [gpu_param(name) for name in ("triton", "sdpa", "flash_attn")])
+@pytest.mark.parametrize("shape", BF16_SHAPES)
+def test_bf16_on_the_gpu(shape, backend, make_checkpoint, make_llm):
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    path = make_checkpoint(**SHAPES[shape])
+    llm = make_llm(model=path, device="cuda", dtype="bfloat16", attention_backend=backend, enforce_eager=True,
+                   max_model_len=256, kvcache_block_size=256, num_kvcache_blocks=20)  # fmt: skip
+    check_bf16(llm, path, "cuda")

@@ -1,0 +1,43 @@
+"""Models named by hub id."""
+
+import shutil
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.utils.checkpoint import resolve_model
+
+
+def test_download(make_checkpoint, monkeypatch):
+    """huggingface_hub is asked for the revision, and not for weight formats that are not read."""
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo_id, **options):
+        asked.append((repo_id, options))
+        return make_checkpoint()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 4}
+    with LLM("Qwen/Qwen3-0.6B", revision="v2", **options) as llm:
+        assert llm.config.model_path == make_checkpoint()
+    ((repo_id, options),) = asked
+    assert repo_id == "Qwen/Qwen3-0.6B" and options["revision"] == "v2"
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not any("bin" in pattern or "pt" in pattern for pattern in options["allow_patterns"])
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_cache_without_a_network(make_checkpoint, tmp_path, monkeypatch, revision):
+    """A model that was downloaded once is found in the hub's cache."""
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--someone--tiny"
+    shutil.copytree(make_checkpoint(), repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / (revision or "main")).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model("someone/tiny", revision) == str(repo / "snapshots" / commit)
