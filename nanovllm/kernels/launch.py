@@ -1,4 +1,4 @@
-"""Triton: how kernels are compiled and launched, device queries, and zeroed counters.
+"""Triton: compilation and launch of kernels, device queries, zeroed counters. Knows nothing of the kernels themselves.
 
 Programmatic dependent launch (PDL, sm_90 and later): a grid may start once every program of the previous one has
 executed griddepcontrol.launch_dependents or exited, so its prologue overlaps the previous tail. griddepcontrol.wait
