@@ -1,6 +1,6 @@
 """One set of names for Gluon in Triton 3.6 to 3.9; the kernels were compiled with 3.6, 3.8 and 3.9.
 
-Raises ImportError with any other version, as Gluon's API still changes; Triton kernels and cuBLAS then do the work.
+Raises ImportError with any other version, as Gluon's API still changes; Triton kernels and cuBLAS then take over.
 """
 
 import triton
@@ -16,5 +16,5 @@ tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_sh
 tma_store_wait = hopper.tma.store_wait
 commit_group, wait_group = hopper.async_copy.commit_group, hopper.async_copy.wait_group
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-warpgroup_mma_init, fence_async_shared, mbarrier = hopper.warpgroup_mma_init, hopper.fence_async_shared, hopper.mbarrier
+fence_async_shared, mbarrier = hopper.fence_async_shared, hopper.mbarrier
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier

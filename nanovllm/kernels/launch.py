@@ -1,21 +1,18 @@
-"""Triton: how kernels are compiled and launched, device queries, and zeroed counters.
-
-Owns `launch`, `parallel_compile` and the PDL helpers. Does not know what a kernel computes.
+"""Triton: compilation and launch of kernels, device queries, zeroed counters. Knows nothing of the kernels themselves.
 
 Programmatic dependent launch (PDL, sm_90 and later): a grid may start once every program of the previous one has
-executed griddepcontrol.launch_dependents (`pdl_launch_dependents`) or exited, so its prologue overlaps the previous
-tail. griddepcontrol.wait (`pdl_wait`) returns when the previous grid has completed and flushed its writes. Since every
-kernel executes it, ordering is transitive. Only memory that no kernel in flight writes (weights) may be read before it;
-after weights are written, synchronize or launch a kernel without PDL first.
+executed griddepcontrol.launch_dependents or exited, so its prologue overlaps the previous tail. griddepcontrol.wait
+returns when the previous grid has completed and flushed its writes. Since every kernel executes it, ordering is
+transitive. Only memory that no kernel in flight writes (weights) may be read before it; after weights are written,
+synchronize or launch a kernel without PDL first.
 
-Exceptions: decode attention, norm_rope_store and decode_qkv_gemm read request indices, lengths, block tables, positions
-and slots before the wait. This is legal because the embedding, an ordinary launch, lies between their writers and them.
-Programs of decode attention without work exit without the wait; one program always has work, so its grid waits. It
-signals launch_dependents only after its own wait.
+Exceptions: decode attention, norm_rope_store and the QKV epilogue of decode_gemm_sm90 read request indices, lengths,
+block tables, positions and slots before the wait. The embedding, an ordinary launch, lies between their writers and
+them. Programs of decode attention without work exit without the wait; one always has work, so its grid waits, and
+signals launch_dependents only after that.
 
-JIT specialization: Triton compiles another variant of a kernel for an integer equal to 1 or divisible by 16. Integers
-that vary between steps (batch size, number of tokens) are in `do_not_specialize` where this costs no speed: a variant
-takes about a second to compile, at start-up or, worse, while serving.
+JIT specialization: Triton compiles another variant for an integer equal to 1 or divisible by 16, in about a second.
+Integers that vary between steps (batch size, number of tokens) are in `do_not_specialize` where this costs no speed.
 """
 
 import functools
@@ -43,8 +40,7 @@ class _Compilers(ThreadPoolExecutor):
 def _load(kernel):
     """Load a compiled kernel on the device: lazy module loading is illegal during CUDA graph capture.
 
-    Some versions of Triton (3.6) also build the kernel's launcher here, with a C compiler, which takes as long as the
-    compilation itself.
+    Triton 3.6 also builds the kernel's launcher here, with a C compiler, which takes as long as the compilation.
     """
     _ = kernel.run
     return kernel
@@ -63,14 +59,12 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
         begin.wait()
         torch.cuda.set_device(device)
 
+    has_async_mode = hasattr(triton, "AsyncCompileMode")  # before Triton 3.5 `launch` compiles kernel by kernel
     token = compile_only.set(True)
-    active_mode = triton.runtime._async_compile.active_mode if hasattr(triton, "AsyncCompileMode") else None
-    mode_before = None if active_mode is None else active_mode.get()
     try:
         with (
             _Compilers(initializer=initialize) as compilers,
-            # Triton before 3.5 has no such mode: `launch` compiles at once, kernel by kernel.
-            triton.AsyncCompileMode(compilers) if hasattr(triton, "AsyncCompileMode") else nullcontext(),
+            triton.AsyncCompileMode(compilers) if has_async_mode else nullcontext(),
         ):
             try:
                 yield begin.set
@@ -78,12 +72,14 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
                 begin.set()
     finally:
         compile_only.reset(token)
-        if active_mode is not None:
-            active_mode.set(mode_before)  # after a failed compilation Triton 3.6 leaves its own, and refuses the next
+        if has_async_mode:  # after a failed compilation Triton 3.6 leaves its mode active, and refuses the next
+            triton.runtime._async_compile.active_mode.set(None)
 
 
 def launch(kernel, grid, *args, **options):
-    """``kernel[grid](*args, **options)``; inside `parallel_compile` the kernel is only compiled for these arguments."""
+    """``kernel[grid](*args, **options)``, nothing for an empty grid; inside `parallel_compile` only the compilation."""
+    if 0 in grid:
+        return
     warmup = compile_only.get()
     compiled = kernel.run(*args, grid=grid, warmup=warmup, **options)
     if warmup and not hasattr(triton, "AsyncCompileMode"):

@@ -1,20 +1,17 @@
 """Gluon: GEMM of 2 to 256 tokens on NVIDIA Hopper, a multistage cp.async pipeline into wgmma.
 
-Owns `decode_gemm`, `decode_qkv_gemm` and their tiles. Knows nothing of layers, nor how split-K partials are reduced.
+Owns `decode_gemm` and its tiles. Knows nothing of layers, nor how split-K partials are reduced (norm.py).
 
 Bound by reading the weight. A program fills nearly all shared memory of its SM with stages of it before
 griddepcontrol.wait (launch.py on PDL); with few tokens most of it has arrived when x is ready. Hence one wave of
-programs, at most one per SM.
+programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share the
+channels of a tile and write fp32 partials.
 
-Where the output features are too few to occupy the device, SPLIT_K programs share the channels of a tile and write
-fp32 partials. The next RMSNorm adds them up (norm.py) for a few loads.
+With BLOCK_N = 128 a tile is one head of q, k or v, and norm_rope_store may be the epilogue. Its positions, slots,
+cosines, sines and norm weight are loaded before the wait, after the weight is requested: only arithmetic and stores
+follow the last MMA.
 
-With BLOCK_N = 128 a tile is one head of q, k or v, and `decode_qkv_gemm` runs norm_rope_store as its epilogue. Its
-positions, slots, cosines, sines and norm weight are loaded before the wait, after the weight is requested: only
-arithmetic and stores follow the last MMA.
-
-M tokens, N output features of the weight, C input channels; I outputs per token: N, or N / 2 with silu_mul; H query
-heads, K KV heads.
+M tokens, N output features, C input channels; I outputs: N, or N / 2 with silu_mul; H query heads, K KV heads.
 """
 
 from typing import NamedTuple
@@ -25,30 +22,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_compat import (
-    async_load,
-    commit_group,
-    fence_async_shared,
-    thread_barrier,
-    wait_group,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from ..launch import is_sm90, launch, launch_options
+from ..gluon_compat import async_load, commit_group, hopper, thread_barrier, wait_group
+from ..launch import is_sm90, launch, launch_options, num_sms
 from .norm import SplitKPartials
-from .qkv_epilogue_sm90 import (
-    HEAD_SIZE,
-    has_supported_cache,
-    join_halves,
-    kernel_args,
-    load_cos_sin,
-    load_norm_weight,
-    load_positions,
-    norm_head,
-    rotate_head,
-    split_halves,
-)
+from .qkv_epilogue_sm90 import HEAD_SIZE, load_cos_sin, load_norm_weight, load_positions, norm_head, split_halves
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Products at batch 2 to 256").
@@ -56,7 +33,7 @@ MAX_PROGRAM_BYTES = 1.6e6
 
 
 class DecodeGemmConfig(NamedTuple):
-    """How a GEMM is cut into programs. Changes nothing but the order of summation."""
+    """How a GEMM is cut into programs; changes only the order of summation."""
 
     block_m: int  # tokens of a program
     block_n: int  # output features of a program
@@ -66,23 +43,22 @@ class DecodeGemmConfig(NamedTuple):
     num_warps: int
 
 
-def decode_gemm_config(num_tokens, num_features, num_channels, allow_split_k, num_sms):
-    """The smallest tiles that fit the device in one wave; None where none do or cuBLAS was faster on an H200."""
+def decode_gemm_config(x, weight, allow_split_k):
+    """The smallest tiles that fit the device in one wave; None where none do, or where cuBLAS is faster (H200)."""
+    (num_tokens, num_channels), num_features, max_programs = x.shape, len(weight), num_sms(x.device)
+    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
     block_c = 128 if num_channels % 128 == 0 else 64
-    if num_channels % block_c:
+    if not (is_sm90(x.device) and is_aligned and x.element_size() == 2 and num_channels % block_c == 0):
         return None
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        if num_programs <= num_sms:
+        if num_programs <= max_programs:
             break
     else:
         return None
-    split_k = 1
-    while allow_split_k and split_k < 4 and 2 * split_k * num_programs <= num_sms:
-        if num_channels % (2 * split_k * block_c):
-            break
-        split_k *= 2
+    splits = (4, 2, 1) if allow_split_k else (1,)
+    split_k = next(n for n in splits if n * num_programs <= max_programs and num_channels % (n * block_c) == 0)
     split_c = num_channels // split_k
     if num_tokens > 64 and (block_m + block_n) * split_c * 2 > MAX_PROGRAM_BYTES:
         return None
@@ -90,16 +66,9 @@ def decode_gemm_config(num_tokens, num_features, num_channels, allow_split_k, nu
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
 
 
-def supports(x):
-    """Whether `decode_gemm` runs: on this device, with x of 16 bits and aligned in a way that Triton can prove."""
-    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.element_size() == 2 and is_sm90(x.device)
-
-
-def supports_qkv(config, x, k_cache):
-    """Whether `decode_qkv_gemm` runs: a tile is one head, and a warp holds all channels of its tokens."""
-    is_head = config.split_k == 1 and config.block_n == HEAD_SIZE.value and config.block_m == 16 * config.num_warps
-    return is_head and supports(x) and has_supported_cache(x, k_cache)
+def supports_qkv(config):
+    """Whether norm_rope_store can be the epilogue: a tile is one head, a warp holds all channels of its tokens."""
+    return config.split_k == 1 and config.block_n == HEAD_SIZE.value and config.block_m == 16 * config.num_warps
 
 
 @gluon.jit
@@ -121,11 +90,11 @@ def output_features(tile, num_outputs, SILU_MUL: gl.constexpr, BLOCK_N: gl.const
 @gluon.jit
 def mma(weight_smem, x_smem, stage, acc, SWAP_AB: gl.constexpr):
     """Add the product of one stage to acc, asynchronously."""
-    fence_async_shared()
+    hopper.fence_async_shared()
     if SWAP_AB:
-        return warpgroup_mma(weight_smem.index(stage), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        return hopper.warpgroup_mma(weight_smem.index(stage), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
     else:
-        return warpgroup_mma(x_smem.index(stage), weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        return hopper.warpgroup_mma(x_smem.index(stage), weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -135,14 +104,12 @@ def decode_gemm_kernel(
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
     y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with NUM_HEADS; written here
-    q_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
-    k_weight_ptr,  # [HEAD_SIZE], only with HAS_NORM
+    q_weight_ptr, k_weight_ptr,  # [HEAD_SIZE] each, only with HAS_NORM
     eps,
     cos_sin_ptr,  # fp32 [max_position, HEAD_SIZE]; this and the next four only with NUM_HEADS
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
-    k_cache_ptr,  # [slots, K, HEAD_SIZE], written here
-    v_cache_ptr,
+    k_cache_ptr, v_cache_ptr,  # [slots, K, HEAD_SIZE], written here
     num_tokens,
     num_outputs,
     x_stride,
@@ -160,7 +127,7 @@ def decode_gemm_kernel(
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     USE_PDL: gl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_M tokens, BLOCK_N output features, C / SPLIT_K channels."""
     if USE_PDL:
         gdc_launch_dependents()
@@ -223,12 +190,12 @@ def decode_gemm_kernel(
             wait_group(STEPS - 1 - step)
             acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
     else:
-        acc = warpgroup_mma_init(acc)
+        acc = hopper.warpgroup_mma_init(acc)
         weight_ptrs += PREFETCH * BLOCK_C
         x_ptrs += PREFETCH * BLOCK_C
         for step in range(STEPS):
             # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
-            acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
+            acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, [acc]))
             wait_group(PREFETCH - 1)
             acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
             if step + PREFETCH < STEPS:
@@ -238,7 +205,7 @@ def decode_gemm_kernel(
                 weight_ptrs += BLOCK_C
                 x_ptrs += BLOCK_C
             commit_group()
-    acc = warpgroup_mma_wait(0, [acc])
+    acc = hopper.warpgroup_mma_wait(0, [acc])
 
     if HAS_BIAS:
         bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
@@ -263,8 +230,9 @@ def decode_gemm_kernel(
         if has_rope:
             if HAS_NORM:
                 x_1, x_2 = norm_head(x_1, x_2, head_norm_weight, eps, dtype)
-            x_1, x_2 = rotate_head(x_1, x_2, cos, sin)
-        acc = gl.convert_layout(join_halves(x_1.to(dtype), x_2.to(dtype)), store_layout)
+            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+        heads = gl.join(x_1.to(dtype), x_2.to(dtype)).permute((0, 2, 1)).reshape([BLOCK_M, HEAD_SIZE])
+        acc = gl.convert_layout(heads, store_layout)
         head_ptr = gl.where(is_q, y_ptr, gl.where(has_rope, k_cache_ptr, v_cache_ptr))
         head_ptr += gl.where(is_q, tile, (tile - NUM_HEADS) % NUM_KV_HEADS) * HEAD_SIZE
         offs = dest.to(gl.int64) * (gl.where(is_q, NUM_HEADS, NUM_KV_HEADS) * HEAD_SIZE)
@@ -282,48 +250,31 @@ def decode_gemm_kernel(
         gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False):
-    """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; with config.split_k > 1 SplitKPartials of residual + x W^T.
+def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epilogue=None):
+    """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
 
-    weight [N, C] is of x's dtype.
+    With config.split_k > 1 SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
+    reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
-    num_tokens, num_features = len(x), len(weight)
-    assert residual is None or residual.stride(1) == 1
+    (num_tokens, num_channels), num_features = x.shape, len(weight)
+    num_outputs = num_features // 2 if silu_mul else num_features
+    *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
     if config.split_k > 1:
         assert residual is not None and bias is None and not silu_mul
-        partials = torch.empty((config.split_k, num_tokens, num_features), dtype=torch.float32, device=x.device)
-        return SplitKPartials(residual, _launch_decode_gemm(config, x, weight, partials))
-    num_outputs = num_features // 2 if silu_mul else num_features
-    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
-    return _launch_decode_gemm(config, x, weight, y, bias, residual, silu_mul)
-
-
-def decode_qkv_gemm(config, x, weight, bias, epilogue):
-    """reference.norm_rope_store of x W^T [+ bias], the product unrounded, where `supports_qkv`; returns q [M, H, 128].
-
-    weight [(H + 2K) * 128, C]. Positions and slots are read before the PDL wait: a launch without PDL must lie between
-    their writer and this one.
-    """
-    assert supports_qkv(config, x, epilogue.k_cache)
-    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
-    q = torch.empty((len(x), num_heads, HEAD_SIZE.value), dtype=x.dtype, device=x.device)
-    args = kernel_args(x, weight, epilogue)
-    return _launch_decode_gemm(config, x, weight, q, bias, None, False, args, num_heads, num_kv_heads)
-
-
-def _launch_decode_gemm(
-    config, x, weight, y, bias=None, residual=None, silu_mul=False, epilogue=(None,) * 8, num_heads=0, num_kv_heads=0
-):
-    (num_tokens, num_channels), num_features = x.shape, len(weight)
-    assert supports(x) and weight.is_contiguous() and y.is_contiguous()
+        y = torch.empty((config.split_k, num_tokens, num_outputs), dtype=torch.float32, device=x.device)
+    else:
+        shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, HEAD_SIZE.value)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
+    adds_residual = residual is not None and config.split_k == 1
     launch(
         decode_gemm_kernel,
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
-        x, weight, bias, residual, y, *epilogue, num_tokens, num_features // 2 if silu_mul else num_features,
-        x.stride(0), 0 if residual is None else residual.stride(0),
-        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
+        x, weight, bias, residual if adds_residual else None, y, *epilogue_args,
+        num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
+        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, SILU_MUL=silu_mul,
         SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
-        STAGES=config.stages, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue[0] is not None,
+        STAGES=config.stages, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue_args[0] is not None,
         num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
-    return y
+    return SplitKPartials(residual, y) if config.split_k > 1 else y

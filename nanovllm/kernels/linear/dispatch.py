@@ -12,16 +12,19 @@ The twins are in reference.py.
 import torch
 import torch.nn.functional as F
 
-from ..launch import num_sms
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
 from .silu_and_mul import silu_and_mul
 
 try:
-    from . import decode_gemm_sm90, prefill_gemm_sm90
+    from . import decode_gemm_sm90, prefill_gemm_sm90, qkv_epilogue_sm90
 except ImportError:  # an untested version of Triton, see gluon_compat.py
-    prefill_gemm_sm90 = decode_gemm_sm90 = None  # type: ignore[assignment]
+    decode_gemm_sm90 = prefill_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
+
+# Below, cuBLAS and a separate epilogue are faster (H200, docs/experiments.md).
+MIN_TOKENS_PREFILL = 1024
+MIN_TOKENS_PREFILL_QKV = 2048
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, allow_split_k=False):
@@ -37,8 +40,8 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
     if config is not None:
         return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, silu_mul)
-    if silu_mul and bias is residual is None and prefill_gemm_sm90 and prefill_gemm_sm90.supports(x, weight):
-        return prefill_gemm_sm90.prefill_gemm(x, weight, silu_mul=True)
+    if silu_mul and bias is residual is None and supports_prefill_gemm(x, weight, MIN_TOKENS_PREFILL):
+        return prefill_gemm_sm90.prefill_gemm(x, weight)
     if adds_residual_only:
         return torch.addmm(residual, x, weight.t(), out=residual)  # beta = 1: the addition is free
     y = F.linear(x, weight, bias)
@@ -52,11 +55,12 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     data = unscaled(weight)
     if len(x) > 1:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
-        config = decode_config(x, data)
-        if config is not None and decode_gemm_sm90.supports_qkv(config, x, epilogue.k_cache):
-            return decode_gemm_sm90.decode_qkv_gemm(config, x, data, bias, epilogue)
-        if bias is None and prefill_gemm_sm90 and prefill_gemm_sm90.supports_qkv(x, data, epilogue.k_cache):
-            return prefill_gemm_sm90.prefill_qkv_gemm(x, data, epilogue)
+        if qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(x, data, epilogue):
+            config = decode_config(x, data)
+            if config is not None and decode_gemm_sm90.supports_qkv(config):
+                return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
+            if bias is None and supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV):
+                return prefill_gemm_sm90.prefill_gemm(x, data, epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
 
 
@@ -67,6 +71,10 @@ def unscaled(weight):
 
 def decode_config(x, weight, allow_split_k=False):
     """The tiling of a decode GEMM; None where the kernel does not run or is slower than cuBLAS."""
-    if decode_gemm_sm90 is None or not 2 <= len(x) <= 256 or not decode_gemm_sm90.supports(x):
+    if decode_gemm_sm90 is None or not 2 <= len(x) <= 256:
         return None
-    return decode_gemm_sm90.decode_gemm_config(len(x), *weight.shape, allow_split_k, num_sms(x.device))
+    return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
+
+
+def supports_prefill_gemm(x, weight, min_tokens):
+    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight)

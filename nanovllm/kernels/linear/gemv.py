@@ -1,6 +1,6 @@
 """Triton: GEMV, the linear layer of a single token, fused with the norm before and the activation or residual after.
 
-Owns `gemv` and its tile sizes. Knows nothing of other numbers of tokens; the twin is reference.fused_linear.
+Owns `gemv` and its tile sizes. The twin is reference.fused_linear.
 
 Bound by reading the weight. A program loads its first part before griddepcontrol.wait (launch.py on PDL), so only x
 from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer registers a
@@ -19,7 +19,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 class GemvConfig(NamedTuple):
-    """How a GEMV is cut into programs. Changes nothing but the order of summation."""
+    """How a GEMV is cut into programs; changes only the order of summation."""
 
     block_n: int  # output features of a program
     block_c: int  # channels of a loop step
@@ -42,19 +42,6 @@ def gemv_config(num_features, num_channels, itemsize):
     if num_features < num_channels:
         return GemvConfig(2, 2048, 2)
     return GemvConfig(4, 512, 1) if num_bytes < 100e6 else GemvConfig(2, 1024, 1, 96)
-
-
-@triton.jit
-def output_features(tile, num_outputs, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output features i64[BLOCK_N] of a tile, and whether they exist. SILU_MUL: half gate, then as many of up."""
-    local = tl.arange(0, BLOCK_N)
-    if SILU_MUL:
-        output = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
-        feature = output + (local // (BLOCK_N // 2)) * num_outputs
-    else:
-        output = tile * BLOCK_N + local
-        feature = output
-    return feature.to(tl.int64), output < num_outputs
 
 
 @triton.jit
@@ -93,7 +80,11 @@ def gemv_kernel(
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
     VECTOR: tl.constexpr = 8
-    features, exists = output_features(tile, num_outputs, SILU_MUL, BLOCK_N)
+    # Output features of the tile, [BLOCK_N]; with SILU_MUL half of them gate, then as many of up.
+    offs_n = tl.arange(0, BLOCK_N)
+    output = tile * BLOCK_I + offs_n % BLOCK_I
+    exists = output < num_outputs
+    features = (output + offs_n // BLOCK_I * num_outputs).to(tl.int64)
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
     weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
     weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
@@ -129,11 +120,11 @@ def gemv_kernel(
     tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
 
 
-def gemv(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, config=None):
+def gemv(x, weight, bias, norm_weight, eps, residual, silu_mul):
     """reference.fused_linear of one token, x [1, C], with a plain tensor as weight [N, C]."""
     num_features, num_channels = weight.shape
     assert x.shape == (1, num_channels) and x.stride(1) == 1 and weight.is_contiguous()
-    config = config or gemv_config(num_features, num_channels, weight.element_size())
+    config = gemv_config(num_features, num_channels, weight.element_size())
     num_outputs = num_features // 2 if silu_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     options = launch_options(x.device)

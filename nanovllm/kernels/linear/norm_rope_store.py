@@ -1,7 +1,7 @@
 """Triton: per-head RMSNorm, rotary embedding and KV-cache store of packed q, k and v in one launch.
 
-Owns `norm_rope_store`, which runs where it is not the epilogue of a GEMM. Knows slots, not blocks or sequences. The
-twin is in reference.py.
+Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences. The twin is
+in reference.py.
 
 T tokens, H query heads, K KV heads, D head size.
 """
@@ -14,14 +14,12 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def norm_rope_store_kernel(
-    qkv_ptr,  # [T, (H + 2K) * D], written by the projection; q and k are overwritten here
-    q_weight_ptr,  # [D], only with HAS_NORM
-    k_weight_ptr,  # [D], only with HAS_NORM
+    qkv_ptr,  # [T, (H + 2K) * D], written by the projection; q is overwritten here
+    q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
     cos_sin_ptr,  # fp32 [max_position, D]
     positions_ptr,  # [T]
     slot_mapping_ptr,  # i32[T], only with HAS_CACHE
-    k_cache_ptr,  # [slots, K, D] contiguous, only with HAS_CACHE
-    v_cache_ptr,
+    k_cache_ptr, v_cache_ptr,  # [slots, K, D] contiguous, only with HAS_CACHE; written here
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -31,7 +29,7 @@ def norm_rope_store_kernel(
     HAS_CACHE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     USE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_H of the H + 2K heads of one token."""
     pdl_launch_dependents(USE_PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -47,7 +45,6 @@ def norm_rope_store_kernel(
         q_weight_2 = tl.load(q_weight_ptr + HALF + offs_d).to(tl.float32)
         k_weight_1 = tl.load(k_weight_ptr + offs_d).to(tl.float32)
         k_weight_2 = tl.load(k_weight_ptr + HALF + offs_d).to(tl.float32)
-
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d)  # [1, D/2]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs_d)
@@ -69,43 +66,41 @@ def norm_rope_store_kernel(
         x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
     y_1 = (x_1 * cos - x_2 * sin).to(dtype)
     y_2 = (x_2 * cos + x_1 * sin).to(dtype)
-    tl.store(head_ptrs, y_1, mask=mask & ~is_v)
-    tl.store(head_ptrs + HALF, y_2, mask=mask & ~is_v)
+    tl.store(head_ptrs, y_1, mask=is_q)
+    tl.store(head_ptrs + HALF, y_2, mask=is_q)
 
     if HAS_CACHE:
         is_k = ~is_q & ~is_v
         if slot >= 0:
             k_offs = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + offs_d
             v_offs = k_offs - NUM_KV_HEADS * HEAD_DIM
-            tl.store(k_cache_ptr + k_offs, y_1.to(k_cache_ptr.dtype.element_ty), mask=is_k)
-            tl.store(k_cache_ptr + k_offs + HALF, y_2.to(k_cache_ptr.dtype.element_ty), mask=is_k)
-            tl.store(v_cache_ptr + v_offs, raw_1.to(v_cache_ptr.dtype.element_ty), mask=mask & is_v)
-            tl.store(v_cache_ptr + v_offs + HALF, raw_2.to(v_cache_ptr.dtype.element_ty), mask=mask & is_v)
+            tl.store(k_cache_ptr + k_offs, y_1, mask=is_k)
+            tl.store(k_cache_ptr + k_offs + HALF, y_2, mask=is_k)
+            tl.store(v_cache_ptr + v_offs, raw_1, mask=mask & is_v)
+            tl.store(v_cache_ptr + v_offs + HALF, raw_2, mask=mask & is_v)
 
 
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
 ):
-    """See reference.norm_rope_store. Overwrites q and k in `qkv`; the result is a view of it.
+    """See reference.norm_rope_store. Overwrites q in `qkv`; the result is a view of it.
 
-    Positions and slots are read before the PDL wait: a launch without PDL must lie between their writer and this one.
+    Positions and slots are read before the PDL wait (see launch.py).
     """
-    num_tokens = qkv.shape[0]
-    num_all_heads = num_heads + 2 * num_kv_heads
+    num_tokens, num_all_heads = len(qkv), num_heads + 2 * num_kv_heads
     head_dim = qkv.shape[1] // num_all_heads
     has_cache = k_cache is not None and k_cache.numel() > 0
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
     assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
     assert (q_weight is None) == (k_weight is None)
     assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
-    if num_tokens > 0:
-        # Few tokens: small programs, for latency. Many: large ones, for throughput.
-        block_h = 4 if num_tokens <= 64 else 16
-        launch(
-            norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)),
-            qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
-            k_cache if has_cache else None, v_cache if has_cache else None, qkv.stride(0), eps,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=q_weight is not None,
-            HAS_CACHE=has_cache, BLOCK_H=block_h, num_warps=1 if block_h == 4 else 4, **launch_options(qkv.device),
-        )  # fmt: skip
+    # Few tokens: small programs, for latency. Many: large ones, for throughput.
+    block_h, num_warps = (4, 1) if num_tokens <= 64 else (16, 4)
+    launch(
+        norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)),
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
+        k_cache if has_cache else None, v_cache if has_cache else None, qkv.stride(0), eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=q_weight is not None,
+        HAS_CACHE=has_cache, BLOCK_H=block_h, num_warps=num_warps, **launch_options(qkv.device),
+    )  # fmt: skip
     return qkv.unflatten(1, (num_all_heads, head_dim))[:, :num_heads]

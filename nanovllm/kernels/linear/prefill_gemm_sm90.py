@@ -1,7 +1,6 @@
-"""Gluon: GEMM of 1,024 tokens and more on NVIDIA Hopper: persistent, warp-specialized, with a fused epilogue.
+"""Gluon: GEMM of many tokens on NVIDIA Hopper, persistent and warp-specialized, with a fused epilogue.
 
-Owns `prefill_gemm` (plain or with SiLU·mul) and `prefill_qkv_gemm` (with norm_rope_store), and the sizes they support.
-Knows nothing of layers, nor what runs elsewhere.
+Owns `prefill_gemm`, with silu_and_mul or norm_rope_store. Knows nothing of layers, nor from how many tokens on it pays.
 
 One program per SM computes every num_programs-th tile of 128 tokens by 256 output features:
 
@@ -12,12 +11,11 @@ Each stage has a full and an empty mbarrier, as in prefill_sm90.py of attention:
 `empty` after their MMA. A consumer may run ahead by the length of the pipeline, so one's epilogue overlaps the other's
 MMAs.
 
-In a 64 x 256 accumulator the thread that holds column c also holds c + 64 and c + 128. With SiLU·mul one half of a
+In a 64 x 256 accumulator the thread that holds column c also holds c + 64 and c + 128. With silu_and_mul one half of a
 tile's columns is gate and the other up; otherwise the halves are two heads of 128, whose own halves the rotation pairs.
 So only a head's sum of squares crosses threads.
 
-M tokens, N output features of the weight, C input channels; I outputs per token: N, or N / 2 with silu_mul; H query
-heads, K KV heads, D = 128.
+M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D = 128.
 """
 
 import torch
@@ -27,28 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    thread_barrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
-from .qkv_epilogue_sm90 import (
-    HEAD_SIZE,
-    has_supported_cache,
-    kernel_args,
-    load_cos_sin,
-    load_norm_weight,
-    load_positions,
-    norm_head,
-    rotate_head,
-    split_halves,
-)
+from .qkv_epilogue_sm90 import HEAD_SIZE, load_cos_sin, load_norm_weight, load_positions, norm_head, split_halves
 
 NUM_CONSUMERS = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(4)
@@ -59,9 +38,6 @@ BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a line of the swiz
 STORE_N = gl.constexpr(64)  # columns of a TMA store
 SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
 LOG2_E = gl.constexpr(1.4426950408889634)
-# Below, cuBLAS and a separate epilogue are faster (H200, docs/experiments.md)
-MIN_TOKENS = 1024
-MIN_TOKENS_QKV = 2048
 
 
 @gluon.jit
@@ -100,9 +76,7 @@ def produce(pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAG
 @gluon.jit
 def fast_reciprocal(x):
     """1 / x in one instruction; error at most 1 ulp, 0 from 2**126 on."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -112,7 +86,7 @@ def stage_output(staging, left, right, CONSUMER: gl.constexpr):
     thread_barrier()
     staging.index(2 * CONSUMER).store(left.to(staging.dtype))
     staging.index(2 * CONSUMER + 1).store(right.to(staging.dtype))
-    fence_async_shared()
+    hopper.fence_async_shared()
     thread_barrier()
 
 
@@ -129,7 +103,7 @@ def qkv_epilogue(
     CONSUMER: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """norm_rope_store of an accumulator of two heads, of q, k or v each."""
-    q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
+    q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
     d = gl.arange(0, STORE_N, layout=gl.SliceLayout(0, store_layout))
@@ -144,7 +118,7 @@ def qkv_epilogue(
                 if head >= NUM_HEADS:
                     weight_ptr = k_weight_ptr
                 x_1, x_2 = norm_head(x_1, x_2, load_norm_weight(weight_ptr, CONSUMER_WARPS), eps, staging.dtype)
-            x_1, x_2 = rotate_head(x_1, x_2, cos, sin)
+            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
         stage_output(staging, x_1, x_2, CONSUMER)
         if head < NUM_HEADS:
             store_output(q_desc, staging, first_token, head * HEAD_SIZE, CONSUMER)
@@ -162,12 +136,13 @@ def qkv_epilogue(
 
 @gluon.jit
 def consume(
-    pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
-    CONSUMER: gl.constexpr, SILU_MUL: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
+    pipeline, staging, y_desc, shape, epilogue,
+    CONSUMER: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps = shape
+    _, _, _, cos_sin_ptr, positions_ptr, _, _, _ = epilogue
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     n = 0  # steps over all tiles
@@ -182,15 +157,15 @@ def consume(
             stage = n % STAGES
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
             x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
-            acc = warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = hopper.warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
             # One MMA stays in flight; the stage of the previous one is empty.
-            acc = warpgroup_mma_wait(1, [acc])
+            acc = hopper.warpgroup_mma_wait(1, [acc])
             thread_barrier()
             mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
             n += 1
         if NUM_HEADS > 0:
             cos, sin = load_cos_sin(cos_sin_ptr, position)  # overlaps the last MMA
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = hopper.warpgroup_mma_wait(0, [acc])
         thread_barrier()
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
 
@@ -202,18 +177,10 @@ def consume(
                     CONSUMER, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
                 )  # fmt: skip
             else:
-                left, right = split_halves(acc)
-                if SILU_MUL:
-                    y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(left * -LOG2_E)) * right)
-                    stage_output(staging, y_1, y_2, CONSUMER)
-                    store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
-                else:
-                    y_1, y_2 = split_halves(left)
-                    stage_output(staging, y_1, y_2, CONSUMER)
-                    store_output(y_desc, staging, first_token, tile_n * BLOCK_N, CONSUMER)
-                    y_1, y_2 = split_halves(right)
-                    stage_output(staging, y_1, y_2, CONSUMER)
-                    store_output(y_desc, staging, first_token, tile_n * BLOCK_N + BLOCK_N // 2, CONSUMER)
+                gate, up = split_halves(acc)
+                y_1, y_2 = split_halves(gate * fast_reciprocal(1.0 + gl.exp2(gate * -LOG2_E)) * up)
+                stage_output(staging, y_1, y_2, CONSUMER)
+                store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
     tma_store_wait(0)
 
 
@@ -221,27 +188,24 @@ def consume(
 def prefill_gemm_kernel(
     x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C]
     weight_desc,  # [N, C], [BLOCK_N / 2, BLOCK_C]
-    y_desc,  # [M, I], [CONSUMER_M, STORE_N]; written here
+    y_desc,  # [M, I], with NUM_HEADS q [M, H * D], [CONSUMER_M, STORE_N]; written here
     num_tokens,
     num_tiles_n,
     num_steps,
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
-    q_weight_ptr,  # [D], only with HAS_NORM
-    k_weight_ptr,  # [D], only with HAS_NORM
+    q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
     eps,
     cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with NUM_HEADS
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
-    k_cache_ptr,  # [slots, K, D], written here
-    v_cache_ptr,
-    SILU_MUL: gl.constexpr,
-    NUM_HEADS: gl.constexpr,  # 0: no QKV epilogue
+    k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
+    NUM_HEADS: gl.constexpr,  # 0: silu_and_mul
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
-):
+):  # fmt: skip
     if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_desc.dtype
@@ -254,40 +218,35 @@ def prefill_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
-    fence_async_shared()
+    hopper.fence_async_shared()
     if USE_PDL:
         gdc_wait()
 
     pipeline = (x_smem, weight_smem, full, empty)
     shape = (num_tokens, num_tiles_n, num_steps)
-    epilogue = (q_weight_ptr, k_weight_ptr, eps, slot_mapping_ptr, k_cache_ptr, v_cache_ptr)
+    epilogue = (
+        q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr
+    )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consume, (
-                pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
-                ZERO, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
-            )),
-            (consume, (
-                pipeline, staging, y_desc, shape, cos_sin_ptr, positions_ptr, epilogue,
-                ONE, SILU_MUL, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES,
-            )),
+            (consume, (pipeline, staging, y_desc, shape, epilogue, ZERO, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES)),
+            (consume, (pipeline, staging, y_desc, shape, epilogue, ONE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES)),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 def supports(x, weight):
-    """Whether `prefill_gemm` runs with these, and with enough tokens to be worth it."""
+    """Whether `prefill_gemm` runs with these."""
     num_features, num_channels = weight.shape
     return (
         is_sm90(x.device)
         and x.element_size() == 2
         and x.dtype == weight.dtype
-        and len(x) >= MIN_TOKENS
         and num_channels % BLOCK_C.value == num_features % BLOCK_N.value == 0
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
@@ -295,46 +254,25 @@ def supports(x, weight):
     )
 
 
-def supports_qkv(x, weight, k_cache):
-    """Whether `prefill_qkv_gemm` runs with these, and with enough tokens to be worth it."""
-    return len(x) >= MIN_TOKENS_QKV and supports(x, weight) and has_supported_cache(x, k_cache)
+def prefill_gemm(x, weight, epilogue=None):
+    """silu_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
 
-
-def prefill_gemm(x, weight, silu_mul=False):
-    """[silu_and_mul] (x W^T), [M, I], where `supports`; weight [N, C], intermediate results in fp32.
-
-    Without silu_mul it is no faster than cuBLAS and serves only for comparison.
+    With a QKVEpilogue: reference.norm_rope_store of the product, unrounded; q [M, H, D].
     """
-    num_outputs = len(weight) // 2 if silu_mul else len(weight)
-    y = torch.empty((len(x), num_outputs), dtype=x.dtype, device=x.device)
-    return _launch_prefill_gemm(x, weight, y, silu_mul=silu_mul)
-
-
-def prefill_qkv_gemm(x, weight, epilogue):
-    """reference.norm_rope_store of x W^T, the product unrounded, where `supports_qkv`; returns q [M, H, D].
-
-    weight [(H + 2K) * D, C].
-    """
-    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
-    args = kernel_args(x, weight, epilogue)
-    q = torch.empty((len(x), num_heads * HEAD_SIZE.value), dtype=x.dtype, device=x.device)
-    _launch_prefill_gemm(x, weight, q, args, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    return q.unflatten(1, (num_heads, HEAD_SIZE.value))
-
-
-def _launch_prefill_gemm(x, weight, y, epilogue=(None,) * 8, silu_mul=False, num_heads=0, num_kv_heads=0):
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    block_n, half_n, num_tiles_n = BLOCK_N.value, BLOCK_N.value // 2, num_features // BLOCK_N.value
+    *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
+    half_n, num_tiles_n = BLOCK_N.value // 2, num_features // BLOCK_N.value
+    num_outputs = num_features // 2 if epilogue is None else num_heads * HEAD_SIZE.value
+    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, BLOCK_C.value), _descriptor(weight, half_n, BLOCK_C.value),
-        _descriptor(y, CONSUMER_M.value, STORE_N.value),
-        num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
-        half_n if silu_mul else block_n, num_features // 2 if silu_mul else half_n, *epilogue,
-        SILU_MUL=silu_mul, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue[0] is not None,
+        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
+        half_n if epilogue is None else BLOCK_N.value, num_features // 2 if epilogue is None else half_n,
+        *epilogue_args, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue_args[0] is not None,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
-    return y
+    return y if epilogue is None else y.unflatten(1, (num_heads, HEAD_SIZE.value))
 
 
 def _descriptor(x, *block):

@@ -1,7 +1,7 @@
 """Gluon: norm_rope_store as a GEMM epilogue, on heads of 128 in the accumulators of tensor cores (NVIDIA Hopper).
 
-Owns the steps that `decode_qkv_gemm` and `prefill_qkv_gemm` share. The twin is reference.norm_rope_store; the rounding
-is the same but for the product itself, which stays in fp32.
+Owns the steps that decode_gemm_sm90.py and prefill_gemm_sm90.py share. The twin is reference.norm_rope_store; the
+rounding is the same but for the product itself, which stays in fp32.
 
 A head is a pair of halves [tokens, 64]. In this accumulator layout the thread that holds channel d of a head also holds
 d + 64, its partner in the rotation. So only the head's sum of squares crosses threads.
@@ -13,36 +13,23 @@ from triton.experimental.gluon import language as gl
 HEAD_SIZE = gl.constexpr(128)
 
 
-def has_supported_cache(x, k_cache):
-    """Whether there is a KV cache, of x's dtype and with heads of HEAD_SIZE."""
-    has_cache = k_cache is not None and k_cache.numel() > 0
-    return has_cache and k_cache.shape[-1] == HEAD_SIZE.value and k_cache.dtype == x.dtype
-
-
-def kernel_args(x, weight, epilogue):
-    """The kernel arguments of a QKVEpilogue, checked; weight [(H + 2K) * HEAD_SIZE, C]."""
-    q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads = epilogue
-    assert len(weight) == (num_heads + 2 * num_kv_heads) * HEAD_SIZE.value and (q_weight is None) == (k_weight is None)
-    assert cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == x.dtype
-    return q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache
+def supports(x, weight, epilogue):
+    """Whether heads have HEAD_SIZE channels, and k and v go to contiguous caches of x's dtype."""
+    num_all_heads = epilogue.num_heads + 2 * epilogue.num_kv_heads
+    k_cache, v_cache = epilogue.k_cache, epilogue.v_cache
+    if k_cache is None or k_cache.numel() == 0 or len(weight) != num_all_heads * HEAD_SIZE.value:
+        return False
+    is_contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and epilogue.cos_sin.is_contiguous()
+    return is_contiguous and k_cache.dtype == v_cache.dtype == x.dtype
 
 
 @gluon.jit
 def split_halves(x):
     """The left and right half of accumulators x. A thread holds the same columns of both: no data movement."""
-    rows: gl.constexpr = x.shape[0]
     width: gl.constexpr = x.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], x.type.layout.warps_per_cta, [16, width, 16])
-    left, right = gl.split(x.reshape([rows, 2, width]).permute((0, 2, 1)))
+    left, right = gl.split(x.reshape([x.shape[0], 2, width]).permute((0, 2, 1)))
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def join_halves(left, right):
-    rows: gl.constexpr = left.shape[0]
-    width: gl.constexpr = left.shape[1]
-    return gl.join(left, right).permute((0, 2, 1)).reshape([rows, 2 * width])
 
 
 @gluon.jit
@@ -80,8 +67,3 @@ def norm_head(x_1, x_2, norm_weight, eps, dtype: gl.constexpr):
     x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
     x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
     return x_1, x_2
-
-
-@gluon.jit
-def rotate_head(x_1, x_2, cos, sin):
-    return x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin

@@ -39,10 +39,7 @@ class QKVEpilogue(NamedTuple):
 
 
 def rms_norm(x, weight, eps):
-    """RMSNorm over the last dimension of x [T, C] or [T, H, D], outer dimensions strided; never in place.
-
-    Normalised in fp32, rounded to x.dtype, then scaled by `weight`, as in Hugging Face's Qwen3RMSNorm.
-    """
+    """RMSNorm over the last dimension, rounded to x.dtype before `weight` scales it, as in Hugging Face's Qwen3."""
     wide = x.float()
     normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normalized.to(x.dtype) * weight

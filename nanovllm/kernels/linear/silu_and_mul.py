@@ -31,14 +31,12 @@ def silu_and_mul_kernel(
 
 def silu_and_mul(x):
     """See reference.silu_and_mul."""
-    num_tokens, intermediate_size = x.shape[0], x.shape[1] // 2
-    assert x.dim() == 2 and x.stride(1) == 1
+    num_tokens, intermediate_size = len(x), x.shape[1] // 2
+    assert x.stride(1) == 1
     y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
-    if num_tokens > 0:
-        block = min(1024, triton.next_power_of_2(intermediate_size))
-        launch(
-            silu_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)),
-            x, y, x.stride(0), intermediate_size,
-            BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
-        )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(intermediate_size))
+    launch(
+        silu_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)), x, y, x.stride(0), intermediate_size,
+        BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
+    )  # fmt: skip
     return y
