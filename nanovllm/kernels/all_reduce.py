@@ -28,10 +28,9 @@ def one_shot_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, POLLS: tl.constexpr,
     THREADS: tl.constexpr, GATHER: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy x to this rank's buffer, signal every rank, wait for every rank's signal, then sum all buffers by rank.
+    """Copy x to this rank's buffer, signal all ranks, wait for all signals, then sum (GATHER: copy) buffers by rank.
 
-    With GATHER, copy them side by side. A program reads the elements that the programs with its index wrote, so it
-    synchronizes only with those.
+    A program reads the elements that the programs with its index wrote, so it synchronizes only with those.
 
     Double buffering is safe: a rank writes buffer n + 2 only after the barrier of n + 1, which every rank enters after
     reading buffer n.
@@ -96,8 +95,7 @@ def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, w
     """
     programs = epochs.numel()
     launch(
-        one_shot_kernel,
-        (programs,),
+        one_shot_kernel, (programs,),
         x, out, buffers, signal_pads, epochs, abort_flag, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
         num_warps=num_warps, **launch_options(x.device),

@@ -10,13 +10,8 @@ from .launch import compile_only, launch, launch_options, pdl_launch_dependents,
 @triton.jit(do_not_specialize=["batch_size"])
 def decode_inputs_kernel(
     req_indices_ptr,  # i32[B]
-    last_token_ptr,  # i32[R], strided
-    length_ptr,  # i32[R], strided
-    block_tables_ptr,  # i32[R, max_blocks]
-    input_ids_ptr,  # i32[B], written here like the next three
-    positions_ptr,
-    slot_mapping_ptr,
-    context_lens_ptr,
+    last_token_ptr, length_ptr, block_tables_ptr,  # i32[R], [R], [R, max_blocks], with their strides
+    input_ids_ptr, positions_ptr, slot_mapping_ptr, context_lens_ptr,  # i32[B], written here
     batch_size, last_token_stride, length_stride, block_tables_stride,
     BLOCK_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,8 +43,7 @@ def decode_inputs(req_indices, last_token, length, block_tables, block_size):
     if batch_size > 0:
         block = 128
         launch(
-            decode_inputs_kernel,
-            (triton.cdiv(batch_size, block),),
+            decode_inputs_kernel, (triton.cdiv(batch_size, block),),
             req_indices, last_token, length, block_tables, *results,
             batch_size, last_token.stride(0), length.stride(0), block_tables.stride(0),
             BLOCK_SIZE=block_size, BLOCK_B=block, num_warps=block // 32, **launch_options(req_indices.device),

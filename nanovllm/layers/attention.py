@@ -98,9 +98,6 @@ def select_backend(
 ) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 
-    Args:
-        gqa_group: query heads per KV head.
-
     Raises:
         ConfigError: the backend or the model's heads cannot run here; the message names the alternatives.
     """

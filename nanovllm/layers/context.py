@@ -14,29 +14,18 @@ class Context:
 
     With ``cu_seqlens_q`` a sequence has several query tokens (prefill). Without, S = T and each has one: decode, or a
     short prefill under a CUDA graph, where every token is a sequence of its own that ends with it.
-
-    Attributes:
-        positions: i32[T], for RoPE.
-        slot_mapping: i32[T], KV slot of each token; -1 stores nothing.
-        req_indices: i32[S], row of each sequence in ``block_tables``.
-        context_lens: i32[S], keys to attend, those of this step included.
-        block_tables: i32[R, max_blocks].
-        max_context: upper bound of ``context_lens``, known to the host.
-        cu_seqlens_q, cu_seqlens_k: i32[S + 1], cumulative query tokens and ``context_lens`` (prefill).
-        max_seqlen_q: most query tokens of one sequence (prefill).
-        logits_indices: i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: the
-            hidden states of all tokens are wanted.
     """
 
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    req_indices: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    max_context: int
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    max_seqlen_q: int = 1
+    positions: torch.Tensor  # i32[T], for RoPE
+    slot_mapping: torch.Tensor  # i32[T], KV slot of each token; -1 stores nothing
+    req_indices: torch.Tensor  # i32[S], row of each sequence in block_tables
+    context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
+    block_tables: torch.Tensor  # i32[R, max_blocks]
+    max_context: int  # upper bound of context_lens, known to the host
+    cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
+    cu_seqlens_k: torch.Tensor | None = None  # i32[S + 1], cumulative context_lens (prefill)
+    max_seqlen_q: int = 1  # most query tokens of one sequence (prefill)
+    # i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: all hidden states.
     logits_indices: torch.Tensor | None = None
 
     @property

@@ -1,13 +1,13 @@
 """Sampling: logits -> token ids.
 
-Owns the order of the logits steps and the draw over tensor-parallel ranks. Knows of requests only ``SamplingState``.
+Owns the logits steps, their order, and the draw over tensor-parallel ranks. Knows of requests only ``SamplingState``.
 
 B sequences, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,51 +38,30 @@ class Logits(NamedTuple):
         return Logits(values, self.thresholds, SINGLE_RANK)
 
 
-class LogitsStep(Protocol):
-    """A change of the logits, for the requests with ``bit`` in their ``SamplingParams.features``."""
-
-    bit: int
-
-    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits: ...
-
-
-@dataclass
-class MinTokens:
+def mask_stop_ids(ops: SimpleNamespace, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
     """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
-
-    ops: SimpleNamespace
-    bit = MIN_TOKENS
-
-    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
-        self.ops.mask_stop_ids(logits.values, req_indices, state, logits.vocab_start)
-        return logits
+    ops.mask_stop_ids(logits.values, req_indices, state, logits.vocab_start)
+    return logits
 
 
-@dataclass
-class Filters:
+def apply_filters(ops: SimpleNamespace, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
     """Top-k, top-p and min-p, as a threshold per sequence. They need the whole vocabulary."""
+    logits = logits.gather()
+    return logits._replace(thresholds=ops.filter_thresholds(logits.values, req_indices, state))
 
-    ops: SimpleNamespace
-    bit = FILTERS
 
-    def apply(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
-        logits = logits.gather()
-        return logits._replace(thresholds=self.ops.filter_thresholds(logits.values, req_indices, state))
+LogitsStep = Callable[[SimpleNamespace, Logits, torch.Tensor, SamplingState], Logits]
+# bit in SamplingParams.features -> step, in the order in which they run
+LOGITS_STEPS: dict[int, LogitsStep] = {MIN_TOKENS: mask_stop_ids, FILTERS: apply_filters}
 
 
 class Sampler(nn.Module):
-    """Logits steps, then the Gumbel-max trick: argmax of logit / temperature + noise, in one pass without a softmax.
-
-    Args:
-        max_num_seqs: largest batch.
-        tp: the ranks that split the vocabulary.
-    """
+    """Logits steps, then the Gumbel-max trick: argmax of logit / temperature + noise, in one pass without a softmax."""
 
     def __init__(self, max_num_seqs: int, tp: TPGroup = SINGLE_RANK):
         super().__init__()
         self.tp = tp
         self.ops = kernels.select()
-        self.steps: list[LogitsStep] = [MinTokens(self.ops), Filters(self.ops)]
         self.no_thresholds = torch.full((max_num_seqs,), -torch.inf, dtype=torch.float32)
 
     def forward(self, logits: torch.Tensor, req_indices: torch.Tensor, state: SamplingState, last_token: torch.Tensor,
@@ -99,25 +78,18 @@ class Sampler(nn.Module):
             Token ids i32[B], the same on every rank.
         """
         current = Logits(logits, self.no_thresholds[: len(logits)], self.tp)
-        for step in self.steps:
-            if features & step.bit:
-                current = step.apply(current, req_indices, state)
+        for bit, step in LOGITS_STEPS.items():
+            if features & bit:
+                current = step(self.ops, current, req_indices, state)
+        values, thresholds, tp = current
         advance = last_token, state.length, sampled_tokens
-        if current.tp.size > 1:
-            tokens = self._sample_sharded(current, req_indices, state)
-            self.ops.advance_requests(tokens, req_indices, *advance)
-        else:
-            values, thresholds, _ = current
-            _, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)
-        return tokens
-
-    def _sample_sharded(self, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> torch.Tensor:
-        """Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie.
-
-        The noise depends on the id, not on the rank, so the token is that of one rank with the whole vocabulary.
-        """
-        values, thresholds, tp = logits
-        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
+        if tp.size == 1:
+            return self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)[1]
+        # Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie. The noise
+        # depends on the id, not on the rank: the token is that of one rank with the whole vocabulary.
+        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, current.vocab_start)
         candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
         scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
-        return tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
+        tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
+        self.ops.advance_requests(tokens, req_indices, *advance)
+        return tokens

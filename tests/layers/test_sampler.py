@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.layers.sampler import Logits, Sampler
+from nanovllm.layers.sampler import LOGITS_STEPS, Logits, Sampler
 from nanovllm.sampling_params import FILTERS, MIN_TOKENS
 
 R, V = 7, 40
@@ -76,16 +76,16 @@ def sample(sampler, logits, features, seed=0):
 
 
 @pytest.mark.parametrize("features", [0, MIN_TOKENS, FILTERS, MIN_TOKENS | FILTERS])
-def test_only_the_steps_in_features_run(features):
-    sampler, calls = Sampler(max_num_seqs=R + 1), []
-    for step in sampler.steps:
+def test_only_the_steps_in_features_run(features, monkeypatch):
+    calls = []
+    for bit, step in list(LOGITS_STEPS.items()):
 
-        def apply(logits, *args, step=step, apply=step.apply):
-            calls.append(step.bit)
-            return apply(logits, *args)
+        def recorded(*args, bit=bit, step=step):
+            calls.append(bit)
+            return step(*args)
 
-        step.apply = apply
-    tokens = sample(sampler, make_logits(), features)
+        monkeypatch.setitem(LOGITS_STEPS, bit, recorded)
+    tokens = sample(Sampler(max_num_seqs=R + 1), make_logits(), features)
     assert calls == [bit for bit in (MIN_TOKENS, FILTERS) if features & bit]
     whole = sample(Sampler(R + 1), make_logits(), -1)
     for params, token, expected in zip(ALL, tokens, whole, strict=True):
@@ -94,18 +94,14 @@ def test_only_the_steps_in_features_run(features):
     assert all(token not in (3, 25) for p, token in zip(ALL, tokens, strict=True) if features & p.features & MIN_TOKENS)
 
 
-def test_a_new_step_is_one_class():
-    class Ban:
-        bit = 1 << 20
+def test_a_new_step_is_one_function(monkeypatch):
+    def only_30(ops, logits: Logits, req_indices, state) -> Logits:
+        logits.values[:, 30 - logits.vocab_start] = 99.0
+        return logits
 
-        def apply(self, logits: Logits, req_indices, state) -> Logits:
-            logits.values[:, 30 - logits.vocab_start] = 99.0
-            return logits
-
-    sampler = Sampler(R + 1)
-    sampler.steps.insert(0, Ban())
-    assert sample(sampler, make_logits(), Ban.bit) == [30] * R
-    assert sample(sampler, make_logits(), 0) != [30] * R
+    monkeypatch.setitem(LOGITS_STEPS, 1 << 20, only_30)
+    assert sample(Sampler(R + 1), make_logits(), 1 << 20) == [30] * R
+    assert sample(Sampler(R + 1), make_logits(), 0) != [30] * R
 
 
 @dataclass

@@ -1,23 +1,20 @@
 """Paged decode attention in Triton: one query token per sequence.
 
-Owns the work partition and its scratch memory. Knows nothing of models, of block owners, or of how keys and values were
-stored (those of the new tokens are in the cache already). Follows the block tables, and reads no slot at or beyond a
-context. Legend: paging.py.
+Owns the work partition and its scratch memory. Knows neither block owners nor how keys and values were stored; those of
+the new tokens are in the cache already. Reads no slot at or beyond a context. Legend: paging.py.
 
-Stream-K work partition: the contexts, cut into tiles of BLOCK_N tokens and laid end to end, form one list of tiles. It
-is divided into equal splits; program (k, i) attends split i for KV head k. So the load is balanced for any mix of
-contexts, one long among many short included, and the host needs to know none of them (CUDA graphs):
+Stream-K work partition: the contexts, cut into tiles of BLOCK_N tokens, laid end to end and divided into equal splits;
+program (k, i) attends split i for KV head k. The load is balanced for any mix of contexts, and the host needs to know
+none of them (CUDA graphs):
 
     sequences   |--- 0 ---|- 1 -|---------------- 2 ----------------|- 3 -|     tiles, end to end
     splits      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
-(accumulator, maximum, sum) in scratch, and the last of them to finish merges them. Split i keeps its partial of
-sequence s in scratch slot i + s: the splits of a sequence are consecutive, so slots never collide and the partials of
-one sequence lie side by side.
+(accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
+sequence are consecutive, so slots never collide and the partials of one sequence lie side by side.
 
-The grid is one wave: loads run ahead of arithmetic from a program's first tile to its last, and all programs end
-together.
+The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
 """
 
 from typing import NamedTuple
@@ -50,28 +47,13 @@ def _decode_kernel(
     partial_acc_ptr,  # f32[splits + B, K, GQA_GROUP, D]
     partial_stats_ptr,  # f32[splits + B, K, GQA_GROUP, 2]: maximum, sum
     counters_ptr,  # i32[>= B * K], zero between launches
-    num_seqs,
-    scale_log2e,
-    stride_q_seq,
-    stride_q_head,
-    stride_block,
-    stride_table,
-    stride_out_seq,
-    stride_out_head,
-    STRIDE_SLOT: tl.constexpr,
-    STRIDE_KV_HEAD: tl.constexpr,
-    GQA_GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+    num_seqs, scale_log2e,
+    stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
+    STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     split = tl.program_id(1)
@@ -191,20 +173,10 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_partials(
-    partial_acc_ptr,
-    partial_stats_ptr,
-    out_seq_ptr,
-    first_slot,
-    end_slot,
-    kv_head,
-    num_kv_heads,
-    stride_out_head,
-    GQA_GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_head,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):
+):  # fmt: skip
     """Merge the partials in scratch slots first_slot .. end_slot - 1 and write the group's heads of one sequence."""
     offs_p = tl.arange(0, BLOCK_P)
     offs_g = tl.arange(0, BLOCK_G)
@@ -222,10 +194,8 @@ def _merge_partials(
         partial_sum = tl.load(partial_stats_ptr + index * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         partial_acc = tl.load(
             partial_acc_ptr + index[:, :, None] * HEAD_SIZE + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < HEAD_SIZE)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+            mask=mask[:, :, None] & (offs_d < HEAD_SIZE)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
         new_max = tl.maximum(total_max, tl.max(partial_max, 0))
         weight = tl.exp2(partial_max - new_max[None, :])
         correction = tl.exp2(total_max - new_max)
@@ -233,11 +203,9 @@ def _merge_partials(
         acc = acc * correction[:, None] + tl.sum(partial_acc * weight[:, :, None], 0)
         total_max = new_max
     result = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
-    tl.store(
-        out_seq_ptr + offs_g[:, None] * stride_out_head + offs_d[None, :],
-        result.to(out_seq_ptr.dtype.element_ty),
-        mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :],
-    )
+    out_ptrs = out_seq_ptr + offs_g[:, None] * stride_out_head + offs_d[None, :]
+    result = result.to(out_seq_ptr.dtype.element_ty)
+    tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
 
 
 class DecodeConfig(NamedTuple):
@@ -263,71 +231,44 @@ def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: in
 
 
 def paged_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_indices: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    max_context: int | None = None,
-    out: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """Attention of one query token per sequence over its context. Reads nothing on the host: fit for CUDA graphs.
+    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False
+):  # fmt: skip
+    """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
-    q: [B, H, D], last dimension contiguous. k_cache, v_cache: [NB, BS, K, D] of one layout, BS a multiple of 16, H / K
-    at most 16. req_indices: i32[B], rows of block_tables i32[R, max_blocks]. context_lens: i32[B], the new token
-    included; 0 gives zeros. scale: softmax scale.
-    max_context: upper bound of context_lens (default: the width of the tables); avoids idle programs.
     pdl: launch with PDL where the hardware has it (launch.py). Legal only if a launch without PDL lies between this one
     and the writers of req_indices, context_lens and block_tables.
-    Returns [B, H, D] like q, or `out`.
 
-    Split boundaries depend on the whole batch, so batch mates change fp32 rounding, and nothing else.
-    One stream at a time per device: launches share the counters.
+    Batch mates move the split boundaries, and with them fp32 rounding only. One stream at a time per device: launches
+    share the counters.
     """
     num_seqs = q.shape[0]
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
-    num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache, out)
+    num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
 
     config = decode_config(num_seqs, num_kv_heads, head_size, k_cache.element_size())
     if not has_large_shared_memory(q.device):
         config = config._replace(block_n=min(config.block_n, 64))
-    if max_context is None:
-        max_context = block_tables.shape[1] * block_size
-    max_tiles = num_seqs * max(1, -(-max_context // config.block_n))
+    max_tiles = num_seqs * max(1, triton.cdiv(max_context, config.block_n))
     num_splits = config.programs_per_sm * num_sms(q.device) // num_kv_heads
     num_splits = max(1, min(num_splits, max_tiles))
 
     partial_shape = (num_splits + num_seqs, num_kv_heads, gqa_group)
     partial_acc = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=q.device)
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
-    block_d = triton.next_power_of_2(head_size)
-    block_g = triton.next_power_of_2(gqa_group)
+    block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
         zero_counters(num_seqs * num_kv_heads, q.device), num_seqs, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
-        STRIDE_SLOT=k_cache.stride(1),
-        STRIDE_KV_HEAD=k_cache.stride(2),
-        GQA_GROUP=gqa_group,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=block_size,
+        STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
+        GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
-        BLOCK_M=16,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_G=block_g,
-        BLOCK_P=max(1, 4096 // (block_g * block_d)),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **launch_options(q.device, pdl),
+        BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
+        BLOCK_P=max(1, 4096 // (block_g * block_d)), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
     )  # fmt: skip
     return out

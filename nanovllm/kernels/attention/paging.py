@@ -1,7 +1,6 @@
 """Triton helpers of both attention kernels: block-table lookup, KV slot addresses, and the layout they assume.
 
-Softmax is online (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867), in fp32, and in base 2 because the
-hardware has exp2.
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in fp32 and base 2: the hardware has exp2.
 
 Legend: T packed query tokens, B sequences of a decode batch, S sequences of a prefill, R request slots, H query heads,
 K KV heads, GQA_GROUP = H / K, D head size, NB blocks of BS tokens.
@@ -11,16 +10,15 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-# Initial running maximum. Finite: -inf minus -inf would be NaN.
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e30)  # initial running maximum, finite: -inf minus -inf would be NaN
 
 
-def attention_shape(q, k_cache, v_cache, out):
+def attention_shape(q, k_cache, v_cache):
     """(K, GQA_GROUP, D, BS) of a launch, after checking the layout that the kernels assume."""
     _, num_heads, head_size = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     gqa_group = num_heads // num_kv_heads
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == 1
     assert block_size % 16 == 0 and gqa_group * num_kv_heads == num_heads and gqa_group <= 16
     return num_kv_heads, gqa_group, head_size, block_size
 

@@ -23,52 +23,6 @@ except ImportError:  # a Triton version whose Gluon was not tested
 
 
 @triton.jit
-def _attend_tile(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    k_head_ptr,
-    v_head_ptr,
-    offs,
-    first,
-    context,
-    position,
-    scale_log2e,
-    MASKED: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Online softmax over the tokens first .. first + BLOCK_N - 1. MASKED: not every row attends all of them."""
-    offs_d = tl.arange(0, BLOCK_D)
-    key_position = first + tl.arange(0, BLOCK_N)
-    k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
-    v_ptrs = v_head_ptr + offs[:, None] + offs_d[None, :]
-    # [BLOCK_N, BLOCK_D] each, written by the KV store of this or an earlier step.
-    if MASKED:
-        load_mask = (key_position < context)[:, None] & (offs_d < HEAD_SIZE)[None, :]
-        k = tl.load(k_ptrs, mask=load_mask, other=0.0)
-        v = tl.load(v_ptrs, mask=load_mask, other=0.0)
-    elif HEAD_SIZE != BLOCK_D:
-        k = tl.load(k_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
-        v = tl.load(v_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
-        scores = tl.where(key_position[None, :] <= position[:, None], scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2e)
-    p = tl.exp2(scores * scale_log2e - new_max[:, None])
-    correction = tl.exp2(row_max - new_max)
-    row_sum = row_sum * correction + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
-    return acc, new_max, row_sum
-
-
-@triton.jit
 def _prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [NB, BS, K, D]
@@ -78,25 +32,13 @@ def _prefill_kernel(
     context_lens_ptr,  # i32[S]
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
-    num_kv_heads,
-    scale_log2e,
-    stride_q_token,
-    stride_q_head,
-    stride_block,
-    stride_table,
-    stride_out_token,
-    stride_out_head,
-    STRIDE_SLOT: tl.constexpr,
-    STRIDE_KV_HEAD: tl.constexpr,
-    GQA_GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    num_kv_heads, scale_log2e,
+    stride_q_token, stride_q_head, stride_block, stride_table, stride_out_token, stride_out_head,
+    STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     TOKENS: tl.constexpr = BLOCK_M // GQA_GROUP
@@ -134,20 +76,37 @@ def _prefill_kernel(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     block_ids = load_block_ids(table_ptr, 0, context, BLOCK_SIZE, BLOCK_N)
-    for first in range(0, seen_by_all, BLOCK_N):
-        offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
-        acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
-            False, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for first in range(seen_by_all, seen, BLOCK_N):
-        offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
-        acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_head_ptr, v_head_ptr, offs, first, context, position, scale_log2e,
-            True, HEAD_SIZE, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
+    # Online softmax: first the tiles that every row attends whole, then those that need the causal mask.
+    for MASKED in tl.static_range(2):
+        begin, end = 0, seen_by_all
+        if MASKED:
+            begin, end = seen_by_all, seen
+        for first in range(begin, end, BLOCK_N):
+            offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+            block_ids = load_block_ids(table_ptr, first + BLOCK_N, context, BLOCK_SIZE, BLOCK_N)
+            key_position = first + tl.arange(0, BLOCK_N)
+            k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
+            v_ptrs = v_head_ptr + offs[:, None] + offs_d[None, :]
+            # [BLOCK_N, BLOCK_D] each, written by the KV store of this or an earlier step.
+            if MASKED:
+                load_mask = (key_position < context)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+                k = tl.load(k_ptrs, mask=load_mask, other=0.0)
+                v = tl.load(v_ptrs, mask=load_mask, other=0.0)
+            elif HEAD_SIZE != BLOCK_D:
+                k = tl.load(k_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
+                v = tl.load(v_ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
+            else:
+                k = tl.load(k_ptrs)
+                v = tl.load(v_ptrs)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if MASKED:
+                scores = tl.where(key_position[None, :] <= position[:, None], scores, -float("inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2e)
+            p = tl.exp2(scores * scale_log2e - new_max[:, None])
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+            row_max = new_max
 
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_ptrs = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
@@ -173,29 +132,14 @@ def prefill_config(max_rows: int, itemsize: int) -> PrefillConfig:
 
 
 def paged_prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    req_indices: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    max_seqlen_q: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of the query tokens of S sequences over the KV cache.
-
-    q: [T, H, D] packed, last dimension contiguous. cu_seqlens_q: i32[S + 1]; tokens cu_seqlens_q[s] ..
-    cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s. max_seqlen_q: most query tokens of one
-    sequence. The rest as in `paged_decode_attention`. Returns [T, H, D] like q, or `out`.
-    """
+    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q
+):  # fmt: skip
+    """See reference.paged_prefill_attention."""
     num_seqs = req_indices.shape[0]
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0] == 0 or num_seqs == 0:
         return out
-    num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache, out)
+    num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q):
         return prefill_sm90.prefill_attention_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, out
@@ -203,20 +147,13 @@ def paged_prefill_attention(
 
     config = prefill_config(max_seqlen_q * gqa_group, k_cache.element_size())
     launch(
-        _prefill_kernel, (num_seqs * num_kv_heads, -(-max_seqlen_q // (config.block_m // gqa_group))),
+        _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out, num_kv_heads, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
-        STRIDE_SLOT=k_cache.stride(1),
-        STRIDE_KV_HEAD=k_cache.stride(2),
-        GQA_GROUP=gqa_group,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=triton.next_power_of_2(head_size),
+        STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
+        GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(head_size),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **launch_options(q.device),
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16-bit types, head size 128.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16-bit types, D = 128. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
@@ -9,15 +9,11 @@ arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs
 
 A work item is a query tile of one KV head: 128 rows (token, head of the group), cut at positions that are multiples of
 TOKENS = 128 / GQA_GROUP. One consumer's WGMMA runs during the other's softmax, and P V of a tile during the softmax of
-the next. Key tiles go from last to first. BLOCK_N is a multiple of TOKENS, so only the last tile needs the causal mask,
-and the loop over the others has no masks.
+the next. Key tiles go from last to first. BLOCK_N is a multiple of TOKENS: only the last tile needs the causal mask.
 
-Use n of a ring of R slots is slot n % R. A slot's full barrier takes 1 arrival (the producer, plus the bytes of K or
-V), its empty barrier 2 (the consumers). The producer waits for `empty` with the opposite parity, which a new barrier
-satisfies. All sides count the same uses: a work item takes p0 // BLOCK_N + 1 slots of K and of V, p0 being the position
-of its row 0.
-
-Legend: paging.py; D = 128.
+Use n of a ring of R slots is slot n % R. A full barrier takes 1 arrival (the producer, plus the bytes of K or V), an
+empty barrier 2 (the consumers). The producer waits for `empty` with the opposite parity, which a new barrier satisfies.
+All sides count the same uses: a work item takes p0 // BLOCK_N + 1 slots of K and of V, p0 the position of its row 0.
 """
 
 from triton.experimental import gluon
@@ -167,8 +163,8 @@ def pop_work_item(work_items, item_full, item_empty, t):
 
 @gluon.jit
 def load_q(
-    qs, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head, WARPGROUP: gl.constexpr,
-    GQA_GROUP: gl.constexpr,
+    qs, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
+    WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a consumer's rows of q, zeros where there is no token."""
     copies: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -288,8 +284,8 @@ def consumer(
         next_head, next_token0, next_begin, next_end, next_p0 = pop_work_item(work_items, item_full, item_empty, t)
         if next_head >= 0:
             load_q(
-                my_q, q_ptr, next_head, next_token0, next_begin, next_end, stride_q_token, stride_q_head, WARPGROUP,
-                GQA_GROUP,
+                my_q, q_ptr, next_head, next_token0, next_begin, next_end, stride_q_token, stride_q_head,
+                WARPGROUP, GQA_GROUP,
             )  # fmt: skip
         acc = warpgroup_mma_wait(0, [acc])
         thread_barrier()
@@ -304,11 +300,7 @@ def consumer(
         offs = token.to(gl.int64) * stride_out_token + (kv_head * GQA_GROUP + m % GQA_GROUP) * stride_out_head
         is_token = (token >= q_begin) & (token < q_end)
         gl.store(out_ptr + offs[:, None] + d[None, :], result, mask=is_token[:, None])
-        kv_head = next_head
-        token0 = next_token0
-        q_begin = next_begin
-        q_end = next_end
-        p0 = next_p0
+        kv_head, token0, q_begin, q_end, p0 = next_head, next_token0, next_begin, next_end, next_p0
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "num_kv_heads"])
@@ -322,20 +314,11 @@ def prefill_kernel(
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
     counter_ptr,  # i32[1], zero between launches
-    num_seqs,
-    num_kv_heads,
-    scale_log2e,
-    stride_q_token,
-    stride_q_head,
-    stride_table,
-    stride_out_token,
-    stride_out_head,
-    GQA_GROUP: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    num_seqs, num_kv_heads, scale_log2e,
+    stride_q_token, stride_q_head, stride_table, stride_out_token, stride_out_head,
+    GQA_GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
-):
+):  # fmt: skip
     """Registers per thread: 40 for the producer, which leaves 232 for each consumer."""
     if USE_PDL:
         gdc_launch_dependents()
@@ -372,13 +355,10 @@ def prefill_kernel(
         [
             (consumer, (tensors, rings, ZERO, GQA_GROUP, BLOCK_N, STAGES)),
             (consumer, (tensors, rings, ONE, GQA_GROUP, BLOCK_N, STAGES)),
-            (
-                producer,
-                (
-                    rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr,
-                    num_seqs, num_kv_heads, stride_table, GQA_GROUP, BLOCK_SIZE, BLOCK_N, STAGES,
-                ),
-            ),
+            (producer, (
+                rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr,
+                num_seqs, num_kv_heads, stride_table, GQA_GROUP, BLOCK_SIZE, BLOCK_N, STAGES,
+            )),
         ],
         [4, 1],
         [232, 40],
@@ -411,11 +391,10 @@ def supports(q, k_cache, max_seqlen_q):
 
 def prefill_attention_sm90(
     q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, out
-):
+):  # fmt: skip
     """`paged_prefill_attention` for inputs that it `supports`, in launches of at most MAX_SEQS sequences."""
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
-    assert q.stride(2) == out.stride(2) == 1 and v_cache.is_contiguous()
     block_n, stages = tiling(max_seqlen_q)
     shape, strides = [num_blocks * block_size, num_kv_heads * head_size], [num_kv_heads * head_size, 1]
     k_desc, v_desc = (

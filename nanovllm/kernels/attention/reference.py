@@ -1,8 +1,10 @@
 """Paged attention in plain torch: the CPU backend, and the oracle of the Triton kernels.
 
 Owns how a context is gathered from the KV cache; ``scaled_dot_product_attention`` does the rest, in the dtype of q.
-Knows nothing of how the kernels partition the work. Legend: T packed query tokens, B sequences of a decode batch,
-S sequences of a prefill, R request slots, H query heads, K KV heads, D head size, NB blocks of BS tokens.
+Knows nothing of the kernels' work partition.
+
+T packed query tokens, B sequences of a decode batch, S sequences of a prefill, R request slots, H query heads,
+K KV heads, D head size, NB blocks of BS tokens.
 """
 
 from collections.abc import Iterator
@@ -19,16 +21,21 @@ def paged_decode_attention(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
-    max_context: int | None = None,
-    out: torch.Tensor | None = None,
+    max_context: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence, q [B, H, D], over its context; zeros where that is empty.
+    """Attention of one query token per sequence over its context, [B, H, D].
 
-    k_cache, v_cache: [NB, BS, K, D]. req_indices, context_lens: i32[B]. block_tables: i32[R, max_blocks].
-    max_context, pdl: hints for the kernel. Returns [B, H, D], or `out`.
+    Args:
+        q: [B, H, D], last dimension contiguous.
+        k_cache, v_cache: [NB, BS, K, D] of one layout. Kernels need BS a multiple of 16 and H / K at most 16.
+        req_indices: i32[B], rows of ``block_tables``.
+        context_lens: i32[B], the new token included; 0 gives zeros.
+        block_tables: i32[R, max_blocks].
+        scale: softmax scale.
+        max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
     """
-    out = torch.zeros_like(q) if out is None else out.zero_()
+    out = torch.zeros_like(q)
     # A group's heads are query tokens of their KV head: enable_gqa would repeat K and V.
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
@@ -48,14 +55,13 @@ def paged_prefill_attention(
     block_tables: torch.Tensor,
     scale: float,
     max_seqlen_q: int,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed query tokens, q [T, H, D], over the KV cache.
+    """Causal attention of packed query tokens, q [T, H, D], over the KV cache, [T, H, D].
 
     Tokens cu_seqlens_q[s] .. cu_seqlens_q[s + 1] are the last of the context_lens[s] tokens of sequence s.
-    max_seqlen_q: a hint for the kernel. The rest as in `paged_decode_attention`.
+    max_seqlen_q: most query tokens of one sequence, for the kernel. The rest as in `paged_decode_attention`.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q)
     bounds = cu_seqlens_q.tolist()
     for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
         begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None

@@ -3,8 +3,8 @@
 Owns `filter_thresholds`; the plain twin in reference.py defines the filters. Does not know how tokens are drawn.
 
 The threshold is found by bisection over keys: integers in the order of the floats they encode. The fp32 form of a bf16
-logit has 16 zero bits, so its key is the upper half. Only few logits are candidates for the threshold: the maxima
-of chunks of 32 logits give a lower bound, and bisection runs over the compacted logits above it.
+logit has 16 zero bits, so its key is the upper half. Few logits are candidates: the maxima of chunks of 32 logits give
+a lower bound, and bisection runs over the compacted logits above it.
 
 B sequences, V vocabulary, R request slots.
 """
@@ -51,10 +51,7 @@ def totals_at_or_above(
     ptr, size, key_1, key_2, key_3, largest, inv_temperature,
     SUM_EXP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each of three keys: the number of logits ptr[:size] that reach it, or the sum of their exp_logits.
-
-    exp_logits are exp((logit - largest) / temperature).
-    """
+    """Per key: the number of logits ptr[:size] that reach it, or their sum of exp((x - largest) / temperature)."""
     total_1 = tl.zeros((BLOCK,), tl.float32)
     total_2, total_3 = total_1, total_1
     for start in range(0, size, BLOCK):
@@ -122,9 +119,7 @@ def chunk_stats(
 
 
 @triton.jit
-def chunk_bound(
-    chunk_max, low, high, goal, largest, inv_temperature, SUM_EXP: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
+def chunk_bound(chunk_max, low, high, goal, largest, inv_temperature, SUM_EXP: tl.constexpr, SHIFT: tl.constexpr):
     """`largest_key_reaching` over the chunk maxima alone: a lower bound of that over all logits."""
     keys = to_key(chunk_max, SHIFT)
     weight = tl.full(chunk_max.shape, 1.0, tl.float32)
@@ -171,11 +166,7 @@ def gather_candidates(
 def filter_thresholds_kernel(
     logits_ptr,  # [B, V], written by the LM head
     req_indices_ptr,  # i32[B]
-    temperature_ptr,  # columns of SamplingState [R], each with its stride
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    length_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, length_ptr,  # columns of SamplingState [R], with their strides
     chunk_max_ptr,  # f32[B, chunks], scratch like the next three
     chunks_ptr,  # i32[B, chunks]
     block_stats_ptr,  # f32[B, blocks, 2]: maximum, sum_exp relative to it
@@ -276,7 +267,7 @@ def filter_thresholds_kernel(
 
 
 def filter_thresholds(logits, req_indices, state):
-    """See reference.filter_thresholds. A sequence without filters costs its programs a few loads."""
+    """See reference.filter_thresholds."""
     batch_size, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
@@ -284,24 +275,17 @@ def filter_thresholds(logits, req_indices, state):
         return thresholds
     num_chunks, num_blocks = triton.cdiv(vocab_size, _CHUNK), triton.cdiv(vocab_size, _BLOCK)
     num_programs = max(1, min(num_blocks, 2 * num_sms(logits.device) // batch_size))
-    options = launch_options(logits.device)
-    if torch.version.hip is None:
-        options = options | {"maxnreg": 128}  # two programs per SM
+    max_registers = {"maxnreg": 128} if torch.version.hip is None else {}  # two programs per SM
     launch(
-        filter_thresholds_kernel,
-        (batch_size, num_programs),
+        filter_thresholds_kernel, (batch_size, num_programs),
         logits, req_indices, state.temperature, state.top_k, state.top_p, state.min_p, state.length,
-        thresholds.new_empty(batch_size, num_chunks),
-        req_indices.new_empty(batch_size, num_chunks),
-        thresholds.new_empty(batch_size, num_blocks, 2),
-        logits.new_empty(batch_size, _BLOCK),
-        zero_counters(batch_size, logits.device),
-        thresholds,
-        vocab_size, logits.stride(0),
+        thresholds.new_empty(batch_size, num_chunks), req_indices.new_empty(batch_size, num_chunks),
+        thresholds.new_empty(batch_size, num_blocks, 2), logits.new_empty(batch_size, _BLOCK),
+        zero_counters(batch_size, logits.device), thresholds, vocab_size, logits.stride(0),
         state.temperature.stride(0), state.top_k.stride(0), state.top_p.stride(0), state.min_p.stride(0),
         state.length.stride(0),
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0, CHUNK=_CHUNK, BLOCK=_BLOCK,
         BLOCK_C=triton.next_power_of_2(num_chunks), BLOCK_S=triton.next_power_of_2(num_blocks),
-        num_warps=8, **options,
+        num_warps=8, **max_registers, **launch_options(logits.device),
     )  # fmt: skip
     return thresholds

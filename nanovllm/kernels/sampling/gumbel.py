@@ -191,12 +191,9 @@ def gumbel_argmax_pruned(
 def gumbel_argmax_kernel(
     logits_ptr,  # [B, V], written by the LM head
     req_indices_ptr,  # i32[B]
-    temperature_ptr,  # columns of SamplingState [R], each with its stride
-    seed_ptr,
-    length_ptr,
+    temperature_ptr, seed_ptr, length_ptr,  # columns of SamplingState [R], with their strides
     thresholds_ptr,  # f32[B], written by filter_thresholds, or -inf
-    values_ptr,  # f32[B, chunks], written here: best score of each chunk
-    tokens_ptr,  # i32[B, chunks], written here: its id
+    values_ptr, tokens_ptr,  # f32, i32[B, chunks], written here: best score of each chunk, its id
     vocab_start, vocab_size, tiles_per_chunk, logits_stride, temperature_stride, seed_stride, length_stride,
     SCORE_ALL: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -215,8 +212,7 @@ def gumbel_argmax_kernel(
         logits_ptr += sequence.to(tl.int64) * logits_stride
         is_random = temperature > 0.0
         scale = 1.0 / tl.where(is_random, temperature, 1.0)
-        # Tiles start at a quad; vocab_start may lie inside one.
-        first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK
+        first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside a quad
         last_id = first_id + tiles_per_chunk * BLOCK
         if SCORE_ALL:
             value, token = gumbel_argmax_chunk(
@@ -235,12 +231,10 @@ def gumbel_argmax_kernel(
 
 @triton.jit
 def combine_chunks_kernel(
-    values_ptr,  # f32[B, chunks], written by gumbel_argmax_kernel
-    tokens_ptr,  # i32[B, chunks]; 2**31 - 1 for a chunk without an allowed id
+    values_ptr, tokens_ptr,  # f32, i32[B, chunks], written by gumbel_argmax_kernel
     req_indices_ptr,  # i32[B]
     length_ptr,  # i32[R] strided
-    value_ptr,  # f32[B], written here
-    token_ptr,  # i32[B], written here
+    value_ptr, token_ptr,  # f32, i32[B], written here
     last_token_ptr,  # i32[R] strided, like the next two written here with ADVANCE
     new_length_ptr,  # i32[R] strided, incremented
     sampled_tokens_ptr,  # i32[2, R], pinned host memory
@@ -290,23 +284,19 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
     options = launch_options(device)
     launch(
-        gumbel_argmax_kernel,
-        (num_chunks, batch_size),
+        gumbel_argmax_kernel, (num_chunks, batch_size),
         logits, req_indices, state.temperature, state.seed, state.length, thresholds, values, tokens,
         vocab_start, vocab_size, tiles_per_chunk,
         logits.stride(0), state.temperature.stride(0), state.seed.stride(0), state.length.stride(0),
-        SCORE_ALL=score_all, BLOCK=block, COMPILED=device.type == "cuda",
-        num_warps=4 if score_all else 1, **options,
+        SCORE_ALL=score_all, BLOCK=block, COMPILED=device.type == "cuda", num_warps=4 if score_all else 1, **options,
     )  # fmt: skip
     last_token, new_length, sampled_tokens = advance if advance is not None else (state.length, state.length, tokens)
     launch(
-        combine_chunks_kernel,
-        (batch_size,),
+        combine_chunks_kernel, (batch_size,),
         values, tokens, req_indices, state.length, value, token, last_token, new_length, sampled_tokens,
         vocab_start, num_chunks,
         state.length.stride(0), last_token.stride(0), new_length.stride(0), sampled_tokens.stride(0),
-        ADVANCE=advance is not None, BLOCK=triton.next_power_of_2(num_tiles),
-        num_warps=1, **options,
+        ADVANCE=advance is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1, **options,
     )  # fmt: skip
     return value, token
 
@@ -338,8 +328,7 @@ def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
     if batch_size > 0:
         block = 128
         launch(
-            advance_requests_kernel,
-            (triton.cdiv(batch_size, block),),
+            advance_requests_kernel, (triton.cdiv(batch_size, block),),
             tokens, req_indices, last_token, length, sampled_tokens,
             batch_size, last_token.stride(0), length.stride(0), sampled_tokens.stride(0),
             BLOCK=block, **launch_options(req_indices.device),

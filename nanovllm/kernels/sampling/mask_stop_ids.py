@@ -13,9 +13,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 def mask_stop_ids_kernel(
     logits_ptr,  # [B, V], written by the LM head, changed here
     req_indices_ptr,  # i32[B]
-    min_len_ptr,  # i32[R] strided, like the next two
-    stop_ids_ptr,  # i32[R, F]
-    length_ptr,  # i32[R]
+    min_len_ptr, stop_ids_ptr, length_ptr,  # columns of SamplingState [R], [R, F], [R], with their strides
     vocab_start, vocab_size, logits_stride, min_len_stride, stop_ids_stride, length_stride,
     NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -39,12 +37,10 @@ def mask_stop_ids(logits, req_indices, state, vocab_start=0):
     batch_size, vocab_size = logits.shape
     num_stop_ids = state.stop_ids.shape[1]
     assert logits.stride(1) == 1 and state.stop_ids.stride(1) == 1
-    if batch_size > 0 and num_stop_ids > 0:
+    if batch_size > 0:
         launch(
-            mask_stop_ids_kernel,
-            (batch_size,),
-            logits, req_indices, state.min_len, state.stop_ids, state.length,
-            vocab_start, vocab_size,
+            mask_stop_ids_kernel, (batch_size,),
+            logits, req_indices, state.min_len, state.stop_ids, state.length, vocab_start, vocab_size,
             logits.stride(0), state.min_len.stride(0), state.stop_ids.stride(0), state.length.stride(0),
             NUM_STOP_IDS=num_stop_ids, BLOCK=triton.next_power_of_2(num_stop_ids),
             num_warps=1, **launch_options(logits.device),

@@ -144,10 +144,7 @@ def philox_bits(seed, length, ids):
 
 
 def philox_4x32(counter, key):
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on int64 tensors.
-
-    `counter` is four and `key` two 32-bit words; returns four words.
-    """
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), 32-bit words in int64."""
     mask = 0xFFFFFFFF
     c0, c1, c2, c3 = (word & mask for word in counter)
     k0, k1 = (word & mask for word in key)
@@ -161,10 +158,9 @@ def philox_4x32(counter, key):
 
 
 def uniform_tails(bits):
-    """Uniform u = (bits + 0.5) / 2**32 in (0, 1), as its distance from the nearer end.
+    """Uniform u = (bits + 0.5) / 2**32 as (tail f32 in (0, 0.5], is_lower): u = tail where is_lower, else 1 - tail.
 
-    Returns (tail f32 in (0, 0.5], is_lower): u = tail where is_lower, else 1 - tail. fp32 holds 1 - u to 32 bits near
-    u = 1, where it cannot hold u.
+    fp32 holds 1 - u to 32 bits near u = 1, where it cannot hold u.
     """
     is_lower = bits < 2**31
     nearer = torch.where(is_lower, bits, 0xFFFFFFFF - bits)
