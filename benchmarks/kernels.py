@@ -86,7 +86,7 @@ def element_wise(ops, twins, shape, num_tokens):
         "rms_norm": (lambda: ops.rms_norm(x, weight, EPS), 2 * hidden * channel_bytes),
         "silu_and_mul": (lambda: ops.silu_and_mul(gate_up), 3 * intermediate * channel_bytes),
         "norm_rope_store": (
-            lambda: ops.norm_rope_store(qkv, *epilogue), (2 * num_all_heads + num_kv_heads) * HEAD_DIM * channel_bytes
+            lambda: ops.norm_rope_store(qkv, *epilogue), 2 * num_all_heads * HEAD_DIM * channel_bytes
         ),
     }  # fmt: skip
 

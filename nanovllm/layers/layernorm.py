@@ -16,5 +16,5 @@ class RMSNorm(nn.Module):
         self.ops = kernels.select()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape."""
+        """x [T, size] -> the same shape."""
         return self.ops.rms_norm(x, self.weight, self.eps)

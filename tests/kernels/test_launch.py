@@ -144,11 +144,11 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.distributed.group import SINGLE_RANK, TPGroup
     from nanovllm.engine import llm_engine
     from nanovllm.kernels.linear import dispatch
-    from nanovllm.layers.attention import TritonBackend
+    from nanovllm.layers.attention import PagedBackend
     from nanovllm.runner import model_runner
     from nanovllm.runner.warmup import compile_kernels
 
-    model_runner.select_backend = lambda *_: TritonBackend()
+    model_runner.select_backend = lambda *_: PagedBackend(ops, capturable=True)
     tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, tp)
     llm = LLM(

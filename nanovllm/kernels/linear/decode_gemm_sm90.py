@@ -28,7 +28,7 @@ from .norm import SplitKPartials
 from .qkv_epilogue_sm90 import HEAD_SIZE, load_cos_sin, load_norm_weight, load_positions, norm_head, split_halves
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
-# Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Products at batch 2 to 256").
+# Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
 
 

@@ -28,7 +28,7 @@ class GemvConfig(NamedTuple):
 
 
 def gemv_config(num_features, num_channels, itemsize):
-    """Coordinate descent in a chain of layers, bf16, H200 (docs/experiments.md, "Products at batch 1")."""
+    """Coordinate descent in a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
     num_bytes = num_features * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
     if num_features >= 12 * num_channels:  # an LM head
