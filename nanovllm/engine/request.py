@@ -176,17 +176,17 @@ class RequestProcessor:
 
 def as_token_ids(token_ids: Any) -> np.ndarray:
     """A prompt as an integer array [n]; raises RequestError for anything but a flat list of integers."""
-    try:
-        if isinstance(token_ids, NON_SEQUENCES):
-            raise TypeError
-        # array() is faster than numpy's conversion, and refuses floats
-        ids = token_ids if isinstance(token_ids, np.ndarray) else np.frombuffer(array("q", token_ids), np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError
-    except (TypeError, ValueError, OverflowError):
-        raise RequestError(
-            f"a prompt must be a string or a flat list of integer token ids, not {token_ids!s:.100}."
-        ) from None
+    rule = "a prompt must be a string or a flat list of integer token ids"
+    if isinstance(token_ids, np.ndarray):
+        ids = token_ids
+    else:
+        values = token_ids if isinstance(token_ids, (list, tuple)) else as_list(rule, token_ids)
+        try:
+            ids = np.array(array("q", values))  # faster than numpy's own conversion, and refuses floats
+        except (TypeError, OverflowError):
+            ids = np.empty(0, object)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(f"{rule}, not {token_ids!s:.100}.")
     return ids
 
 

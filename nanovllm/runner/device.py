@@ -1,10 +1,13 @@
-"""The device and dtype of a rank, and its out-of-memory errors in the user's terms."""
+"""Device and dtype of a rank: their choice, torch's defaults while a model is built, out-of-memory errors."""
 
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 
 from nanovllm.errors import ConfigError, OutOfMemoryError
+
+DTYPE_LOCK = Lock()
 
 
 def select_device(name: str, rank: int) -> torch.device:
@@ -26,6 +29,19 @@ def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             name = "float16"
     return getattr(torch, name)
+
+
+@contextmanager
+def model_defaults(dtype: torch.dtype, device: torch.device):
+    """Modules built within get this dtype and device. The default dtype is process-wide, hence the lock."""
+    with DTYPE_LOCK:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.layers.attention import Attention
 
@@ -26,31 +25,26 @@ def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
     return sum(2 * block_size * a.num_kv_heads * a.head_dim * dtype.itemsize for a in attention_layers(model))
 
 
-def num_blocks_that_fit(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int,
-                        tp: TPGroup) -> int:
-    """KV blocks that fit beside the weights and ``reserved_bytes`` of activations and graphs; the minimum over ranks.
-
-    Raises:
-        OutOfMemoryError: some rank has no room for one block.
-    """
+def num_blocks_that_fit(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
+    """KV blocks that fit beside the weights and ``reserved_bytes`` of activations and graphs; may be less than one."""
     if device.type == "cpu":
         blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
         return max(CPU_KV_CACHE_BYTES // bytes_per_block, blocks_of_one_seq)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    allowed = int(total * config.gpu_memory_utilization)
-    num_blocks = (allowed - (total - free) - reserved_bytes) // bytes_per_block
-    if tp.size > 1:
-        num_blocks = int(tp.all_gather(torch.tensor(num_blocks, device=device)).min())
-    if num_blocks < 1:
-        raise OutOfMemoryError(
-            f"no room for a KV cache on {device}: gpu_memory_utilization={config.gpu_memory_utilization} of "
-            f"{total / GIB:.1f} GiB allows {allowed / GIB:.1f}; {(total - free) / GIB:.1f} are in use "
-            f"(weights {torch.cuda.memory_allocated() / GIB:.1f}, the rest other processes), activations need "
-            f"{reserved_bytes / GIB:.1f}, one block {bytes_per_block / GIB:.3f}. Free memory on the device, raise "
-            "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs."
-        )
-    return num_blocks
+    return (int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes) // bytes_per_block
+
+
+def no_room(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> OutOfMemoryError:
+    """The error for a device without room for one block."""
+    free, total = torch.cuda.mem_get_info()
+    return OutOfMemoryError(
+        f"no room for a KV cache on {device}: gpu_memory_utilization={config.gpu_memory_utilization} of "
+        f"{total / GIB:.1f} GiB allows {total * config.gpu_memory_utilization / GIB:.1f}; {(total - free) / GIB:.1f} "
+        f"are in use (weights {torch.cuda.memory_allocated() / GIB:.1f}, the rest other processes), activations need "
+        f"{reserved_bytes / GIB:.1f}, one block {bytes_per_block / GIB:.3f}. Free memory on the device, raise "
+        "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs."
+    )
 
 
 def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype: torch.dtype,

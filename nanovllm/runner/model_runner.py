@@ -5,9 +5,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 """
 
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import Lock
 
 import numpy as np
 import torch
@@ -23,8 +21,8 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
-from nanovllm.runner.device import select_device, select_dtype, translate_oom
-from nanovllm.runner.memory import GRAPH_BYTES, allocate_kv_cache, block_bytes, num_blocks_that_fit
+from nanovllm.runner.device import model_defaults, select_device, select_dtype, translate_oom
+from nanovllm.runner.memory import GRAPH_BYTES, allocate_kv_cache, block_bytes, no_room, num_blocks_that_fit
 from nanovllm.runner.prepare import prepare, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
@@ -32,7 +30,6 @@ from nanovllm.runner.warmup import compile_kernels
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
 SAMPLE = "sample"  # kind of the graphs that sample without logits steps
-DTYPE_LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
-        self.decode_sizes = decode_sizes(config.max_num_seqs)
         self.prefill_sizes = short_prefill_sizes(config.max_num_batched_tokens) if self.use_graphs else []
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
@@ -99,6 +95,7 @@ class ModelRunner:
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
+            self.decode_sizes = decode_sizes(config.max_num_seqs)
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks)
             # Five segments of a short prefill, at a fixed address. Zeros: during capture they attend nothing, and are
@@ -106,7 +103,7 @@ class ModelRunner:
             self.prefill_inputs = torch.zeros(
                 5 * max(self.prefill_sizes, default=0), dtype=torch.int32, device=self.device
             )
-            with self._model_defaults():
+            with model_defaults(self.dtype, self.device):
                 self.sampler = Sampler(config.max_num_seqs, tp)
             with self.ops.parallel_compile(self.device) as begin:
                 if on_gpu:
@@ -120,28 +117,16 @@ class ModelRunner:
 
     # ------------------------------------------------------------ start
 
-    @contextmanager
-    def _model_defaults(self):
-        """Modules built within get the model's dtype and device. The default dtype is process-wide, hence the lock."""
-        with DTYPE_LOCK:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(self.dtype)
-            try:
-                with torch.device(self.device):
-                    yield
-            finally:
-                torch.set_default_dtype(before)
-
     def make_model(self, num_layers: int) -> CausalLM:
         """A model with uninitialised weights."""
         model_config = replace(self.config.model_config, num_hidden_layers=num_layers)
-        with self._model_defaults():
+        with model_defaults(self.dtype, self.device):
             return CausalLM(model_config, self.backend, self.tp)
 
     def load_model(self) -> None:
         config = self.config
         self.model = self.make_model(config.model_config.num_hidden_layers)
-        with self._model_defaults():
+        with model_defaults(self.dtype, self.device):
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed + self.tp.rank)
             else:
@@ -175,10 +160,14 @@ class ModelRunner:
         num_blocks = self.config.num_kvcache_blocks
         if num_blocks == -1:
             bytes_per_block = block_bytes(self.model, self.block_size, self.dtype)
-            num_blocks = num_blocks_that_fit(self.config, self.device, bytes_per_block, reserved_bytes, self.tp)
-            num_blocks = min(num_blocks, self.config.max_num_seqs * self.max_blocks)
+            num_blocks = num_blocks_that_fit(self.config, self.device, bytes_per_block, reserved_bytes)
+            if self.tp.size > 1:
+                num_blocks = int(self.tp.all_gather(torch.tensor(num_blocks, device=self.device)).min())
             if self.workers is not None:
                 self.workers.check()  # with a dead rank the minimum over ranks is undefined
+            if num_blocks < 1:
+                raise no_room(self.config, self.device, bytes_per_block, reserved_bytes)
+            num_blocks = min(num_blocks, self.config.max_num_seqs * self.max_blocks)
         self.num_kvcache_blocks = num_blocks
         self.kv_cache = allocate_kv_cache(self.model, num_blocks, self.block_size, self.dtype, self.device)
 
