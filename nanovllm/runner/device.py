@@ -1,5 +1,6 @@
 """The device and dtype of a rank, and its out-of-memory errors in the user's terms."""
 
+import os
 from contextlib import contextmanager
 
 import torch
@@ -7,15 +8,18 @@ import torch
 from nanovllm.errors import ConfigError, OutOfMemoryError
 
 
-def select_device(name: str, rank: int) -> torch.device:
-    """The device of a rank; "auto" is CUDA if there is a device."""
+def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
+    """The device of a rank; "auto" is CUDA if there is a device. Each rank needs a device of its own."""
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
         raise ConfigError("device='cuda': torch sees no CUDA device here. Use device='cpu' or 'auto'.")
-    if rank >= torch.cuda.device_count():
-        raise ConfigError(f"tensor-parallel rank {rank} needs its own device; torch sees {torch.cuda.device_count()}.")
+    if torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs {num_ranks} CUDA devices; torch sees {torch.cuda.device_count()} "
+            f"(CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})."
+        )
     return torch.device("cuda", rank)
 
 
