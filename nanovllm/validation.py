@@ -1,7 +1,4 @@
-"""Rules for values that users give, and the wording of a refusal.
-
-The tables of rules stand beside the fields they are for: ``config``, ``sampling_params``, ``model_config``.
-"""
+"""Rules for values that users give, and the wording of a refusal. The tables of rules stand beside the fields."""
 
 import math
 import sys
