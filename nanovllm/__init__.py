@@ -24,19 +24,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM",
-    "CheckpointError",
-    "CompletionOutput",
-    "ConfigError",
-    "EngineError",
-    "NanoVLLMError",
-    "OutOfMemoryError",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "WorkerError",
-    "__version__",
-]
+    "LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "NanoVLLMError", "OutOfMemoryError",
+    "RequestError", "RequestOutput", "SamplingParams", "WorkerError", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -5,12 +5,13 @@ Reads the checkpoint's ``config.json`` (plain JSON, without transformers), but n
 
 import os
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.utils.checkpoint import read_model_config, resolve_model
-from nanovllm.validation import Rule, at_least, check_all, choice, integer, nearest_name, number, optional
+from nanovllm.validation import Rule, at_least, check_all, choice, integer, number, optional
 
 DEFAULT_MAX_MODEL_LEN = 4096
 FLAG = choice(True, False)
@@ -44,10 +45,8 @@ class Config:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
         max_num_batched_tokens: limit on tokens in one launch; longer prompts are prefilled in chunks.
         max_num_seqs: limit on sequences that run at once.
-        max_model_len: limit on tokens of one sequence, prompt and completion together. Default 4096, or
-            the model's number of positions if that is smaller.
-        gpu_memory_utilization: fraction of the device's memory for weights, activations and KV cache, including
-            the memory that other processes hold.
+        max_model_len: limit on prompt and completion tokens together; None is 4096, or the model's positions if fewer.
+        gpu_memory_utilization: fraction of the device's memory to fill, the memory of other processes included.
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
         enforce_eager: no CUDA graphs and no run-ahead; slower, easier to debug.
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
@@ -96,8 +95,8 @@ class Config:
         known = [option.name for option in fields(cls) if option.init]
         for name in options:
             if name not in known:
-                near = nearest_name(name, known)
-                hint = f" Did you mean {near!r}?" if near else ""
+                near = get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"LLM() has no option {name!r}.{hint} Options: {', '.join(known)}.")
         return cls(model, **options)
 

@@ -1,20 +1,11 @@
-"""The tree of errors that nanovllm raises on purpose.
+"""The errors that nanovllm raises on purpose.
 
-    NanoVLLMError
-    ├── ConfigError       (ValueError)
-    ├── CheckpointError   (ValueError)
-    ├── RequestError      (ValueError)
-    ├── OutOfMemoryError  (RuntimeError)
-    ├── EngineError       (RuntimeError)
-    └── WorkerError       (RuntimeError)
-
-Mistakes of users raise one of these, with the value given, the values allowed and the remedy. ``assert`` is for bugs
-of the library.
+Their texts give the value, the values allowed and the remedy. ``assert`` is for bugs of the library.
 """
 
 
 class NanoVLLMError(Exception):
-    """Base of every error that nanovllm raises on purpose."""
+    """Base of all errors below; each is also a ValueError or a RuntimeError."""
 
 
 class ConfigError(NanoVLLMError, ValueError):
@@ -46,9 +37,8 @@ class WorkerError(NanoVLLMError, RuntimeError):
     """
 
     def __init__(self, rank: int, worker_traceback: str):
-        self.rank = rank
-        self.worker_traceback = worker_traceback
-        super().__init__(f"tensor-parallel rank {rank} failed; the engine was shut down.\n{worker_traceback}")
+        super().__init__(rank, worker_traceback)  # pickled as these arguments
+        self.rank, self.worker_traceback = rank, worker_traceback
 
-    def __reduce__(self):
-        return type(self), (self.rank, self.worker_traceback)
+    def __str__(self) -> str:
+        return f"tensor-parallel rank {self.rank} failed; the engine was shut down.\n{self.worker_traceback}"

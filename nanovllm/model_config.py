@@ -11,13 +11,9 @@ from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choic
 
 
 class Family(NamedTuple):
-    """Differences between decoder architectures.
+    """Differences between decoder architectures."""
 
-    Attributes:
-        qk_norm: per-head RMSNorm of q and k before RoPE.
-    """
-
-    qk_norm: bool = False
+    qk_norm: bool  # per-head RMSNorm of q and k before RoPE
 
 
 FAMILIES = {
@@ -31,27 +27,30 @@ def _supported(*allowed: Any) -> Rule:
     return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
 
 
-def _as_list(value: Any) -> Any:
-    return value if value is None or isinstance(value, list) else [value]
-
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZE = at_least(1)
 POSITIVE = number("a positive number", lambda x: x > 0)
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
 UNSUPPORTED = Rule("absent or false (it is not supported)", lambda x: not x)
-IDS = list_of(at_least(0), "a token id or a list of them")
-TOKEN_IDS = IDS._replace(accepts=lambda x: IDS.accepts(_as_list(x)), convert=lambda x: IDS.convert(_as_list(x)))
+ID = at_least(0)
+IDS = list_of(ID, "a token id or a list of them")
+TOKEN_IDS = Rule(
+    IDS.allowed, lambda x: ID.accepts(x) or IDS.accepts(x), lambda x: IDS.convert([x] if ID.accepts(x) else x)
+)
 RULES = {
     "architectures": _supported(*([name] for name in FAMILIES)),
     "quantization_config": UNSUPPORTED,
     "use_sliding_window": UNSUPPORTED,
     "layer_types": list_of(choice("full_attention"), "a list of 'full_attention' (others are not supported)"),
     "hidden_act": _supported("silu"),
-    **dict.fromkeys(SIZES, at_least(1)),
-    "num_key_value_heads": optional(at_least(1)),
-    "head_dim": optional(at_least(1)),
-    "max_position_embeddings": at_least(1),
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": optional(SIZE),
+    "head_dim": optional(SIZE),
+    "max_position_embeddings": SIZE,
     "rms_norm_eps": POSITIVE,
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
@@ -63,18 +62,17 @@ RULES = {
 # of absent fields; the others must be there, unless their rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
-ROPE_RULES = {
-    "rope_theta": POSITIVE,
-    "factor": optional(POSITIVE),
-    "original_max_position_embeddings": optional(at_least(1)),
-    "beta_fast": optional(POSITIVE),
-    "beta_slow": optional(POSITIVE),
-    "attention_factor": optional(POSITIVE),
-}
-ROPE_FIELDS = {  # kind -> its fields besides rope_theta
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+ROPE_RULES = {  # rope_type -> its fields
+    "default": {"rope_theta": POSITIVE},
+    "linear": {"rope_theta": POSITIVE, "factor": POSITIVE},
+    "yarn": {
+        "rope_theta": number("a number > 1", lambda x: x > 1),
+        "factor": POSITIVE,
+        "original_max_position_embeddings": optional(SIZE),
+        "beta_fast": optional(POSITIVE),
+        "beta_slow": optional(POSITIVE),
+        "attention_factor": optional(POSITIVE),
+    },
 }
 
 
@@ -102,28 +100,31 @@ class RopeScaling:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
-        """Read both layouts: ``rope_parameters`` of transformers 5, ``rope_theta`` and ``rope_scaling`` before."""
-        sources = ("rope_parameters", "rope_scaling", "max_position_embeddings")
-        new, old, max_position = _check({**DEFAULTS, **raw}, {name: RULES[name] for name in sources}).values()
-        if new and old and _without_theta(new) != _without_theta(old):  # a recipe's rope_scaling added to a new file
+        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
+        new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+        rope = _with_rope_type(new or old or {})
+        # a long-context recipe may add rope_scaling to a file that has rope_parameters; their rope_theta may differ
+        if new and old and {**rope, "rope_theta": None} != {**_with_rope_type(old), "rope_theta": None}:
             raise CheckpointError(
                 f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
             )
-        rope = {"rope_theta": raw.get("rope_theta", 10_000.0), **(new or old or {})}
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        check("config.json", "rope_type", kind, _supported(*ROPE_FIELDS), CheckpointError)
-        given = {name: value for name, value in _check(rope, ROPE_RULES).items() if value is not None}
-        known = ("rope_theta", *ROPE_FIELDS[kind])
-        unknown = {name: value for name, value in rope.items() if name not in known and value is not None}
+        rope = {"rope_theta": raw.get("rope_theta", 10_000.0), **rope}
+        kind = check("config.json", "rope_type", rope.pop("rope_type"), _supported(*ROPE_RULES), CheckpointError)
+        rules = ROPE_RULES[kind]
+        unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
         if unknown:
             raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
-        if kind != "default" and "factor" not in given:
-            raise CheckpointError(f"config.json: rope scaling {kind!r} needs a 'factor'.")
-        theta = given.pop("rope_theta")
-        if kind == "yarn" and theta <= 1:
-            raise CheckpointError(f"config.json: rope_theta={theta}; rope scaling 'yarn' needs more than 1.")
+        checked = check_all(f"config.json: rope scaling {kind!r}", rope, rules, CheckpointError)
+        given = {name: value for name, value in checked.items() if value is not None}
+        max_position = raw.get("max_position_embeddings", DEFAULTS["max_position_embeddings"])
         original = given.pop("original_max_position_embeddings", max_position)
-        return cls(kind=kind, theta=theta, original_max_position=original, **given)
+        return cls(kind=kind, theta=given.pop("rope_theta"), original_max_position=original, **given)
+
+
+def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which "type", the older name, is "rope_type"."""
+    rope = dict(rope)
+    return {"rope_type": rope.pop("type", "default"), **rope}
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ModelConfig:
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        given = _check({**DEFAULTS, **raw, "dtype": dtype}, RULES)
+        given = check_all("config.json", {**DEFAULTS, **raw, "dtype": dtype}, RULES, CheckpointError)
         heads = given["num_attention_heads"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
@@ -185,12 +186,3 @@ class ModelConfig:
                 f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "
                 "or be a multiple of their number."
             )
-
-
-def _check(values: dict[str, Any], rules: dict[str, Rule]) -> dict[str, Any]:
-    return check_all("config.json", values, rules, CheckpointError)
-
-
-def _without_theta(rope: dict[str, Any]) -> dict[str, Any]:
-    """In either layout, for comparison: the older one keeps rope_theta elsewhere and calls rope_type "type"."""
-    return {"rope_type" if name == "type" else name: value for name, value in rope.items() if name != "rope_theta"}

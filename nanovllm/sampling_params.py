@@ -19,11 +19,7 @@ RULES = {
     "stop_token_ids": list_of(at_least(0), "a list of token ids >= 0"),
     "min_tokens": at_least(0),
 }
-
-
-# Bits of `SamplingParams.features`, one per logits step (layers/sampler.py)
-MIN_TOKENS = 1
-FILTERS = 2
+MIN_TOKENS, FILTERS = 1, 2  # bits of `SamplingParams.features`, one per logits step (layers/sampler.py)
 
 
 @dataclass(frozen=True)

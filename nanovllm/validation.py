@@ -1,12 +1,8 @@
-"""Rules for values that users give, and the wording of a refusal.
-
-The tables of rules stand beside the fields they are for: ``config``, ``sampling_params``, ``model_config``.
-"""
+"""Rules for values that users give, and the wording of a refusal. The tables of rules stand beside the fields."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -33,11 +29,6 @@ def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], 
     return {name: check(owner, name, values.get(name), rule, error) for name, rule in rules.items()}
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant; None if none resembles it."""
-    return next(iter(get_close_matches(name, known, n=1)), None)
-
-
 def integer(allowed: str, accepts: Callable[[int], bool] = lambda x: True) -> Rule:
     """Any integer type but bool. Converted to int: fixed-width integers overflow in later sums."""
     return Rule(allowed, lambda x: isinstance(x, INTEGERS) and not isinstance(x, bool) and accepts(int(x)), int)
@@ -48,18 +39,12 @@ def at_least(minimum: int) -> Rule:
 
 
 def number(allowed: str, accepts: Callable[[float], bool]) -> Rule:
-    """Any finite real type but bool. Converted to float, the largest one if it overflows."""
+    """Any finite real type but bool. Converted to float; an int past its range to the largest one."""
 
     def is_allowed(x):
         return isinstance(x, REALS) and not isinstance(x, bool) and abs(x) < math.inf and accepts(x)
 
-    def to_float(x):
-        try:
-            return float(x)
-        except OverflowError:
-            return sys.float_info.max if x > 0 else -sys.float_info.max
-
-    return Rule(allowed, is_allowed, to_float)
+    return Rule(allowed, is_allowed, lambda x: float(min(x, int(sys.float_info.max)) if isinstance(x, int) else x))
 
 
 def choice(*allowed: Any) -> Rule:

@@ -58,7 +58,7 @@ def test_refused_values(rule, change):
     raw = {**RAW, **change}
     if name in IN_ROPE:
         raw = {**RAW, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, **change}}
-    with pytest.raises(CheckpointError, match=re.escape(f"config.json: {name}={value!r} must be {rule}")):
+    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(f"{name}={value!r} must be {rule}")):
         ModelConfig.from_json(raw)
 
 
@@ -66,12 +66,12 @@ def test_refused_values(rule, change):
     ("change", "text"),
     (
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' must be 'default' or 'linear' or"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' needs a 'factor'."),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear': factor=None must be a positive number."),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be a positive number"),
         ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscale': 0.7}."),
         ({"rope_scaling": {**YARN, "truncate": False}}, "unsupported fields {'truncate': False}"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta=1.0; rope scaling 'yarn' needs more than 1."),
+        ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15; RoPE needs an even size."),
         ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),

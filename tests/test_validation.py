@@ -5,18 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nanovllm.validation import (
-    BOOLEAN,
-    at_least,
-    check,
-    check_all,
-    choice,
-    integer,
-    list_of,
-    nearest_name,
-    number,
-    optional,
-)
+from nanovllm.validation import BOOLEAN, at_least, check, check_all, choice, integer, list_of, number, optional
 
 FRACTION = number("in (0, 1]", lambda x: 0 < x <= 1)
 ACCEPTED = [
@@ -70,10 +59,3 @@ def test_check_all():
     assert check_all("owner", {"a": np.int8(1), "c": "ignored"}, rules, ValueError) == {"a": 1, "b": None}
     with pytest.raises(ValueError, match="owner: a=None must be an integer >= 1"):
         check_all("owner", {}, rules, ValueError)
-
-
-def test_nearest_name():
-    known = ["temperature", "top_k", "top_p"]
-    assert nearest_name("temprature", known) == "temperature"
-    assert nearest_name("topk", known) == "top_k"
-    assert nearest_name("zzz", known) is None

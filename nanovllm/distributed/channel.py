@@ -78,11 +78,7 @@ class Channel:
         return words
 
     def _memory_fence(self) -> None:
-        """Full fence, for processors that reorder memory accesses (Arm).
-
-        Earlier accesses cannot move below the release of a lock, later ones not above an acquire: hence a release,
-        then an acquire.
-        """
+        """Full fence, for Arm: earlier accesses stay above the release of a lock, later ones below an acquire."""
         with self._lock:
             pass
         with self._lock:

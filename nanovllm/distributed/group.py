@@ -7,20 +7,20 @@ nothing of processes. Backends are used without ``torch.distributed``'s default 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from nanovllm.distributed.peer_memory import PeerMemory
 
 NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not every torch has it; isinstance(x, ()) is False
 # ``Workers`` handles failures. NCCL's own watchdog would end the user's process, and poll a store that is gone.
-DISABLED = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,13 @@ class TPGroup:
         if device.type == "cuda":
             options: Any = NCCL.Options()
             options._timeout = timeout
-            with _default_environment(dict.fromkeys(DISABLED, "0")):
+            disabled = [name for name in WATCHDOG if name not in os.environ]
+            os.environ.update(dict.fromkeys(disabled, "0"))
+            try:
                 backend = NCCL(store, rank, size, options)
+            finally:
+                for name in disabled:
+                    del os.environ[name]
             backend.allreduce([torch.zeros(1, device=device)]).wait()  # creates the communicator
             torch.cuda.synchronize()
             peers = PeerMemory.connect(backend, store, rank, size, device, name=directory)
@@ -64,7 +69,7 @@ class TPGroup:
             return x
         if self.peers is not None and self.peers.fits(x):
             return self.peers.all_reduce(x)
-        _run_collective(self.backend.allreduce, "AllreduceOptions", [x])
+        _run_collective(self.backend.allreduce, AllreduceOptions(), [x])
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +80,7 @@ class TPGroup:
         if self.peers is not None and self.peers.fits(x) and x.numel() > 1:
             return self.peers.all_gather(x)
         out = x.new_empty(self.size, *x.shape)
-        _run_collective(self.backend._allgather_base, "AllgatherOptions", out.view(-1), x.contiguous().view(-1))
+        _run_collective(self.backend._allgather_base, AllgatherOptions(), out.view(-1), x.contiguous().view(-1))
         return out
 
     def drain(self, timeout_s: float) -> bool:
@@ -114,23 +119,9 @@ class TPGroup:
 SINGLE_RANK = TPGroup()
 
 
-@contextmanager
-def _default_environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables within the ``with`` block, unless the user has set them."""
-    added = variables.keys() - os.environ.keys()
-    os.environ.update({name: variables[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def _run_collective(collective: Callable, options_class: str, *tensors: Any) -> None:
+def _run_collective(collective: Callable, options: Any, *tensors: Any) -> None:
     """Run on the current stream: a stream of NCCL's own would cost two event waits."""
-    options = getattr(dist.distributed_c10d, options_class)()
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = False
+    options.asyncOp = False
     work = collective(*tensors, options)
     if work is not None:
         work.wait()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ class PeerMemory:
     """One rank's symmetric memory: the signal pads of all size classes, then their buffers."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
         from nanovllm.kernels.all_reduce import one_shot
 
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it would be set up, and never used
@@ -43,18 +42,18 @@ class PeerMemory:
         self._store = store = RenumberedStore(store)
         self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
         self._process_group._set_group_name(name)
-        _register_process_group(name, self._process_group)
+        c10d._register_process_group(name, self._process_group)
         pad_bytes = 8 * size * sum(programs for _, programs, _ in SIZE_CLASSES)
         memory_bytes = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
-        self._memory = _SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device).zero_()
+        self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device).zero_()
         torch.cuda.synchronize()  # signal pads are zero before another rank can reach them
         try:
-            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+            self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
         except RuntimeError as error:
             if "group info" not in str(error):
                 raise
-            _SymmetricMemory.set_group_info(name, rank, size, store)  # older torch ignores process groups
-            self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+            c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # torch 2.8 ignores process groups
+            self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
         self._abort_flag = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         addresses, pad, buffer = torch.tensor(self._handle.buffer_ptrs), 0, pad_bytes
         self._size_classes = []
@@ -113,9 +112,7 @@ class PeerMemory:
         self._abort_flag.fill_(1)
 
     def close(self) -> None:
-        from torch._C._distributed_c10d import _unregister_process_group
-
-        _unregister_process_group(self._name)
+        c10d._unregister_process_group(self._name)
         del self._handle, self._memory
 
 

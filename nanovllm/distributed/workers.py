@@ -1,6 +1,5 @@
-"""The processes of ranks 1 to size - 1: spawn, supervision, teardown.
+"""The processes of ranks 1 to size - 1, from spawn to join. Knows nothing of their work, the ``target``.
 
-Owns these processes from spawn to join. Knows nothing of their work: each runs the ``target`` given to ``Workers``.
 Rank 0 is the user's process::
 
     rank 0 (Workers)                                      rank 1, 2, ... (Worker)
@@ -11,7 +10,6 @@ Rank 0 is the user's process::
 The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
 tensor-parallel group, so that pending collectives of rank 0 return, and rank 0 raises ``WorkerError``. Nothing is left
 behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory is removed once all ranks met.
-
 torch is imported inside functions only: a worker's heartbeat starts before it imports torch.
 """
 
@@ -54,17 +52,12 @@ class Workers:
     Args:
         size: number of ranks, rank 0 included.
         target: called in each worker as ``target(worker: Worker, *args)``. Its module must not import torch.
-
-    Attributes:
-        failure: the error that ended the workers, set by the watch thread.
-        processes: rank -> process.
-        tp: rank 0's tensor-parallel group, once connected.
     """
 
     def __init__(self, size: int, target: Callable[..., None], *args: Any):
-        self.failure: WorkerError | None = None
-        self.processes: dict[int, Any] = {}
-        self.tp: TPGroup | None = None
+        self.failure: WorkerError | None = None  # the error that ended the workers, set by the watch thread
+        self.processes: dict[int, Any] = {}  # by rank
+        self.tp: TPGroup | None = None  # rank 0's, once connected
         self._size, self._target, self._args = size, target, args
         self._owner = os.getpid()
         self._busy = False  # collective work was begun and not completed
@@ -105,9 +98,15 @@ class Workers:
         from nanovllm.distributed.group import TPGroup
 
         self.wait_for_state("up")
-        connected: Future = Future()
-        arguments = (connected, TPGroup.connect, 0, self._size, device, self._directory, STEP_TIMEOUT_S)
-        threading.Thread(target=run_into_future, args=arguments, name="nanovllm-connect", daemon=True).start()
+        connected: Future[TPGroup] = Future()
+
+        def rendezvous() -> None:
+            try:
+                connected.set_result(TPGroup.connect(0, self._size, device, self._directory, STEP_TIMEOUT_S))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=rendezvous, name="nanovllm-connect", daemon=True).start()
         self.wait_until(connected.done)
         self.tp = tp = connected.result()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -286,14 +285,6 @@ def _run_worker(target: Callable[..., None], args: tuple, *ends: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def run_into_future(future: Future, function: Callable, *args: Any) -> None:
-    """Call ``function``; its result or exception settles ``future``."""
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 @contextmanager

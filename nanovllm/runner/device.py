@@ -1,5 +1,6 @@
 """Device and dtype of a rank: their choice, torch's defaults while a model is built, out-of-memory errors."""
 
+import os
 from contextlib import contextmanager
 from threading import Lock
 
@@ -10,15 +11,18 @@ from nanovllm.errors import ConfigError, OutOfMemoryError
 DTYPE_LOCK = Lock()
 
 
-def select_device(name: str, rank: int) -> torch.device:
-    """The device of a rank; "auto" is CUDA if there is a device."""
+def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
+    """The device of a rank; "auto" is CUDA if there is a device. Each rank needs a device of its own."""
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
         raise ConfigError("device='cuda': torch sees no CUDA device here. Use device='cpu' or 'auto'.")
-    if rank >= torch.cuda.device_count():
-        raise ConfigError(f"tensor-parallel rank {rank} needs its own device; torch sees {torch.cuda.device_count()}.")
+    if torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} needs {num_ranks} CUDA devices; torch sees {torch.cuda.device_count()} "
+            f"(CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})."
+        )
     return torch.device("cuda", rank)
 
 

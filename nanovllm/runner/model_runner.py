@@ -77,7 +77,7 @@ class ModelRunner:
         self.config, self.tp, self.workers, self.channel = config, tp, workers, channel
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
-        self.device = select_device(config.device, tp.rank)
+        self.device = select_device(config.device, tp.rank, tp.size)
         self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
         self.ops = kernels.select(self.device.type)
         heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.workers import Worker, Workers
-from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -25,35 +24,27 @@ def start_runner(config: Config) -> "ModelRunner":
         ConfigError: more ranks than devices; nothing was spawned.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
-    import torch
-
     from nanovllm.runner.device import select_device
     from nanovllm.runner.model_runner import ModelRunner
 
     size = config.tensor_parallel_size
+    device = select_device(config.device, 0, size)
     if size == 1:
-        RUNNERS.add(runner := ModelRunner(config))
-        return runner
-    device = select_device(config.device, 0)
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ConfigError(
-            f"tensor_parallel_size={size} needs {size} CUDA devices; torch sees {torch.cuda.device_count()}"
-            + (f" (CUDA_VISIBLE_DEVICES={visible})." if visible is not None else ".")
-        )
-    workers = Workers(size, worker_main, config)
-    try:
-        with workers.guard():
-            runner = ModelRunner(config, workers.connect(device), workers=workers)
-            workers.wait_for_state("ready")
-        RUNNERS.add(runner)
-        return runner
-    except BaseException:
-        workers.dismiss()
-        workers.join()
-        if workers.tp is not None:
-            workers.tp.close()
-        raise
+        runner = ModelRunner(config)
+    else:
+        workers = Workers(size, worker_main, config)
+        try:
+            with workers.guard():
+                runner = ModelRunner(config, workers.connect(device), workers=workers)
+                workers.wait_for_state("ready")
+        except BaseException:
+            workers.dismiss()
+            workers.join()
+            if workers.tp is not None:
+                workers.tp.close()
+            raise
+    RUNNERS.add(runner)
+    return runner
 
 
 def worker_main(worker: Worker, config: Config) -> None:
@@ -63,7 +54,7 @@ def worker_main(worker: Worker, config: Config) -> None:
     from nanovllm.runner.device import select_device
     from nanovllm.runner.model_runner import ModelRunner
 
-    device = select_device(config.device, worker.rank)
+    device = select_device(config.device, worker.rank, worker.size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds

@@ -17,12 +17,9 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 
 
 def resolve_model(model: str | os.PathLike | None, revision: str | None = None, weights: bool = True) -> str:
-    """Return the local directory of ``model``, after a download if it is a hub id that is not in the cache.
+    """Return the local directory of ``model`` (see ``Config``), after a download if it is a hub id not in the cache.
 
-    Args:
-        model: a directory, a hub id, or None for the bundled demo model.
-        revision: branch, tag or commit of a hub id.
-        weights: False fetches the small files only.
+    Without ``weights`` the download leaves out the safetensors.
 
     Raises:
         ConfigError: a revision of a directory.

@@ -5,7 +5,7 @@ or a ``CheckpointError``. How a tensor is sharded over ranks stands beside its l
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,16 +16,11 @@ from nanovllm.utils.checkpoint import read_json
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 
 
-class CheckpointTensor:
-    """A named tensor of an open safetensors file; indexing reads only the slice."""
+class CheckpointTensor(NamedTuple):
+    """A tensor of an open safetensors file. ``lazy``: safetensors' PySafeSlice; indexing it reads only the slice."""
 
-    def __init__(self, name: str, lazy: Any):
-        self.name = name
-        self._lazy = lazy
-        self.shape = tuple(lazy.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._lazy[index]
+    name: str
+    lazy: Any
 
 
 def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, start: int = 0, total: int = 1) -> None:
@@ -34,20 +29,15 @@ def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, st
     Raises:
         CheckpointError: the tensor is not ``total`` times the size of ``param`` along ``dim``, or not of floats.
     """
-    expected = list(param.shape)
+    shape, expected = list(loaded.lazy.get_shape()), list(param.shape)
     expected[dim] *= total
-    if list(loaded.shape) != expected:
-        raise CheckpointError(f"tensor {loaded.name!r} has shape {list(loaded.shape)}, expected {expected}.")
-    shard = loaded[(slice(None),) * dim + (slice(start, start + param.shape[dim]),)]
+    if shape != expected:
+        raise CheckpointError(f"tensor {loaded.name!r} has shape {shape}, expected {expected}.")
+    shard = loaded.lazy[(slice(None),) * dim + (slice(start, start + param.shape[dim]),)]
     if not shard.is_floating_point():  # quantized: copy_ would convert the integers without an error
         dtype = str(shard.dtype).removeprefix("torch.")
         raise CheckpointError(f"tensor {loaded.name!r} is of {dtype}, expected floats.")
     param.copy_(shard)
-
-
-def default_weight_loader(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-    """For parameters that are replicated on every rank."""
-    copy_checked(param, loaded)
 
 
 def load_model(model: nn.Module, path: str) -> None:
@@ -76,9 +66,11 @@ def load_model(model: nn.Module, path: str) -> None:
                     if name not in missing:
                         raise CheckpointError(f"{file.name}: tensor {name!r} is twice there, or unknown to the model.")
                     param_name, shard_id = missing.pop(name)
-                    param = params[param_name]
-                    loader = getattr(param, "weight_loader", default_weight_loader)
-                    loader(param, CheckpointTensor(name, tensors.get_slice(name)), shard_id)
+                    param, tensor = params[param_name], CheckpointTensor(name, tensors.get_slice(name))
+                    if hasattr(param, "weight_loader"):
+                        param.weight_loader(param, tensor, shard_id)
+                    else:  # replicated on every rank
+                        copy_checked(param, tensor)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); is the download complete?") from error
     if missing:
@@ -103,11 +95,12 @@ def _expected_tensors(params: dict[str, nn.Parameter], packed: dict[str, tuple[s
     """Checkpoint tensor name -> (parameter name, shard id)."""
     expected: dict[str, tuple] = {}
     for name in params:
-        shards = [(part, merged, shard_id) for part, (merged, shard_id) in packed.items() if f".{merged}." in name]
-        for part, merged, shard_id in shards:
-            expected[name.replace(f".{merged}.", f".{part}.")] = (name, shard_id)
-        if not shards:
-            expected[name] = (name, None)
+        shards = {
+            name.replace(f".{merged}.", f".{part}."): (name, shard_id)
+            for part, (merged, shard_id) in packed.items()
+            if f".{merged}." in name
+        }
+        expected |= shards or {name: (name, None)}
     return expected
 
 

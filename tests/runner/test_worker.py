@@ -107,7 +107,7 @@ def test_tokens_are_those_of_one_rank(pair, device, kind):
 
 def test_ranks_agree_on_the_pool(pair):
     llm, _ = pair
-    assert llm.config.num_kvcache_blocks == llm.scheduler.block_manager.num_available
+    assert llm.model_runner.num_kvcache_blocks == llm.scheduler.block_manager.num_available
 
 
 # ------------------------------------------------------------------------------------------- failures
@@ -190,7 +190,7 @@ def soon(provoke, delay_s=0.3):
 def test_a_worker_that_raises(start):
     llm = start()
     with Failure(1, "Traceback", llm):
-        llm.model_runner.workers.send(np.full(3, 7, np.int32))  # too short for a step
+        llm.model_runner.workers.send(np.full(1, 7, np.int32))  # too short for a header
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     with pytest.raises(EngineError, match="shut down"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
