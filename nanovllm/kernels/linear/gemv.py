@@ -45,6 +45,19 @@ def gemv_config(num_features, num_channels, itemsize):
 
 
 @triton.jit
+def output_features(tile, num_outputs, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Output features i64[BLOCK_N] of a tile, and whether they exist. SILU_MUL: half gate, then as many of up."""
+    local = tl.arange(0, BLOCK_N)
+    if SILU_MUL:
+        output = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
+        feature = output + (local // (BLOCK_N // 2)) * num_outputs
+    else:
+        output = tile * BLOCK_N + local
+        feature = output
+    return feature.to(tl.int64), output < num_outputs
+
+
+@triton.jit
 def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
     if HAS_NORM:
         return tl.load(norm_weight_ptr + c, mask=c < num_channels, other=0.0).to(tl.float32)
@@ -80,11 +93,7 @@ def gemv_kernel(
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
     VECTOR: tl.constexpr = 8
-    # Output features of the tile, [BLOCK_N]; with SILU_MUL half of them gate, then as many of up.
-    offs_n = tl.arange(0, BLOCK_N)
-    output = tile * BLOCK_I + offs_n % BLOCK_I
-    exists = output < num_outputs
-    features = (output + offs_n // BLOCK_I * num_outputs).to(tl.int64)
+    features, exists = output_features(tile, num_outputs, SILU_MUL, BLOCK_N)
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
     weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
     weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)

@@ -2,7 +2,7 @@
 
 Owns `rms_norm` and `SplitKPartials`. Knows nothing of layers. The twin is in reference.py.
 
-T tokens, C channels.
+T tokens, C channels, S programs that shared the channels of a split-K GEMM.
 """
 
 from dataclasses import dataclass
@@ -16,41 +16,65 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rms_norm_kernel(
-    x_ptr,  # [T, C], tokens strided; the partials are added to it here
-    partials_ptr,  # fp32 [SPLIT_K, T, C] contiguous, only with SPLIT_K
+    x_ptr,  # [T, C], tokens strided
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
     num_tokens,
     x_stride,
+    num_channels,
     eps,
-    NUM_CHANNELS: tl.constexpr,
-    SPLIT_K: tl.constexpr,  # 0: no partials
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_T tokens. All loads are in flight before the first addition."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     offs_c = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
-    mask = (token < num_tokens) & (offs_c < NUM_CHANNELS)
-    x_ptrs = x_ptr + token * x_stride + offs_c
-    offs_y = token * NUM_CHANNELS + offs_c
-    weight = tl.load(weight_ptr + offs_c, mask=offs_c < NUM_CHANNELS, other=0.0)
+    mask = (token < num_tokens) & (offs_c < num_channels)
+    weight = tl.load(weight_ptr + offs_c, mask=offs_c < num_channels, other=0.0)
     pdl_wait(USE_PDL)
-    x = tl.load(x_ptrs, mask=mask, other=0.0)
-    dtype: tl.constexpr = x.dtype
-    if SPLIT_K > 0:
-        total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-        for split in tl.static_range(SPLIT_K):
-            total += tl.load(partials_ptr + split * num_tokens * NUM_CHANNELS + offs_y, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + total).to(dtype)
-        tl.store(x_ptrs, x, mask=mask)
+    x = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
     wide = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / NUM_CHANNELS + eps)
-    normalized = (wide * rstd).to(dtype)
-    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(dtype)
-    tl.store(y_ptr + offs_y, y, mask=mask)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
+    normalized = (wide * rstd).to(x.dtype)
+    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    tl.store(y_ptr + token * num_channels + offs_c, y, mask=mask)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    partials_ptr,  # fp32 [S, T, C] contiguous, written by the kernel before
+    residual_ptr,  # [T, C], tokens strided; the partials are added to it here
+    weight_ptr,  # [C]
+    y_ptr,  # [T, C] contiguous, written here
+    partials_stride,
+    residual_stride,
+    eps,
+    NUM_CHANNELS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token. All loads are in flight before the first addition."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
+    residual_ptrs = residual_ptr + token * residual_stride + offs_c
+    partials_ptrs = partials_ptr + token * NUM_CHANNELS + offs_c
+    pdl_wait(USE_PDL)
+    before = tl.load(residual_ptrs, mask=mask, other=0.0)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(partials_ptrs + split * partials_stride, mask=mask, other=0.0)
+    residual = (before.to(tl.float32) + total).to(before.dtype)
+    tl.store(residual_ptrs, residual, mask=mask)
+    wide = residual.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
+    normalized = (wide * rstd).to(before.dtype)
+    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
+    tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,7 @@ class SplitKPartials:
     """
 
     residual: torch.Tensor  # [T, C]
-    partials: torch.Tensor  # fp32 [SPLIT_K, T, C]
+    partials: torch.Tensor  # fp32 [S, T, C]
 
     def __len__(self):
         return len(self.residual)
@@ -72,16 +96,31 @@ class SplitKPartials:
 
 def rms_norm(x, weight, eps):
     """See reference.rms_norm; x [T, C]. Of SplitKPartials: the norm of their sum, which is left in their `residual`."""
-    x, partials = (x.residual, x.partials) if isinstance(x, SplitKPartials) else (x, None)
+    if isinstance(x, SplitKPartials):
+        return add_rms_norm(x.partials, x.residual, weight, eps)
     num_tokens, num_channels = x.shape
-    assert x.stride(1) == 1 and weight.is_contiguous() and (partials is None or partials.is_contiguous())
+    assert x.stride(1) == 1 and weight.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device)
     block_c = triton.next_power_of_2(num_channels)
-    block_t = max(1, 1024 // block_c) if partials is None else 1
-    num_warps = block_t * block_c // (256 if partials is None else 128)
+    block_t = max(1, 1024 // block_c)
     launch(
-        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),), x, partials, weight, y, num_tokens, x.stride(0), eps,
-        NUM_CHANNELS=num_channels, SPLIT_K=0 if partials is None else len(partials), BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=min(16, max(1, num_warps)), **launch_options(x.device),
+        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),), x, weight, y, num_tokens, x.stride(0), num_channels, eps,
+        BLOCK_T=block_t, BLOCK_C=block_c, num_warps=min(16, max(1, block_t * block_c // 256)),
+        **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def add_rms_norm(partials, residual, weight, eps):
+    """residual += partials.sum(0), in place; returns rms_norm(residual)."""
+    split_k, num_tokens, num_channels = partials.shape
+    assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
+    y = torch.empty((num_tokens, num_channels), dtype=residual.dtype, device=residual.device)
+    block_c = triton.next_power_of_2(num_channels)
+    launch(
+        add_rms_norm_kernel, (num_tokens,),
+        partials, residual, weight, y, num_tokens * num_channels, residual.stride(0), eps,
+        NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
+        **launch_options(residual.device),
     )  # fmt: skip
     return y
