@@ -117,7 +117,7 @@ def test_greedy_answers_are_the_checks(answers, requests, expected):
     assert greedy[:short] == [answer[:MAX_TOKENS] for _, answer in answers[:short]]
 
 
-@pytest.mark.parametrize("block_size", (16, 256, 512))
+@pytest.mark.parametrize("block_size", (16, 256, 384))
 def test_batched(block_size, requests, expected):
     """Nothing is computed in vain without a step in flight."""
     with demo(kvcache_block_size=block_size) as llm:
