@@ -1,4 +1,4 @@
-"""Times the attention kernels on one GPU, beside flash-attn and torch's own, and checks that they agree.
+"""Times the attention kernels on one GPU, against those of flash-attn and torch, and checks that they agree.
 
     python benchmarks/attention.py             decode and prefill tables, then one line of JSON
     python benchmarks/attention.py --sweep     the decode and prefill kernels under many configurations

@@ -1,7 +1,7 @@
 """The engines that ``bench.py`` compares, behind one small interface.
 
 Owns how each engine is started, given requests and shut down. Each is imported only when it is
-chosen, and says how long its import and its start took.
+chosen, and reports how long its import and its start took.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ TEMPERATURE = 0.6
 
 @dataclass
 class Options:
-    """What the command line says of the model and its engine; None leaves the engine's own default."""
+    """The command line's options for the model and its engine; None is the engine's own default."""
 
     model: str | None = None
     dummy: bool = False  # random weights, no tokenizer
@@ -197,7 +197,7 @@ ENGINES: dict[str, type[Engine]] = {"nanovllm": NanoVLLM, "transformers": Transf
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of what decides the figures; nothing is imported for it."""
+    """Versions of the packages that the figures depend on, from their metadata, without importing them."""
     import platform
 
     found: dict[str, str | None] = {"python": platform.python_version()}

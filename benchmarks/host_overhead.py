@@ -5,12 +5,12 @@
 The real engine loop (schedule, pack the step, postprocess) runs one launch ahead, as on a GPU; only
 the launch itself is a stand-in that returns random token ids at once. Two cases:
 
-    steady   the batch neither grows nor shrinks; what changes are block tables, one in 256 steps per sequence
+    steady   the batch neither grows nor shrinks; each sequence gets a new block every 256 steps
     churn    lengths are drawn from a range, and as many requests wait as run: sequences finish and others take
              their request slots. Reported: its decode steps, their extra cost per changed sequence (new block or
              finished), and its prefills per new sequence.
 
-Measured is the processor time of the loop's thread, so other work on the machine does not count.
+Times are CPU time of the loop's thread, so other work on the machine does not count.
 Ends with one line of JSON. ``--target`` makes it fail where a decode step of either case is above 150 us + 1 us per
 changed sequence.
 """

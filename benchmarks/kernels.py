@@ -1,4 +1,4 @@
-"""Microseconds of every kernel but attention on the GPU at hand, against the time its bytes need.
+"""Microseconds of every kernel but attention and all-reduce, against the time its memory traffic takes.
 
 Checks each operation against its twin first. Times are medians of CUDA graph replays; linear layers run over the
 weights of many distinct layers, so that the L2 cache does not hold them.
@@ -20,7 +20,7 @@ from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.kernels.sampling.reference import SamplingState
 
 TOKENS = [1, 8, 64, 256, 16384]
-BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
+LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
 # hidden size, intermediate size, query heads, KV heads (of 128), layers kept in memory
 SHAPES = {"0.6b": (1024, 3072, 16, 8, 28), "8b": (4096, 12288, 32, 8, 8)}
 HEAD_DIM, VOCAB_SIZE, EPS = 128, 151_936, 1e-6
@@ -229,7 +229,7 @@ def main():
         for name, (run, num_bytes) in sampling(ops, twins, batch_size).items():
             line("sampling", name, batch_size, microseconds(run, 4), num_bytes)
     print(f"\n{header}  (of one layer without attention)")
-    for num_tokens in BATCHES:
+    for num_tokens in LINEAR_TOKENS:
         fused, cublas, num_bytes, num_layers = layer_chains(ops, twins, shape, num_tokens)
         for name, run in (("products, fused", fused), ("products, cuBLAS and unfused", cublas)):
             line("products", name, num_tokens, microseconds(run) / num_layers, num_bytes)

@@ -2,8 +2,8 @@
 
 Owns the recording (by wrapping the methods of a live engine, so the engine carries no code for
 it), the Chrome/Perfetto file and the summary. A device span reaches from the event before a launch's
-first operation to the event after its last one. Work is issued on one stream in order, so what
-lies between two spans is time in which the device waited for the host.
+first operation to the event after its last one. All work runs in order on
+one stream, so a gap between two spans is time in which the device waited for the host.
 """
 
 import json
@@ -15,7 +15,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
-HOST, DEVICE, IDLE = 0, 1, 2  # rows of the timeline
+HOST, DEVICE, IDLE = 0, 1, 2  # thread ids in the trace
 THREADS = {HOST: "host", DEVICE: "device", IDLE: "device waits"}
 
 
@@ -71,7 +71,7 @@ class Timeline:
 
     @contextmanager
     def recording(self):
-        """Wrap the engine's methods; take the wrapping off again at the end."""
+        """Wrap the engine's methods; restore them at the end."""
         from nanovllm.runner.model_runner import StepHandle
 
         engine = self.engine
@@ -219,7 +219,7 @@ class Timeline:
         """Shares of time and microseconds per step.
 
         ``steady`` are the decode steps that follow a decode step, with at least half the largest batch.
-        Host microseconds leave out what waits for the device, and on the CPU the computation.
+        Host microseconds exclude waits for the device, and on the CPU the computation.
         """
         decode = [step for step in self.steps if step.kind == "decode"]
         device = [step.device for step in self.steps if step.device]

@@ -1,6 +1,6 @@
 """The requests that are timed, and model directories of the published sizes without weights.
 
-Owns what "headline", "single", "prefill" and "sharedprefix" mean. Knows nothing of engines, and
+Owns the definitions of "headline", "single", "prefill" and "sharedprefix". Knows nothing of engines, and
 imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
@@ -44,7 +44,7 @@ class Workload:
         return self.num_output_tokens + self.counts_prompts * self.num_prompt_tokens
 
     def redrawn(self, repeat: int, vocab_size: int) -> "Workload":
-        """The same lengths with other token ids: what a repeat must use, or the prefix cache answers it.
+        """The same lengths with other token ids, so that a repeat does not hit the prefix cache.
 
         Repeat 0 keeps the ids as they are (but inside the vocabulary).
         """

@@ -1,4 +1,4 @@
-"""Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs played on the CPU."""
+"""Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs emulated on the CPU."""
 
 import random
 from pathlib import Path

@@ -30,7 +30,7 @@ def one_shot_kernel(
 ):  # fmt: skip
     """Copy x to this rank's buffer, signal all ranks, wait for all signals, then sum (GATHER: copy) buffers by rank.
 
-    A program reads the elements that the programs with its index wrote, so it synchronizes only with those.
+    Program i reads only elements that program i of each rank wrote, so it synchronizes only with those.
 
     Double buffering is safe: a rank writes buffer n + 2 only after the barrier of n + 1, which every rank enters after
     reading buffer n.
@@ -90,8 +90,8 @@ def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, w
         buffers, signal_pads: i64[world] on the device, addresses of each rank's buffer (2 * capacity elements) and of
             its signal pad (i64[world, P], zero at first).
         epochs: i64[P], zero at first.
-        abort_flag: i64[1], pinned host memory. Nonzero lets this rank's launches return with any result. Not set by a
-            kernel: the driver loads none while another one spins on a dead rank.
+        abort_flag: i64[1], pinned host memory. Nonzero lets this rank's launches return with undefined
+            results. Set by the host: the driver loads no kernel while another one spins on a dead rank.
     """
     programs = epochs.numel()
     launch(

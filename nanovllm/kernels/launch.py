@@ -99,7 +99,7 @@ def launch_options(device, pdl=True):
 
 @functools.cache
 def is_sm90(device):
-    """Whether the Gluon kernels run there: they use WGMMA and TMA."""
+    """Whether the Gluon kernels can run on `device`: they use WGMMA and TMA of sm_90."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -130,7 +130,7 @@ def zero_counters(num: int, device: torch.device) -> torch.Tensor:
             return _counters[device]
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
-    # Too many to keep, or inside a capture, where they are zeroed only on replay: for this call alone.
+    # Too many to keep, or first needed inside a capture, which zeroes them only on replay: a tensor for this call.
     return torch.zeros(num, dtype=torch.int32, device=device)
 
 

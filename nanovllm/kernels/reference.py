@@ -6,7 +6,7 @@ import torch
 
 
 def parallel_compile(device):
-    """Compiles Triton kernels on CUDA; there is nothing to compile here."""
+    """Does nothing: only Triton kernels are compiled."""
     return nullcontext(lambda: None)
 
 

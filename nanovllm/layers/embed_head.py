@@ -11,7 +11,7 @@ from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> embeddings [T, C]; each rank looks up its own ids, an all-reduce completes the rest."""
+    """Token ids [T] -> embeddings [T, C]; each rank looks up its own ids, an all-reduce sums them up."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK):
         super().__init__()

@@ -6,7 +6,7 @@ A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's shard of
     ColumnParallel  shards output features: weight[rank * N/size : (rank+1) * N/size]; no communication
     RowParallel     shards input features; the ranks' outputs are all-reduced
 
-A layer takes the neighbouring operations as arguments, so that kernels can fuse them: the RMSNorm before it, and behind
+A layer takes the neighbouring operations as arguments, so that kernels can fuse them: the RMSNorm before it, and after
 it the gated activation, the residual addition, or QK-norm + RoPE + KV store. ``kernels/linear/dispatch.py`` chooses.
 
 Legend: T packed tokens, N output features.
@@ -130,6 +130,6 @@ class RowParallelLinear(ReplicatedLinear):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As above, with x [T, input_size / size]; rank 0 adds the residual, once, before the all-reduce."""
+        """As ReplicatedLinear, with x [T, input_size / size]; rank 0 adds the residual, once, before the all-reduce."""
         y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
         return y if self.tp.size == 1 else self.tp.all_reduce(y)

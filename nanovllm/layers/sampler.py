@@ -86,7 +86,7 @@ class Sampler(nn.Module):
         if tp.size == 1:
             return self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)[1]
         # Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie. The noise
-        # depends on the id, not on the rank: the token is that of one rank with the whole vocabulary.
+        # depends on the id, not on the rank: the token is the same as without tensor parallelism.
         scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, current.vocab_start)
         candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
         scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]

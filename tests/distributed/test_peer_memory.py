@@ -49,7 +49,7 @@ def test_one_shot_between_processes():
 
 @pytest.mark.gpu
 def test_one_shot_between_streams():
-    """Two ranks on one GPU; then one rank whose peer is gone, and which its abort flag lets pass."""
+    """Two ranks on one GPU; then one whose peer never launches, released by its abort flag."""
     from nanovllm.kernels.all_reduce import one_shot
 
     buffers = [torch.zeros(2 * SUM_CAPACITY, device="cuda") for _ in range(WORLD)]

@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("ops", [reference, KERNELS], ids=["twin", "triton
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """torch.empty hands out NaN, or a large negative integer."""
+    """torch.empty is filled with NaN, or with a large negative integer."""
     torch.manual_seed(0)
     empty = torch.empty
 

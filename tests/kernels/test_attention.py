@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 from nanovllm.kernels import launch  # noqa: E402
 from nanovllm.kernels.attention import decode, prefill, reference  # noqa: E402
 
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: too large for the interpreter")
 BF16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bf16 as bit patterns"),
@@ -230,7 +229,7 @@ def test_decode_large_scores_do_not_overflow(many_splits):
 
 
 def test_decode_result_is_that_of_the_sequence_alone():
-    """Batch mates move the split boundaries, and with them fp32 rounding only."""
+    """The other sequences of the batch shift the split boundaries, which changes only fp32 rounding."""
     cache, args, expected = check_decode([100, 333, 12], 4, 2, 32, 16, torch.float32)
     q, k, v, req_indices, context_lens, tables, scale, max_context = args
     for i in range(3):
@@ -295,7 +294,7 @@ def test_prefill_of_one_token_is_decode():
 
 
 def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
-    """How they are divided over launches, with the plain twin in the place of the kernel, which needs a Hopper."""
+    """The split into launches; the plain twin stands in for the kernel, which needs a Hopper GPU."""
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     assert prefill.prefill_sm90 is prefill_sm90
     spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
@@ -321,7 +320,6 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 # --------------------------------------------------------------------------------------------- only on a GPU
 
 
-@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
@@ -333,7 +331,6 @@ def test_decode_at_size(contexts, dtype):
     check_decode(contexts, 16, 8, 128, 256, dtype)
 
 
-@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_prefill_at_size(block_size):
@@ -350,7 +347,6 @@ SM90_SPANS = {
 }
 
 
-@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("spans", SM90_SPANS)
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
@@ -372,7 +368,6 @@ def test_sm90_prefill(spans, group, dtype, block_size):
         assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
-@needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 def test_decode_in_a_cuda_graph_follows_new_contexts(pdl, monkeypatch):

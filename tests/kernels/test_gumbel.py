@@ -65,7 +65,7 @@ def test_noise_is_standard_gumbel():
         assert abs((noise <= x).double().mean() - math.exp(-math.exp(-x))) < 0.005
 
 
-def test_noise_of_an_id_does_not_depend_on_what_is_drawn_beside_it():
+def test_noise_of_an_id_does_not_depend_on_the_rest_of_the_batch():
     seed = torch.randint(-(2**31), 2**31 - 1, (3, 2), dtype=torch.int32)
     length = torch.tensor([1, 2, 3])
     whole = reference.philox_bits(seed, length, torch.arange(100))

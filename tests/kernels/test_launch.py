@@ -1,7 +1,7 @@
 """JIT compilation at start: the warm-up compiles every kernel variant that a run launches, and launches nothing.
 
-Run as a script, this file records the variants that Triton would compile for a GPU that is not there: kernels are
-neither interpreted nor compiled, so no GPU is needed.
+Run as a script, this file records the variants that Triton would compile for a Hopper GPU. Kernels are neither
+interpreted nor compiled, so no GPU is needed.
 """
 
 import json
@@ -96,7 +96,7 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
 
 
 def main(model: str, num_ranks: int) -> None:
-    """Start an engine of one of ``num_ranks`` ranks, warm up, run; print the variants asked for as a line of JSON."""
+    """Start one of ``num_ranks`` ranks, warm up, run; print the kernel variants requested as one line of JSON."""
     import torch
     import triton
 

@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """torch.empty hands out NaN (and an absurd integer) from here on."""
+    """torch.empty is filled with NaN, or with a large negative integer."""
     torch.manual_seed(0)
     empty = torch.empty
 
@@ -303,8 +303,8 @@ def test_gemv_in_several_steps(options, monkeypatch):
     check_fused_linear(1, 72, 300, torch.float32, **options)
 
 
-def test_gluon_kernels_are_there_with_the_versions_that_they_were_tried_with():
-    """A mistake in them would otherwise pass for a Triton without them, and be slow in silence."""
+def test_gluon_kernels_are_imported_with_supported_versions_of_triton():
+    """An ImportError of their own would otherwise look like an unsupported Triton: a silent slowdown."""
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
     was_tried = (3, 6) <= version <= (3, 9)
     assert was_tried == (dispatch.decode_gemm_sm90 is not None) == (dispatch.prefill_gemm_sm90 is not None)

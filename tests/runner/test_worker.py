@@ -68,7 +68,7 @@ def options(device: str, num_ranks: int, **others) -> dict:
 
 
 MODELS = {  # ranks, changes of the tiny checkpoint (None: the bundled model), further options
-    "bias": (2, {"attention_bias": True}, {"num_kvcache_blocks": 14}),  # a small pool, so that sequences are preempted
+    "bias": (2, {"attention_bias": True}, {"num_kvcache_blocks": 14}),  # few blocks, so that sequences are preempted
     "tied, 1 KV head": (4, {"tie_word_embeddings": True, "num_key_value_heads": 1}, {}),
     "bundled, 2 KV heads": (4, None, {}),
 }
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_one_rank(pair, device, kind):
         assert llm.scheduler.num_preemptions > 0
 
 
-def test_ranks_agree_on_the_pool(pair):
+def test_ranks_agree_on_the_number_of_kv_blocks(pair):
     llm, _ = pair
     assert llm.model_runner.num_kvcache_blocks == llm.scheduler.block_manager.num_available
 
@@ -245,7 +245,7 @@ def test_a_worker_that_fails_at_start(start, monkeypatch):
         start()
 
 
-def test_a_worker_beats_before_it_imports_torch():
+def test_a_worker_sends_heartbeats_before_it_imports_torch():
     """A cold import of torch can take longer than a worker may be silent."""
     code = "import sys, nanovllm.runner.worker; assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -80,8 +80,8 @@ def _decode_kernel(
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
-    # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here, where
-    # they hide behind the previous kernel.
+    # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
+    # before the wait, to overlap the previous kernel.
     first_seq_begin = tl.max(tl.where(offs_b < first_seq, tile_ends, 0), 0)
     first_seq_end = tl.max(tl.where(offs_b <= first_seq, tile_ends, 0), 0)
     last_seq_begin = tl.max(tl.where(offs_b < last_seq, tile_ends, 0), 0)
@@ -95,7 +95,7 @@ def _decode_kernel(
     first = (begin - first_seq_begin) * BLOCK_N
     block_ids = load_block_ids(tables_ptr + req_idx.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
-    # Lengths and tables are as old as the step; q and the newest keys and values come from the kernels just before.
+    # Lengths and tables were written before the layers ran; q and the newest keys and values by the previous kernels.
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
@@ -214,7 +214,7 @@ class DecodeConfig(NamedTuple):
     block_n: int  # tokens per tile
     num_warps: int
     num_stages: int  # tiles in shared memory
-    programs_per_sm: int  # as many as are resident at once
+    programs_per_sm: int  # all resident at once
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
@@ -238,8 +238,8 @@ def paged_decode_attention(
     pdl: launch with PDL where the hardware has it (launch.py). Legal only if a launch without PDL lies between this one
     and the writers of req_indices, context_lens and block_tables.
 
-    Batch mates move the split boundaries, and with them fp32 rounding only. One stream at a time per device: launches
-    share the counters.
+    The other sequences of the batch shift the split boundaries, which changes only fp32 rounding. Launches share the
+    counters: one stream at a time per device.
     """
     num_seqs = q.shape[0]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

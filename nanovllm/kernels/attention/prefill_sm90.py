@@ -180,7 +180,7 @@ def load_q(
 
 @gluon.jit
 def quad_view(x):
-    """[ROWS, BLOCK_N] as [ROWS, BLOCK_N / 8, 4, 2]; the 4 are threads of a WGMMA quad: other sums need no shuffles."""
+    """[ROWS, BLOCK_N] as [ROWS, BLOCK_N / 8, 4, 2]; the 4 are threads of a quad: only that dimension needs shuffles."""
     return x.reshape([ROWS, x.shape[1] // 8, 4, 2])
 
 
@@ -279,7 +279,7 @@ def consumer(
         slot = n % STAGES
         mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
         acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)
-        # Prefetch the next q: the last WGMMA that reads this one is done in all warps.
+        # Prefetch the next q: all warps have read this one to registers, before the barriers above.
         t += 1
         next_head, next_token0, next_begin, next_end, next_p0 = pop_work_item(work_items, item_full, item_empty, t)
         if next_head >= 0:

@@ -36,7 +36,7 @@ def paged_decode_attention(
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
     """
     out = torch.zeros_like(q)
-    # A group's heads are query tokens of their KV head: enable_gqa would repeat K and V.
+    # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)

@@ -2,10 +2,10 @@
 
 Owns `decode_gemm` and its tiles. Knows nothing of layers, nor how split-K partials are reduced (norm.py).
 
-Bound by reading the weight. A program fills nearly all shared memory of its SM with stages of it before
-griddepcontrol.wait (launch.py on PDL); with few tokens most of it has arrived when x is ready. Hence one wave of
-programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share the
-channels of a tile and write fp32 partials.
+Bound by reading the weight. Before griddepcontrol.wait (launch.py on PDL) a program requests the weight of all steps in
+flight; the stages take nearly all shared memory of an SM. With few tokens most has arrived when x is ready. Hence one
+wave of programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share
+the channels of a tile and write fp32 partials.
 
 With BLOCK_N = 128 a tile is one head of q, k or v, and norm_rope_store may be the epilogue. Its positions, slots,
 cosines, sines and norm weight are loaded before the wait, after the weight is requested: only arithmetic and stores
@@ -169,7 +169,7 @@ def decode_gemm_kernel(
     if NUM_HEADS > 0:
         gl.static_assert(BLOCK_N == HEAD_SIZE and WARPS_M == WARPS and SPLIT_K == 1)
         is_q, has_rope = tile < NUM_HEADS, tile < NUM_HEADS + NUM_KV_HEADS
-        thread_barrier()  # or ptxas issues the weight loads behind the loads below, or even behind their results
+        thread_barrier()  # keeps ptxas from sinking the weight loads below the next loads, or even below their uses
         position = load_positions(positions_ptr, first_token, num_tokens, has_rope, BLOCK_M, WARPS)
         y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
         is_y_token = y_token < num_tokens
@@ -253,7 +253,7 @@ def decode_gemm_kernel(
 def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epilogue=None):
     """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
 
-    With config.split_k > 1 SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
+    With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)

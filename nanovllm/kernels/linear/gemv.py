@@ -2,9 +2,9 @@
 
 Owns `gemv` and its tile sizes. The twin is reference.fused_linear.
 
-Bound by reading the weight. A program loads its first part before griddepcontrol.wait (launch.py on PDL), so only x
-from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer registers a
-thread needs, the more programs of the next kernel are resident early, with their loads in flight.
+Bound by reading the weight. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
+so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
+registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
 
 N output features of the weight, C input channels; I outputs: N, or N / 2 with silu_mul.
 """
@@ -28,7 +28,7 @@ class GemvConfig(NamedTuple):
 
 
 def gemv_config(num_features, num_channels, itemsize):
-    """Coordinate descent in a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
+    """Tuned by coordinate descent over a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
     num_bytes = num_features * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
     if num_features >= 12 * num_channels:  # an LM head

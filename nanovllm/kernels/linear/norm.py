@@ -95,7 +95,7 @@ class SplitKPartials:
 
 
 def rms_norm(x, weight, eps):
-    """See reference.rms_norm; x [T, C]. Of SplitKPartials: the norm of their sum, which is left in their `residual`."""
+    """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`."""
     if isinstance(x, SplitKPartials):
         return add_rms_norm(x.partials, x.residual, weight, eps)
     num_tokens, num_channels = x.shape

@@ -1,6 +1,6 @@
 """Gluon: GEMM of many tokens on NVIDIA Hopper, persistent and warp-specialized, with a fused epilogue.
 
-Owns `prefill_gemm`, with silu_and_mul or norm_rope_store. Knows nothing of layers, nor from how many tokens on it pays.
+Owns `prefill_gemm`, with silu_and_mul or norm_rope_store. dispatch.py decides when it is faster than cuBLAS.
 
 One program per SM computes every num_programs-th tile of 128 tokens by 256 output features:
 
@@ -81,7 +81,7 @@ def fast_reciprocal(x):
 
 @gluon.jit
 def stage_output(staging, left, right, CONSUMER: gl.constexpr):
-    """Two [CONSUMER_M, STORE_N] from registers to the consumer's staging buffers, after their previous TMA stores."""
+    """Two tiles [CONSUMER_M, STORE_N] from registers to the consumer's staging buffers, after the last TMA stores."""
     tma_store_wait(0)
     thread_barrier()
     staging.index(2 * CONSUMER).store(left.to(staging.dtype))

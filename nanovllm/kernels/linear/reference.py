@@ -86,9 +86,9 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, allow_split_k=False):
     """[residual +] [silu_and_mul] ([rms_norm] (x) @ W^T [+ bias]), x [T, C], W = data * scale of the Weight, [N, C].
 
-    norm_weight [C]: of the norm before. silu_mul: W is [2I, C], gate features before up features; the result is [T, I].
+    norm_weight [C]: RMSNorm of x. silu_mul: W is [2I, C], gate features before up features; the result is [T, I].
 
-    The kernels keep intermediate results in fp32 and may overwrite `residual`. With allow_split_k they may return
+    The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py).
     """
     if norm_weight is not None:

@@ -225,7 +225,7 @@ def filter_thresholds_kernel(
                     # k chunk maxima reach the bound, so k logits do: the k-th largest is not below it.
                     low = chunk_bound(chunk_max, low, high, top_k, largest, inv_temperature, False, SHIFT)
                 else:
-                    # All V logits at this distance below the largest together weigh less than the 1 - p to cut.
+                    # Even V logits this far below the largest sum to less than the 1 - p that top-p cuts.
                     margin = tl.log((1.0 - top_p) / vocab_size) - 0.01
                     low = to_key(largest + margin * temperature, SHIFT)
                     # Where chunk maxima alone reach p, all logits do. 1.0001 covers the rounding of sums.

@@ -13,8 +13,8 @@ from triton.language.extra import libdevice
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
-# Programs over all sequences, about what the largest GPUs run at once. Each starts without a score to prune by, so more
-# of them prune less.
+# Of all sequences together: about as many programs as the largest GPUs run at once. Each starts without a best score,
+# so more programs prune less.
 _MAX_CHUNKS = 4096
 _MAX_UNPRUNED = 32  # largest batch for which scoring every id is faster than pruning (docs/experiments.md, "Sampling")
 

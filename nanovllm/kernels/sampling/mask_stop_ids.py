@@ -1,4 +1,4 @@
-"""Triton: min_tokens. Owns `mask_stop_ids`; the plain twin is in reference.py.
+"""Triton: masks stop ids until min_tokens. Owns `mask_stop_ids`; the plain twin is in reference.py.
 
 B sequences, V vocabulary, R request slots, F stop ids per request.
 """
