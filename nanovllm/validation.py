@@ -1,4 +1,4 @@
-"""Rules for values that users give, and the wording of a refusal. The tables of rules stand beside the fields."""
+"""Rules for values that users give, and the wording of their errors. The tables of rules are beside the fields."""
 
 import math
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-INTEGERS, REALS = (int, Integral), (float, Real)  # an exact match is 9 times as fast as a test of an abstract class
+INTEGERS, REALS = (int, Integral), (float, Real)  # isinstance of the concrete class, tried first, is 9 times as fast
 
 
 class Rule(NamedTuple):

@@ -149,7 +149,7 @@ class Workers:
         if os.getpid() == self._owner:
             self._thread.join(4 * EXIT_TIMEOUT_S)
             if not idle and self.tp is not None:
-                self.tp.abort()  # it waits for a worker that did not read its dismissal, and is killed by now
+                self.tp.abort()  # a collective waits for a worker that did not read its dismissal and was killed
                 idle = self.tp.drain(EXIT_TIMEOUT_S)
         return idle
 
@@ -188,7 +188,7 @@ class Workers:
             pipe.close()
 
     def _watch_until_end(self) -> WorkerError | None:
-        """The first failure; None if the workers are to leave."""
+        """The first failure; None once the workers are told to exit."""
         heartbeats, silence, starting = self._channel.heartbeats.copy(), np.zeros(self._size), 0.0
         while True:
             before = time.monotonic()
@@ -224,7 +224,7 @@ class Workers:
                 self._pipes.pop(rank).close()
 
     def _first_failure(self) -> WorkerError:
-        """The cause of other failures: a worker without a traceback, since it was killed; else the first traceback."""
+        """The root cause: a worker that died without a traceback (it was killed), else the earliest traceback."""
         time.sleep(0.2)
         self._read_pipes()
         reported = {rank for _, rank, _ in self._tracebacks}

@@ -1,4 +1,4 @@
-"""The loop: requests come in, ``step`` goes round until all are finished, outputs go out.
+"""The loop: requests come in, ``step`` repeats until all are finished, outputs go out.
 
 Owns the loop. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the model
 runner computes it.
@@ -7,7 +7,6 @@ runner computes it.
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,8 @@ class LLMEngine:
         **options: see ``nanovllm.config.Config``.
 
     Raises:
-        ConfigError, CheckpointError, OutOfMemoryError: what was given, what is allowed, what to change.
-        WorkerError: a tensor-parallel rank failed; from any method, after which only ``exit()`` is left.
+        ConfigError, CheckpointError, OutOfMemoryError: an option, the model's files or the memory at hand forbid it.
+        WorkerError: a tensor-parallel rank failed. Any method may raise it; the engine is then shut down.
 
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
@@ -51,7 +50,7 @@ class LLMEngine:
         self.config = config = Config.from_options(model, options)
         self._tokenizer = AsyncTokenizer(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
         self.model_runner = start_runner(config)
-        # the runner does not know the engine, so the engine can be collected, and takes the runner along
+        # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
         self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
         try:
             eos_token_ids = self._tokenizer.eos_token_ids()
@@ -70,7 +69,7 @@ class LLMEngine:
         self._owner = os.getpid()
         self._why_shut_down = ""
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- lifetime
 
     def __enter__(self):
         return self
@@ -162,24 +161,21 @@ class LLMEngine:
             )
         requests = self._requests.make_all(texts, token_ids, sampling_params)
         try:
-            for _ in self._run(requests, use_tqdm):
-                pass
+            self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:
             self._abort()
             raise
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> Iterator[Request]:
-        """Step until all requests are finished; yields each as soon as it is."""
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Step until all requests are finished."""
         for request in requests:
             self._add(request)
         progress = Progress(len(requests), use_tqdm)
         try:
             while not self.is_finished():
                 seqs, batch = self._step()
-                finished = self._requests.finish(seqs)
-                progress.update(batch, len(finished))
-                yield from finished
+                progress.update(batch, len(self._requests.finish(seqs)))
         finally:
             progress.close()
 
@@ -224,7 +220,7 @@ class LLMEngine:
                 self.scheduler.add(seq)
 
     def _step(self) -> tuple[list[Sequence], Batch | None]:
-        """schedule, run, postprocess; with one step in flight the batch that is postprocessed is the one before."""
+        """Schedule, run, postprocess. With one step in flight, the batch postprocessed is the one before."""
         self._require_running()
         try:
             batch = self.scheduler.schedule()

@@ -6,7 +6,7 @@ A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's shard of
     ColumnParallel  shards output features: weight[rank * N/size : (rank+1) * N/size]; no communication
     RowParallel     shards input features; the ranks' outputs are all-reduced
 
-A layer takes the neighbouring operations as arguments, so that kernels can fuse them: the RMSNorm before it, and behind
+A layer takes the neighbouring operations as arguments, so that kernels can fuse them: the RMSNorm before it, and after
 it the gated activation, the residual addition, or QK-norm + RoPE + KV store. ``kernels/linear/dispatch.py`` chooses.
 
 Legend: T packed tokens, N output features.
@@ -26,15 +26,12 @@ from nanovllm.utils.loader import CheckpointTensor, copy_checked
 class ReplicatedLinear(nn.Module):
     """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``."""
 
-    weight_scale: nn.Parameter | None  # of a quantized weight
-
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
         super().__init__()
         self.tp = tp
         self.ops = kernels.select()
         self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-        self.register_parameter("weight_scale", None)
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
@@ -52,7 +49,7 @@ class ReplicatedLinear(nn.Module):
         """
         return self.ops.fused_linear(
             x,
-            Weight(self.weight, self.weight_scale),
+            Weight(self.weight),
             self.bias,
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
@@ -103,8 +100,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm, epilogue: QKVEpilogue) -> torch.Tensor:  # type: ignore[override]
         """x [T, hidden_size] -> q [T, H, D] of norm(x) W^T after QK-norm and RoPE; k and v go to the KV cache."""
-        weight = Weight(self.weight, self.weight_scale)
-        return self.ops.qkv_linear(x, weight, self.bias, norm.weight, norm.eps, epilogue)
+        return self.ops.qkv_linear(x, Weight(self.weight), self.bias, norm.weight, norm.eps, epilogue)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str) -> None:  # type: ignore[override]
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -130,6 +126,6 @@ class RowParallelLinear(ReplicatedLinear):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As above, with x [T, input_size / size]; rank 0 adds the residual, once, before the all-reduce."""
+        """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
         y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
         return y if self.tp.size == 1 else self.tp.all_reduce(y)

@@ -1,6 +1,6 @@
 """Starts one runner per rank: rank 0's in the user's process, the others in worker processes.
 
-Owns the order of a start. Imports torch inside functions only: workers import this module before their first heartbeat.
+Owns the start-up order. Imports torch inside functions only: workers import this module before their first heartbeat.
 """
 
 import ctypes
