@@ -34,6 +34,7 @@ RULES = {
     "seed": integer("an integer in [0, 2**63)", lambda seed: 0 <= seed < 2**63),
     "trust_remote_code": FLAG,
     "skip_tokenizer_init": FLAG,
+    "revision": optional(Rule("a string", lambda x: isinstance(x, str))),
 }
 
 

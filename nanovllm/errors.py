@@ -25,7 +25,7 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineError(NanoVLLMError, RuntimeError):
-    """The engine was used after ``exit()``, while another call was running, or in a forked process."""
+    """The engine was used after ``exit()`` or in a forked process, or ``generate`` while it was busy."""
 
 
 class WorkerError(NanoVLLMError, RuntimeError):

@@ -59,7 +59,7 @@ RULES = {
     "rope_parameters": OBJECT,
     "rope_scaling": OBJECT,
 }
-# of absent fields; the others must be there, unless their rule allows None
+# of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
 ROPE_RULES = {  # rope_type -> its fields

@@ -37,7 +37,7 @@ class RequestOutput(Mapping):
     Compared and hashed by identity.
 
     Attributes:
-        request_id: the id that ``add_request`` returned, as text.
+        request_id: the request's id, unique in its engine, as text.
         prompt: the prompt's text; None if token ids were given.
         prompt_token_ids: the prompt's token ids.
         outputs: a list of one ``CompletionOutput``.

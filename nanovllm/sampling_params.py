@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from nanovllm.errors import RequestError
 from nanovllm.validation import BOOLEAN, at_least, check_all, integer, list_of, number, optional
 
-MAX_STOP_IDS = 16  # per request, that min_tokens can hold back: the width of a column on the device
+MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the device's column
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
 RULES = {
@@ -36,7 +36,7 @@ class SamplingParams:
         top_k: sample among the k most probable tokens; 0 or -1 is off.
         top_p: sample among the fewest tokens whose probabilities reach this sum, in (0, 1]; 1 is off.
         min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1]; 0 is off.
-        seed: any integer; makes the tokens reproducible, whatever else runs in the batch. None draws from the engine's.
+        seed: any integer; makes the tokens reproducible, whatever else runs in the batch. None derives one.
         stop_token_ids: token ids that end the generation, besides end-of-sequence; they stay in ``token_ids``.
         min_tokens: no end-of-sequence or stop token (at most 16 different ids) before this many tokens.
 

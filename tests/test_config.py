@@ -64,6 +64,7 @@ REFUSED = [
     ({"enforce_eager": "yes"}, "enforce_eager='yes' must be True or False."),
     ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be True or False."),
     ({"revision": "v2"}, "revision='v2': "),
+    ({"revision": 5}, "revision=5 must be a string or None"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer from 1 to 8."),
     ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be an integer from 1 to 8."),
     ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide the model's 4 attention heads."),

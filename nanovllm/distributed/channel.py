@@ -21,7 +21,7 @@ def backoff() -> Iterator[None]:
 
 
 class Channel:
-    """One rank's end of the ring. Messages are int32 arrays of any length; an empty one tells the workers to leave.
+    """One rank's end of the ring. Messages are int32 arrays of any length; an empty one tells the workers to exit.
 
     Counter 0 is the number of words written so far, counter r the number read by rank r. A word is overwritten once
     all workers have read it, so a message longer than the ring flows through it. Rank r increments ``heartbeats[r]``.

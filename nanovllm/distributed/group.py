@@ -36,7 +36,7 @@ class TPGroup:
     def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float) -> "TPGroup":
         """Rendezvous in an empty directory, which all ranks share; returns once all are connected.
 
-        A CUDA device must be the current one. ``timeout_s`` also limits each collective on the CPU.
+        A CUDA device must be torch's current device. ``timeout_s`` also limits each collective on the CPU.
         """
         peers, timeout = None, timedelta(seconds=timeout_s)
         store = dist.FileStore(os.path.join(directory, "store"), size)
@@ -94,7 +94,7 @@ class TPGroup:
                 while not (idle := done.query()) and time.monotonic() < limit:
                     time.sleep(1e-4)
                 return idle
-        except RuntimeError:  # the device's error, which its next user gets too
+        except RuntimeError:  # a sticky CUDA error: the next CUDA call raises it too
             return False
 
     def abort(self) -> None:

@@ -137,11 +137,13 @@ class Workers:
         """Tell the workers to leave; in the middle of collective work, have them killed. Does not wait."""
         if os.getpid() != self._owner or self._dismissed or self._killing:
             return  # a forked child does not own the workers
-        with suppress(WorkerError):
-            if not self._busy:
-                self.send(np.empty(0, np.int32))
-                self._dismissed = True
-        self._killing = not self._dismissed
+        try:
+            with suppress(WorkerError):
+                if not self._busy:
+                    self.send(np.empty(0, np.int32))
+                    self._dismissed = True
+        finally:  # Ctrl-C may strike while sending
+            self._killing = not self._dismissed
 
     def join(self) -> bool:
         """Wait until all workers are gone. False if rank 0's device hangs: to free its memory would block."""
@@ -149,7 +151,7 @@ class Workers:
         if os.getpid() == self._owner:
             self._thread.join(4 * EXIT_TIMEOUT_S)
             if not idle and self.tp is not None:
-                self.tp.abort()  # it waits for a worker that did not read its dismissal, and is killed by now
+                self.tp.abort()  # a collective waits for a worker that did not read its dismissal and was killed
                 idle = self.tp.drain(EXIT_TIMEOUT_S)
         return idle
 
@@ -188,7 +190,7 @@ class Workers:
             pipe.close()
 
     def _watch_until_end(self) -> WorkerError | None:
-        """The first failure; None if the workers are to leave."""
+        """The first failure; None once the workers are told to exit."""
         heartbeats, silence, starting = self._channel.heartbeats.copy(), np.zeros(self._size), 0.0
         while True:
             before = time.monotonic()
@@ -224,7 +226,7 @@ class Workers:
                 self._pipes.pop(rank).close()
 
     def _first_failure(self) -> WorkerError:
-        """The cause of other failures: a worker without a traceback, since it was killed; else the first traceback."""
+        """The root cause: a worker that died without a traceback (it was killed), else the earliest traceback."""
         time.sleep(0.2)
         self._read_pipes()
         reported = {rank for _, rank, _ in self._tracebacks}

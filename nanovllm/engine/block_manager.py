@@ -1,6 +1,6 @@
 """Owns which sequence holds which KV block, and the prefix cache.
 
-Knows nothing of devices, and nothing of tokens but their equality. Every block is in one of three sets at all times
+Knows nothing of devices; compares tokens, but never interprets them. Every block is in one of three sets at all times
 (invariant 1):
 
     free     its contents cannot be found                    ``free_block_ids``
@@ -128,7 +128,7 @@ class BlockManager:
             return
         for i in range(seq.num_registered_blocks, num_computed // self.block_size):
             block_hash = self._hash_of(seq, i)
-            # a block of equal contents, computed at the same time, keeps the entry
+            # a block with the same contents, computed concurrently, keeps the entry
             if block_hash not in self.hash_to_block_id:
                 block = self.blocks[seq.block_table[i]]
                 block.hash, block.token_ids = block_hash, seq.block(i).tobytes()

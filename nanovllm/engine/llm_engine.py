@@ -1,4 +1,4 @@
-"""The loop: requests come in, ``step`` goes round until all are finished, outputs go out.
+"""The loop: requests come in, ``step`` repeats until all are finished, outputs go out.
 
 Owns the loop. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the model
 runner computes it.
@@ -40,8 +40,8 @@ class LLMEngine:
         **options: see ``nanovllm.config.Config``.
 
     Raises:
-        ConfigError, CheckpointError, OutOfMemoryError: what was given, what is allowed, what to change.
-        WorkerError: a tensor-parallel rank failed; from any method, after which only ``exit()`` is left.
+        ConfigError, CheckpointError, OutOfMemoryError: an option, the model's files or the memory at hand forbid it.
+        WorkerError: a tensor-parallel rank failed. Any method may raise it; the engine is then shut down.
 
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
@@ -51,7 +51,7 @@ class LLMEngine:
         self.config = config = Config.from_options(model, options)
         self._tokenizer = AsyncTokenizer(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
         self.model_runner = start_runner(config)
-        # the runner does not know the engine, so the engine can be collected, and takes the runner along
+        # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
         self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
         try:
             eos_token_ids = self._tokenizer.eos_token_ids()
@@ -70,7 +70,7 @@ class LLMEngine:
         self._owner = os.getpid()
         self._why_shut_down = ""
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- lifetime
 
     def __enter__(self):
         return self
@@ -114,6 +114,7 @@ class LLMEngine:
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
+        self._require_running()
         prompts = [prompts] if isinstance(prompts, str) else as_list("prompts must be a string or a list", prompts)
         if prompts and isinstance(prompts[0], (int, np.integer)):
             prompts = [prompts]  # type: ignore[list-item]
@@ -136,6 +137,7 @@ class LLMEngine:
             sampling_params, use_tqdm: as in ``generate``.
             **template_options: for the tokenizer's chat template, e.g. ``enable_thinking=False``.
         """
+        self._require_running()
         rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
         conversations = as_list(rule, messages)
         if conversations and isinstance(conversations[0], dict):
@@ -149,7 +151,6 @@ class LLMEngine:
 
     @no_full_gc()
     def _generate(self, texts, token_ids, sampling_params, use_tqdm) -> list[RequestOutput]:
-        self._require_running()
         if not self.is_finished():
             raise EngineError("generate() needs an idle engine; finish the requests you added with step() first.")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -224,7 +225,7 @@ class LLMEngine:
                 self.scheduler.add(seq)
 
     def _step(self) -> tuple[list[Sequence], Batch | None]:
-        """schedule, run, postprocess; with one step in flight the batch that is postprocessed is the one before."""
+        """Schedule, run, postprocess. With one step in flight, the batch postprocessed is the one before."""
         self._require_running()
         try:
             batch = self.scheduler.schedule()
@@ -251,8 +252,8 @@ class LLMEngine:
             self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()
         if self._finalizer.alive:
-            self.model_runner.reset()
             self.scheduler.clear()
+            self.model_runner.reset()
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

@@ -1,7 +1,7 @@
 """The request layer: prompts and parameters become sequences, finished sequences become outputs.
 
 Owns every check of a prompt and its parameters, the seeds, and the join of a request's sequences into one
-``RequestOutput``. Runs beside the device, never in the scheduler, which knows sequences only.
+``RequestOutput``. The scheduler sees sequences only.
 """
 
 from array import array
@@ -31,7 +31,7 @@ class Request:
     Attributes:
         prompt: its text; None if it was given as token ids.
         seqs: in the order of ``RequestOutput.outputs``.
-        token_ids, texts: of finished sequences, by seq_id; texts as soon as they are detokenized.
+        token_ids, texts: of finished sequences, by seq_id; texts are futures, and absent if ``step`` was driven.
     """
 
     prompt: str | None
@@ -76,11 +76,11 @@ class RequestProcessor:
         self._num_blocks = num_kvcache_blocks
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
-        self._num_seqs = 0  # made so far
+        self._num_seqs = 0  # started so far; the next seq_id
         self._requests: dict[int, Request] = {}  # by seq_id, while it is unfinished
 
     def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
-        """A request that is sure to finish. Nothing is kept of it before ``start``.
+        """A request that is sure to finish. It is not registered before ``start``.
 
         Args:
             prompt: the text of ``token_ids``, if the user gave text.
@@ -93,7 +93,7 @@ class RequestProcessor:
 
     def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any],
                  params: ListLike[SamplingParams]) -> list[Request]:
-        """All of them or, if one can never be served, a RequestError that says which."""
+        """All requests or, if one can never be served, a RequestError with its index."""
         requests, num_before = [], 0
         for i, (prompt, ids, p) in enumerate(zip(prompts, token_ids, params, strict=True)):
             try:
@@ -104,7 +104,7 @@ class RequestProcessor:
         return requests
 
     def start(self, request: Request) -> list[Sequence]:
-        """Follow a request from here on; its sequences are the scheduler's."""
+        """Register a request; return its sequences, for the scheduler."""
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
         self._num_seqs += len(request.seqs)
@@ -198,4 +198,4 @@ def as_list(rule: str, given: Any) -> list:
         items = iter(given)
     except TypeError:
         raise RequestError(f"{rule}, not {given!s:.100}.") from None
-    return list(items)  # errors of a generator of the user's pass
+    return list(items)  # an exception from the user's generator passes through

@@ -71,7 +71,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
-        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # no other can be sampled
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # larger ids are never sampled
         self.num_preemptions = 0
         # [V], ids that stop some sequence; a hit is then checked against the sequence itself
         self._is_stop_token = np.zeros(vocab_size, bool)
@@ -82,7 +82,7 @@ class Scheduler:
     def clear(self) -> None:
         """Drop every sequence and cached prefix (the caller has made the device idle).
 
-        Everything is made anew, because an interrupt may have struck between any two statements.
+        Everything is made anew: an interrupt may have left any of it half updated.
         """
         config = self._config
         self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
@@ -127,7 +127,7 @@ class Scheduler:
             seq.num_computed_tokens = stop
             self.block_manager.register(seq, stop)
             if stop < seq.num_tokens:
-                break  # it stays at the head of the queue, with its slot and blocks, for its next chunk
+                break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.running.append(self.waiting.popleft())
         if not seqs:
             return None
@@ -161,7 +161,7 @@ class Scheduler:
         return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks and slot; it goes to the head of the queue, to be recomputed."""
+        """Take a running sequence's blocks and request slot; it goes to the head of the queue, to be recomputed."""
         assert self.num_in_flight == 0
         self.num_preemptions += 1
         self.running.remove(seq)
@@ -205,7 +205,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
 
     def _release(self, seq: Sequence) -> None:
-        """Give back blocks and slot; the full blocks stay in the prefix cache."""
+        """Give back blocks and request slot; the full blocks stay in the prefix cache."""
         # the last token's keys and values may never have been computed
         self.block_manager.register(seq, seq.num_tokens - 1)
         self.block_manager.deallocate(seq)

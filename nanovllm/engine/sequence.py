@@ -12,7 +12,7 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by launches in flight
 """
 
-from collections.abc import Sequence as Sized
+from collections.abc import Sequence as ListLike
 from enum import Enum, auto
 
 import numpy as np
@@ -35,7 +35,7 @@ class SequenceTable:
         num_tokens: int32 [R]; tokens whose ids the host knows.
         num_scheduled: int32 [R]; the same plus those in flight.
         max_tokens: int32 [R]; limit of prompt plus completion, max_model_len included.
-        tokens: int32 [R, max_model_len]; the system maps its memory at the first write.
+        tokens: int32 [R, max_model_len]; the OS maps its pages at the first write.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
@@ -47,7 +47,7 @@ class SequenceTable:
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
 
     def add(self, seq: "Sequence") -> None:
-        """Move a waiting sequence's tokens into a free slot."""
+        """Move a waiting sequence's tokens into a free request slot."""
         req_idx, n = self.free_req_indices.pop(), seq.num_tokens
         self.seq_id[req_idx] = seq.seq_id
         self.num_tokens[req_idx] = self.num_scheduled[req_idx] = n
@@ -71,11 +71,11 @@ class Sequence:
         sampling_params: of the request.
         seq_id: unique in its engine; also the order of arrival.
         block_size: tokens per KV block.
-        seed: 64-bit key of its noise.
+        seed: 64-bit key of its sampling noise.
         min_tokens_stop_ids: ids that may not be sampled among its first ``min_tokens`` tokens.
     """
 
-    def __init__(self, prompt_token_ids: Sized[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
+    def __init__(self, prompt_token_ids: ListLike[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
                  seq_id: int = 0, block_size: int = 256, seed: int = 0,
                  min_tokens_stop_ids: tuple[int, ...] = ()):
         self.seq_id = seq_id
@@ -94,7 +94,7 @@ class Sequence:
         self.stop_reason: int | None = None
         self.req_idx = -1
         self._table: SequenceTable | None = None
-        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no slot
+        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no request slot
 
     def attach(self, table: SequenceTable, req_idx: int) -> None:
         self._table, self.req_idx, self._token_ids = table, req_idx, np.empty(0, np.int32)

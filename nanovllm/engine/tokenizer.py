@@ -13,7 +13,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-LOADING_LOCK = Lock()  # transformers, imported by two threads at once, appears without its classes
+LOADING_LOCK = Lock()  # imported by two threads at once, transformers lacks its classes in one of them
 
 
 class AsyncTokenizer:
@@ -67,7 +67,7 @@ class AsyncTokenizer:
             except UnicodeEncodeError as error:
                 which = f"prompt {i}: " if len(texts) > 1 else ""
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
-        # not verbose: it warns of the tokenizer's length limit; the engine refuses by its own
+        # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache, and the choice of its backend.
 
 Owns each layer's ``k_cache`` and ``v_cache``. Keys and values of a step are stored before a backend runs (by
-``qkv_linear``), so backends take q alone. Knows neither blocks' owners nor how a step was put together.
+``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
 
 T packed tokens, B sequences of a decode batch, H query heads, K KV heads, D head size, NB blocks of BS tokens.
 """

@@ -1,6 +1,6 @@
 """One step's batch as the layers see it: positions, KV slots and attention metadata.
 
-Owns the description only, passed to the layers as an argument; knows neither token ids nor who fills it.
+An immutable value, passed to the layers as an argument. Holds no token ids.
 """
 
 from dataclasses import dataclass, replace

@@ -26,7 +26,7 @@ from nanovllm.utils.loader import CheckpointTensor, copy_checked
 class ReplicatedLinear(nn.Module):
     """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``."""
 
-    weight_scale: nn.Parameter | None  # of a quantized weight
+    weight_scale: nn.Parameter | None  # of a quantized weight; set by a quantization scheme
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
         super().__init__()
@@ -130,6 +130,6 @@ class RowParallelLinear(ReplicatedLinear):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As ReplicatedLinear, with x [T, input_size / size]; rank 0 adds the residual, once, before the all-reduce."""
+        """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
         y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
         return y if self.tp.size == 1 else self.tp.all_reduce(y)

@@ -1,6 +1,6 @@
 """Sampling: logits -> token ids.
 
-Owns the logits steps, their order, and the draw over tensor-parallel ranks. Knows of requests only ``SamplingState``.
+Owns the logits steps, their order, and the draw over tensor-parallel ranks. Sees requests only as ``SamplingState``.
 
 B sequences, V vocabulary.
 """

@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.layers.attention import Attention
 
-CPU_KV_CACHE_BYTES = 2 << 30  # a laptop's memory belongs to its owner
+CPU_KV_CACHE_BYTES = 2 << 30  # modest: other programs need the host's memory
 GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
 GIB = 1 << 30
 
@@ -59,9 +59,9 @@ def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on the CPU the system maps their memory at the first write."""
+    """Zeros; on the CPU the OS maps their pages at the first write."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes > sys.maxsize:  # numpy and torch have other errors for this
+    if num_bytes > sys.maxsize:  # numpy and torch raise other errors for such a size
         raise MemoryError(f"{num_bytes:.1e} bytes were asked for.")
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -98,8 +98,8 @@ class ModelRunner:
             self.decode_sizes = decode_sizes(config.max_num_seqs)
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks)
-            # Five segments of a short prefill, at a fixed address. Zeros: during capture they attend nothing, and are
-            # stored in slot 0 of the empty cache.
+            # The five segments of a short prefill, at the address its graphs read. Zeros: warm-up runs the embedding,
+            # which needs valid ids.
             self.prefill_inputs = torch.zeros(
                 5 * max(self.prefill_sizes, default=0), dtype=torch.int32, device=self.device
             )
@@ -149,14 +149,14 @@ class ModelRunner:
         del hidden
         if not self.use_graphs:
             return prefill_peak
-        # Graphs keep their activations for good; the largest decode batch takes its share of the prefill's.
+        # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
         num_graphs = 2 * len(self.decode_sizes) + len(self.prefill_sizes)
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
-        logits = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
-        return prefill_peak + graph_peak + logits
+        logits_bytes = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
+        return prefill_peak + graph_peak + logits_bytes
 
     def allocate_kv_cache(self, reserved_bytes: int) -> None:
-        """Size the KV cache by the memory that is left, unless the user did, and hand each layer its part."""
+        """Size the KV cache by the memory left, unless the user set its size; give each layer its views."""
         num_blocks = self.config.num_kvcache_blocks
         if num_blocks == -1:
             bytes_per_block = block_bytes(self.model, self.block_size, self.dtype)
@@ -203,7 +203,7 @@ class ModelRunner:
         else:
             if isinstance(batch, PrefillBatch) and self._last_handle is not None:
                 # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
-                # with the interpreter's lock held, and the watch over the workers with it.
+                # while holding the GIL, and so block the watch thread.
                 self._last_handle.wait()
             with self.workers.guard():
                 self.workers.send(to_words(header, packed))
@@ -287,7 +287,7 @@ class ModelRunner:
 
     def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
                               logits_indices: torch.Tensor) -> tuple[torch.Tensor, Context]:
-        """The packed tokens of a step."""
+        """The packed tokens of a prefill, and their attention metadata."""
         return step.input_ids, Context(
             step.positions, step.slot_mapping, step.req_indices, step.context_lens, self.request_state.block_tables,
             header.max_context, step.cu_seqlens_q, step.cu_seqlens_k, header.max_seqlen_q, logits_indices,

@@ -27,15 +27,15 @@ COLUMNS = {
     "stop_ids": MAX_STOP_IDS,
 }
 START = dict(zip([*COLUMNS, "block_table"], accumulate(COLUMNS.values(), initial=0), strict=True))
-INT32_MAX = 2**31 - 1  # larger integers from a user mean the same
-MAX_TEMPERATURE = 1e30  # so do larger temperatures; the inverse of this one is a normal fp32 number
+INT32_MAX = 2**31 - 1  # clamp for top_k and min_len: larger values have the same effect
+MAX_TEMPERATURE = 1e30  # clamp: larger ones have the same effect, and its inverse is a normal fp32 number
 
 
 class RequestState:
     """Device side.
 
     Attributes:
-        batch_req_indices: int32 [R], batch position -> request slot; the padding slot beyond the batch.
+        batch_req_indices: int32 [R], batch position -> request slot; the padding request slot beyond the batch.
         last_token, length: int32 [R + 1]; length counts the token whose keys and values are computed next.
         sampling: the sampling columns, each [R + 1, ...].
         block_tables: int32 [R + 1, max_blocks].

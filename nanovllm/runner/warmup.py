@@ -15,10 +15,10 @@ WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511
 
 
 def compile_kernels(runner: "ModelRunner") -> None:
-    """Launch what a start and a run launch, inside ``parallel_compile``: kernels are compiled and do not run.
+    """Issue every launch of start-up and of a step inside ``parallel_compile``: kernels are compiled and do not run.
 
     The model has two layers, because the last one takes another path in prefill, and a KV cache of one block. Weights
-    are uninitialised; every token maps to the padding request slot.
+    are uninitialised; every token belongs to the padding request slot.
     """
     config, state = runner.config, runner.request_state
     runner.model = runner.make_model(num_layers=2)

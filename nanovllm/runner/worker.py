@@ -1,6 +1,6 @@
 """Starts one runner per rank: rank 0's in the user's process, the others in worker processes.
 
-Owns the order of a start. Imports torch inside functions only: workers import this module before their first heartbeat.
+Owns the start-up order. Imports torch inside functions only: workers import this module before their first heartbeat.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def worker_main(worker: Worker, config: Config) -> None:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // worker.size))
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // worker.size)))
     runner = ModelRunner(config, worker.connect(device), channel=worker.channel)
     worker.report("ready")
     runner.loop()

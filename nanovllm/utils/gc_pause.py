@@ -1,4 +1,4 @@
-"""Full garbage collections, off while the device must not wait."""
+"""Turns full garbage collections off while the GPU must not wait for the host."""
 
 import gc
 from collections.abc import Iterator

@@ -86,7 +86,7 @@ def _weight_files(path: Path) -> list[Path]:
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    if not names.intersection(file.name for file in files):  # no index, or one left behind by files since merged
+    if not names.intersection(file.name for file in files):  # no index, or a stale one
         return files
     return [file for file in files if file.name in names or file.name == "model.safetensors"]
 

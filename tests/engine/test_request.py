@@ -1,13 +1,17 @@
-"""Prompts and parameters that can never be served are refused before anything is queued."""
+"""The request layer: what can never be served is refused before it is queued; results are joined by sequence id."""
 
 import re
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.engine.request import RequestProcessor
+from nanovllm.engine.sequence import Sequence, SequenceTable
+from nanovllm.engine.tokenizer import AsyncTokenizer
 
 
 def refuses(text):
@@ -153,3 +157,33 @@ def test_messages(small_llm, messages):
 def test_chat_without_tokenizer(small_llm):
     with refuses("text needs a tokenizer"):
         small_llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+
+
+def test_a_request_of_two_sequences():
+    """Joined by sequence id, in the order of the request whichever ends first; complete when both are."""
+    config = SimpleNamespace(
+        max_model_len=64, kvcache_block_size=16, seed=0, model_config=SimpleNamespace(vocab_size=512)
+    )
+    processor = RequestProcessor(config, 8, {1}, AsyncTokenizer("", skip=True, trust_remote_code=False))
+    request = processor.make("p", [5, 6], SamplingParams(max_tokens=1))
+    request.seqs.append(Sequence([5, 6], SamplingParams(max_tokens=1), seq_id=request.request_id + 1))
+    table = SequenceTable(2, 64)
+    for i, seq in enumerate(processor.start(request)):
+        table.add(seq)
+        table.tokens[seq.req_idx, 2], table.num_tokens[seq.req_idx] = 7 + i, 3
+        table.remove(seq)
+        seq.finish_reason = "length"
+    assert processor.finish([request.seqs[1]]) == []
+    assert processor.finish([request.seqs[0]]) == [request]
+    output = request.output()
+    assert [(c.index, c.token_ids) for c in output.outputs] == [(0, [7]), (1, [8])]
+    assert (output.request_id, output.prompt, output.prompt_token_ids) == ("0", "p", [5, 6])
+    assert processor.make("q", [5], SamplingParams()).request_id == 2
+
+
+def test_requests_come_out_as_they_finish(small_llm):
+    """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
+    requests = small_llm._requests.make_all([None] * 3, [[5], [6], [7]], params)
+    first = requests[0].request_id
+    assert [request.request_id - first for request in small_llm._run(requests, use_tqdm=False)] == [1, 2, 0]
