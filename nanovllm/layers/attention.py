@@ -94,7 +94,7 @@ MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the dec
 
 
 def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, block_size: int, head_dim: int, gqa_group: int = 1
+    name: str, device_type: str, dtype: torch.dtype, head_dim: int, gqa_group: int = 1
 ) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 

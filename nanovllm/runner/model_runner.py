@@ -82,7 +82,7 @@ class ModelRunner:
         self.ops = kernels.select(self.device.type)
         heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
         self.backend = select_backend(
-            config.attention_backend, self.device.type, self.dtype, self.block_size, config.model_config.head_dim,
+            config.attention_backend, self.device.type, self.dtype, config.model_config.head_dim,
             heads // max(kv_heads, tp.size),
         )  # fmt: skip
         on_gpu = self.device.type == "cuda"
