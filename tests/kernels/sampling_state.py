@@ -27,19 +27,6 @@ KERNELS = SimpleNamespace(
 BOTH = pytest.mark.parametrize("ops", [reference, KERNELS], ids=["twin", "triton"])
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """torch.empty is filled with NaN, or with a large negative integer."""
-    torch.manual_seed(0)
-    empty = torch.empty
-
-    def poisoned_empty(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -123456)
-
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
-
-
 def make_state(num_requests, **values):
     """Each value (a number or a list) in every request slot; columns are strided views of one integer table."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_len=0, stop_ids=-1, length=1)

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.kernels.sampling import reference
 
-from .sampling_state import (  # noqa: F401
+from .sampling_state import (
     BOTH,
     DEVICE,
     KERNELS,
@@ -13,11 +13,11 @@ from .sampling_state import (  # noqa: F401
     filters,
     kept_ids,
     make_state,
-    poisoned,
     random_state,
     same_selection,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 FILTERS = [
     dict(),
     dict(top_k=1),

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.sampling import reference
 
-from .sampling_state import (  # noqa: F401
+from .sampling_state import (
     BOTH,
     DEVICE,
     KERNELS,
@@ -20,13 +20,13 @@ from .sampling_state import (  # noqa: F401
     kept_ids,
     make_state,
     no_thresholds,
-    poisoned,
     random_state,
     same_selection,
 )  # fmt: skip
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 # ---------------------------------------------------------------- noise
 

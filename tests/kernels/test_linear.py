@@ -23,19 +23,7 @@ from nanovllm.kernels.linear.reference import QKVEpilogue, Weight  # noqa: E402
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """torch.empty is filled with NaN, or with a large negative integer."""
-    torch.manual_seed(0)
-    empty = torch.empty
-
-    def poisoned_empty(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -123456)
-
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def randn(*shape, dtype=torch.float32):
