@@ -15,8 +15,8 @@ from nanovllm.errors import (
     RequestError,
     WorkerError,
 )
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "NanoVLLMError", "OutOfMemoryError",
-    "RequestError", "RequestOutput", "SamplingParams", "WorkerError", "__version__",
+    "LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob", "NanoVLLMError",
+    "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "WorkerError",
+    "__version__",
 ]  # fmt: skip
 
 

@@ -5,13 +5,13 @@ Reads the checkpoint's ``config.json`` (plain JSON, without transformers), but n
 
 import os
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import DTYPES, ModelConfig
+from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.utils.checkpoint import read_model_config, resolve_model
-from nanovllm.validation import Rule, at_least, check_all, choice, integer, number, optional
+from nanovllm.validation import Rule, at_least, check_all, choice, did_you_mean, integer, number, optional
 
 DEFAULT_MAX_MODEL_LEN = 4096
 FLAG = choice(True, False)
@@ -35,6 +35,10 @@ RULES = {
     "trust_remote_code": FLAG,
     "skip_tokenizer_init": FLAG,
     "revision": optional(Rule("a string", lambda x: isinstance(x, str))),
+    "tokenizer": optional(PATH),
+    "logprobs_mode": choice("raw_logprobs", "processed_logprobs"),
+    "max_logprobs": integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1),
+    "generation_config": choice("auto", "vllm"),
 }
 
 
@@ -62,6 +66,12 @@ class Config:
         revision: branch, tag or commit of a hub model (a directory has none).
         trust_remote_code: let the tokenizer run code that comes with the checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts and outputs are token ids.
+        tokenizer: directory or hub id of another tokenizer; None is the model's.
+        logprobs_mode: "raw_logprobs" of the model's logits, or "processed_logprobs" of what is sampled from, after
+            temperature, penalties, masks and filters.
+        max_logprobs: limit on ``SamplingParams.logprobs`` and ``prompt_logprobs``; -1 is the vocabulary.
+        generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
+            "vllm" takes none.
 
     Raises:
         ConfigError: an option is unknown or out of range.
@@ -86,6 +96,10 @@ class Config:
     revision: str | None = None
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
+    tokenizer: str | None = None
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 20
+    generation_config: str = "auto"
     # derived
     model_path: str = field(init=False)
     model_config: ModelConfig = field(init=False)
@@ -96,8 +110,9 @@ class Config:
         known = [option.name for option in fields(cls) if option.init]
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, known)
+                if name in SAMPLING_DEFAULTS:
+                    hint = f" It is a parameter of a request: SamplingParams({name}=...)."
                 raise ConfigError(f"LLM() has no option {name!r}.{hint} Options: {', '.join(known)}.")
         return cls(model, **options)
 

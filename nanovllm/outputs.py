@@ -1,67 +1,131 @@
-"""The result of ``generate``: one frozen ``RequestOutput`` per prompt.
+"""What ``generate`` returns: one ``RequestOutput`` per prompt.
 
-nano-vllm's scripts read it as a mapping (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
+nano-vllm's scripts read it as a dictionary (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
-KEYS = ("text", "token_ids", "finish_reason")  # of the mapping
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
-    """The generated part of one request.
+@dataclass
+class Logprob:
+    """Of one token at one position.
 
     Attributes:
-        text: the generated text without special tokens ("" without a tokenizer).
-        token_ids: the generated token ids, a stop token included.
-        finish_reason: "stop" (an end-of-sequence or stop token) or "length".
-        stop_reason: the id from ``stop_token_ids`` that ended it; None for end-of-sequence or length.
-        index: always 0 (one completion per prompt).
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most probable token, counting tokens at least as probable.
+        decoded_token: its text, decoded alone; None without a tokenizer.
     """
 
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAt = dict[int, Logprob]  # of one position: token id -> Logprob; the token itself first, then the most probable
+
+
+class Deferred:
+    """A field whose value may be given as a function; the first read calls it.
+
+    A million ``Logprob`` objects take a second, and most callers want a few of them.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = "_" + name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return None  # the dataclass's default
+        value = vars(instance)[self._key]
+        if callable(value):
+            value = vars(instance)[self._key] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._key] = value
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a request.
+
+    Attributes:
+        index: its place in ``RequestOutput.outputs``.
+        text: the generated text ("" without a tokenizer).
+        token_ids: the generated token ids, a stop token included.
+        cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
+        logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
+        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string) or "length"; None while unfinished.
+        stop_reason: the stop token id or the stop string that ended it; None for the end-of-sequence token.
+    """
+
+    index: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: int | None = None
-    index: int = 0
+    cumulative_logprob: float | None = None
+    logprobs: "list[LogprobsAt] | Callable[[], list[LogprobsAt]] | None" = Deferred()  # type: ignore[assignment]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.logprobs  # a function cannot be pickled
+        return vars(self)
 
 
-@dataclass(frozen=True, eq=False)
-class RequestOutput(Mapping):
-    """One finished request; also reads as the mapping "text", "token_ids", "finish_reason" of its completion.
+class RequestOutput(dict):
+    """One request; as a dictionary the "text", "token_ids" and "finish_reason" of its first completion.
 
-    Compared and hashed by identity.
+    Compared and hashed by identity. ``json.dumps`` writes the dictionary.
 
     Attributes:
         request_id: the request's id, unique in its engine, as text.
-        prompt: the prompt's text; None if token ids were given.
+        index: the place of its prompt among those of its call.
+        prompt: the prompt's text; None if only token ids were given.
         prompt_token_ids: the prompt's token ids.
-        outputs: a list of one ``CompletionOutput``.
+        prompt_logprobs: for each prompt token a dict ``token id -> Logprob``, None for the first; None unless asked for.
+        outputs: one ``CompletionOutput`` for each of ``n``.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        finished: always True.
+        finished: whether all completions are; False only for deltas of ``stream``.
+        metrics: None.
     """
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    finished: bool = True
+    prompt_logprobs = Deferred()
 
-    __eq__ = object.__eq__  # a mapping's would compare the completions of different requests
-    __hash__ = object.__hash__
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int],
+                 outputs: list[CompletionOutput], num_cached_tokens: int = 0, finished: bool = True,
+                 prompt_logprobs: Any = None, index: int = 0):
+        first = outputs[0]
+        super().__init__(text=first.text, token_ids=first.token_ids, finish_reason=first.finish_reason)
+        self.request_id = request_id
+        self.index = index
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = outputs
+        self.num_cached_tokens = num_cached_tokens
+        self.finished = finished
+        self.metrics = None
+        self.lora_request = None
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in KEYS:
-            raise KeyError(key)
-        return getattr(self.outputs[0], key)
+    __eq__ = object.__eq__  # a dictionary's would compare the completions of different requests
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(KEYS)
+    def __reduce__(self) -> tuple:
+        _ = self.prompt_logprobs  # a function cannot be pickled
+        return _rebuild, (vars(self), dict(self))
 
-    def __len__(self) -> int:
-        return len(KEYS)
+
+def _rebuild(attributes: dict[str, Any], items: dict[str, Any]) -> RequestOutput:
+    output = RequestOutput.__new__(RequestOutput)
+    output.update(items)
+    vars(output).update(attributes)
+    return output

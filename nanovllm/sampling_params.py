@@ -1,51 +1,181 @@
-"""Sampling parameters of one request: a frozen value, validated where it is made."""
+"""Sampling parameters of one request: a value that its owner may edit; the engine takes a checked copy on submission."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, fields
+from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.validation import BOOLEAN, at_least, check_all, integer, list_of, number, optional
+from nanovllm.validation import (
+    BOOLEAN,
+    Rule,
+    at_least,
+    check,
+    did_you_mean,
+    integer,
+    list_of,
+    number,
+    optional,
+)
 
 MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the device's column
+MAX_LOGIT_BIAS = 1024  # biased ids per request
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
+# Bits of `SamplingParams.features`. The first four are logits steps (layers/sampler.py).
+TOKEN_MASK, MIN_TOKENS, LOGIT_ADJUSTMENTS, FILTERS, LOGPROBS, GUIDED = (1 << i for i in range(6))
+
+
+def _is_bias(value: Any) -> bool:
+    finite = number("", lambda x: True)
+    return isinstance(value, dict) and all(
+        at_least(0).accepts(i) and finite.accepts(bias) for i, bias in value.items()
+    )  # fmt: skip
+
+
+def _as_strings(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _is_strings(value: Any) -> bool:
+    if not isinstance(value, (str, list, tuple, type(None))):
+        return False
+    return all(isinstance(text, str) and text for text in _as_strings(value))
+
+
+PENALTY = number("in [-2, 2]", lambda x: -2 <= x <= 2)
+NUM_LOGPROBS = Rule(
+    "an integer >= 0 (top alternatives per token), -1 for the whole vocabulary, or None",
+    lambda x: x is None or isinstance(x, bool) or integer("", lambda k: k >= -1).accepts(x),
+    lambda x: None if x is None or x is False else int(x),
+)
+STRINGS = Rule("a non-empty string or a list of them", _is_strings, _as_strings)
 RULES = {
     "temperature": number("a finite number >= 0 (0 is greedy)", lambda temperature: temperature >= 0),
-    "max_tokens": at_least(0),
+    "max_tokens": optional(at_least(0)),
     "ignore_eos": BOOLEAN,
     "top_k": integer("an integer >= 1, or 0 or -1 for no limit", lambda top_k: top_k >= -1),
     "top_p": number("in (0, 1]", lambda top_p: 0 < top_p <= 1),
     "min_p": number("in [0, 1]", lambda min_p: 0 <= min_p <= 1),
-    "seed": optional(integer("an integer")),
+    "seed": Rule(
+        "an integer or None",
+        lambda x: x is None or integer("").accepts(x),
+        lambda x: None if x is None or x == -1 else int(x),
+    ),
     "stop_token_ids": list_of(at_least(0), "a list of token ids >= 0"),
     "min_tokens": at_least(0),
+    "n": integer("an integer from 1 to 16384", lambda n: 1 <= n <= 16384),
+    "stop": STRINGS,
+    "include_stop_str_in_output": BOOLEAN,
+    "logprobs": NUM_LOGPROBS,
+    "prompt_logprobs": NUM_LOGPROBS,
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": number("> 0", lambda x: x > 0),
+    "logit_bias": Rule(
+        f"a dict of at most {MAX_LOGIT_BIAS} token ids >= 0 to finite numbers, or None",
+        lambda x: x is None or (_is_bias(x) and len(x) <= MAX_LOGIT_BIAS),
+        lambda x: {int(i): float(bias) for i, bias in x.items()} if x else None,
+    ),
+    "allowed_token_ids": Rule(
+        "a non-empty list of token ids >= 0, or None",
+        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(at_least(0).accepts, x))),
+        lambda x: None if x is None else [int(i) for i in x],
+    ),
+    "bad_words": STRINGS,
+    "detokenize": BOOLEAN,
+    "skip_special_tokens": BOOLEAN,
+    "spaces_between_special_tokens": BOOLEAN,
+    "truncate_prompt_tokens": optional(integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1)),
+    "structured_outputs": optional(
+        Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), lambda x: x)
+    ),
 }
-MIN_TOKENS, FILTERS = 1, 2  # bits of `SamplingParams.features`, one per logits step (layers/sampler.py)
 
 
-@dataclass(frozen=True)
+@dataclass
+class StructuredOutputsParams:
+    """What the completion must be; exactly one of the first six.
+
+    Args:
+        json: a JSON schema, as text or as a dictionary.
+        regex: a regular expression that the whole text matches.
+        choice: a list of strings, one of which the text is.
+        grammar: a context-free grammar in EBNF.
+        json_object: True for any JSON object.
+        structural_tag: a JSON description of tags and the schemas between them.
+        disable_any_whitespace: compact JSON only.
+        whitespace_pattern: a regular expression for the whitespace in JSON.
+
+    Raises:
+        RequestError: none or several of the six are given.
+    """
+
+    json: str | dict | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in self.KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"StructuredOutputsParams: give exactly one of {', '.join(self.KINDS)}, "
+                f"not {' and '.join(given) or 'none'}."
+            )
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in self.KINDS if getattr(self, kind) not in (None, False))
+
+
+@dataclass
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
-    Filters apply to the distribution after temperature: top-k first, then top-p on the tokens it keeps. min-p is
-    relative to the most probable token.
+    Order of what changes the logits: allowed tokens, bad words and structured outputs; min_tokens; logit_bias;
+    repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p, relative to
+    the most probable token.
 
     Args:
         temperature: divides the logits; 0, or less than 1e-5, takes the most probable token (greedy).
-        max_tokens: limit on generated tokens; 0 generates none.
+        max_tokens: limit on generated tokens; 0 generates none, None is what ``max_model_len`` leaves.
         ignore_eos: continue past end-of-sequence tokens (``stop_token_ids`` still stop).
         top_k: sample among the k most probable tokens; 0 or -1 is off.
         top_p: sample among the fewest tokens whose probabilities reach this sum, in (0, 1]; 1 is off.
         min_p: drop tokens less probable than this fraction of the most probable one, in [0, 1]; 0 is off.
-        seed: any integer; makes the tokens reproducible, whatever else runs in the batch. None derives one.
-        stop_token_ids: token ids that end the generation, besides end-of-sequence; they stay in ``token_ids``.
-        min_tokens: no end-of-sequence or stop token (at most 16 different ids) before this many tokens.
+        seed: any integer; makes the tokens reproducible, whatever else runs in the batch. None or -1 derives one.
+        stop_token_ids: token ids that end the generation, besides end-of-sequence; kept in ``token_ids``, not in
+            the text.
+        min_tokens: no end-of-sequence or stop token (at most 16 different ids), and no stop string, before this many.
+        n: completions of the prompt; completion i of a seeded request is seeded with ``seed + i``.
+        stop: strings that end the generation where the text first contains one; the text is cut before it.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
+        logprobs: report the log-probability of each token and of this many most probable ones; 0 is the token alone.
+        prompt_logprobs: the same for the prompt's tokens. Such a request does not read the prefix cache.
+        presence_penalty: subtracted from the logits of generated tokens, in [-2, 2].
+        frequency_penalty: the same, times how often each was generated.
+        repetition_penalty: divides positive logits of tokens of prompt and completion, multiplies negative ones.
+        logit_bias: token id -> what is added to its logit; at most 1,024 ids.
+        allowed_token_ids: no other token is generated.
+        bad_words: texts that are not generated; each is tried with and without a leading space.
+        detokenize: make the text; False saves the time and leaves it "".
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: put spaces between special tokens in the text, where the tokenizer can.
+        truncate_prompt_tokens: keep the last k tokens of the prompt; -1 keeps what ``max_model_len`` allows.
+        structured_outputs: what the text must be; see ``StructuredOutputsParams``.
 
     Raises:
-        RequestError: a value out of range.
+        RequestError: a name is unknown or a value out of range.
     """
 
     temperature: float = 1.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     ignore_eos: bool = False
     top_k: int = 0
     top_p: float = 1.0
@@ -53,20 +183,79 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] | list[int] = ()
     min_tokens: int = 0
+    n: int = 1
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: str | list[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __new__(cls, *args: Any, **values: Any):
+        for name in values:
+            if name not in DEFAULTS:
+                raise RequestError(f"SamplingParams has no parameter {name!r}.{did_you_mean(name, DEFAULTS)}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        vars(self).update(check_all("SamplingParams", vars(self), RULES, RequestError))  # past the frozen __setattr__
-        if self.min_tokens > self.max_tokens:
+        self.verify()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DEFAULTS:
+            raise RequestError(f"SamplingParams has no parameter {name!r}.{did_you_mean(name, DEFAULTS)}")
+        object.__setattr__(self, name, value)
+
+    def verify(self) -> None:
+        """Check and normalise every value."""
+        values = vars(self)
+        for name, default in DEFAULTS.items():
+            if values[name] is not default:
+                values[name] = check("SamplingParams", name, values[name], RULES[name], RequestError)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"SamplingParams: min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
             )
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(
+                f"SamplingParams: n={self.n} must be 1 when temperature is 0 (greedy): all completions would be equal."
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("SamplingParams: stop strings need detokenize=True; give stop_token_ids instead.")
+
+    def snapshot(self) -> "SamplingParams":
+        """A checked copy, for the engine to keep."""
+        params = copy.copy(self)
+        params.verify()
+        return params
 
     @property
     def features(self) -> int:
-        """Bits of the logits steps that this request needs."""
-        has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return (MIN_TOKENS if self.min_tokens > 0 else 0) | (FILTERS if has_filter else 0)
+        """Bits of what a step must do for this request beyond plain sampling."""
+        if self.is_greedy:
+            bits = 0
+        else:
+            bits = FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        bits |= MIN_TOKENS * (self.min_tokens > 0)
+        penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        bits |= LOGIT_ADJUSTMENTS * (penalised or self.logit_bias is not None)
+        bits |= LOGPROBS * (self.logprobs is not None)
+        bits |= TOKEN_MASK * (self.allowed_token_ids is not None)
+        if self.structured_outputs is not None or self.bad_words:
+            bits |= TOKEN_MASK | GUIDED
+        return bits
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+
+DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}

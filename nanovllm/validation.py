@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -27,6 +28,12 @@ def check(owner: str, name: str, value: Any, rule: Rule, error: type[Exception])
 def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], error: type[Exception]) -> dict:
     """Check the value of each rule's name, None if there is none; other values are ignored."""
     return {name: check(owner, name, values.get(name), rule, error) for name, rule in rules.items()}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint to append to an error about an unknown name; "" if no known name is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def integer(allowed: str, accepts: Callable[[int], bool] = lambda x: True) -> Rule:

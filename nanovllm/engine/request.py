@@ -50,7 +50,9 @@ class Request:
         for index, seq in enumerate(self.seqs):
             assert seq.finish_reason is not None
             text, token_ids = self.texts[seq.seq_id].result(), self.token_ids[seq.seq_id]
-            outputs.append(CompletionOutput(text, token_ids, seq.finish_reason, seq.stop_reason, index))
+            outputs.append(CompletionOutput(
+                index, text, token_ids, finish_reason=seq.finish_reason, stop_reason=seq.stop_reason
+            ))
         return RequestOutput(
             request_id=str(self.request_id),
             prompt=self.prompt,
