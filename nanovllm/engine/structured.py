@@ -121,7 +121,7 @@ class Guide:
 
     def __init__(self, matcher: Any, compiler: "GuideCompiler"):
         self.matcher, self._compiler = matcher, compiler
-        self._ended = False  # by an end-of-sequence token, or by an error
+        self._ended = False  # by an end-of-sequence token or an error
 
     @property
     def finished(self) -> bool:
@@ -134,12 +134,13 @@ class Guide:
     def accept(self, token_id: int) -> None:
         if self._ended:
             return
-        accepted = self.matcher.consume_token(token_id)
-        if not accepted:  # past a limit the mask has end-of-sequence tokens only
-            reason, text = self.matcher.stop_reason(), self.matcher.get_error().split("\n")[0]
-            assert reason in ("ParserTooComplex", "LexerTooComplex"), f"token {token_id} was not allowed: {text}"
-            logger.warning("a structured output ends early, its grammar is too complex: %s", text)
-        self._ended = not accepted or token_id in self._compiler.eos_token_ids
+        failed = self.matcher.is_error()  # in fill: a dead end, or a limit; its mask has end-of-sequence tokens only
+        if not failed and not self.matcher.consume_token(token_id):
+            failed = self.matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
+            assert failed, f"token {token_id} was not allowed: {_first_line(self.matcher)}"
+        if failed:
+            logger.warning("a structured output ends early, before its grammar does: %s", _first_line(self.matcher))
+        self._ended = failed or token_id in self._compiler.eos_token_ids
 
     def fork(self) -> "Guide":
         other = Guide(self.matcher.deep_copy(), self._compiler)
@@ -223,10 +224,8 @@ class GuideCompiler:
             matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # which some errors wait for
-            if matcher.stop_reason() in ("NoExtension", "NoExtensionBias") and not matcher.is_accepting():
-                raise _refused(params, "it matches no text")
             if matcher.is_error():
-                raise _refused(params, _reason(matcher.get_error(), params))
+                raise _refused(params, _reason(matcher, params))
         self._matchers[grammar] = matcher
         if len(self._matchers) > MAX_CACHED_GRAMMARS:
             del self._matchers[next(iter(self._matchers))]
@@ -286,9 +285,15 @@ class GuideCompiler:
             self._surplus = mask_of_all(self.vocab_size, -(-width // 32))
 
 
-def _reason(error: str, params: StructuredOutputsParams) -> str:
+def _first_line(matcher: Any) -> str:
+    return matcher.get_error().split("\n")[0]
+
+
+def _reason(matcher: Any, params: StructuredOutputsParams) -> str:
     """llguidance's error without its state; without the Lark text that it quotes, too, unless that is the user's."""
-    error = error.split("\n<state>")[0]
+    error = matcher.get_error().split("\n<state>")[0]
+    if error.startswith("NoExtension"):
+        return "it matches no text"
     if params.kind == "grammar" and "::=" not in str(params.grammar):
         return error.strip()
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 | ")[0]).strip()
