@@ -240,10 +240,7 @@ class SamplingParams:
     @property
     def features(self) -> int:
         """Bits of what a step must do for this request beyond plain sampling."""
-        if self.is_greedy:
-            bits = 0
-        else:
-            bits = FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        bits = 0 if self.is_greedy else FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         bits |= MIN_TOKENS * (self.min_tokens > 0)
         bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
         bits |= LOGPROBS * (self.logprobs is not None)

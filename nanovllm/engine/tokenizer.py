@@ -47,10 +47,10 @@ class AsyncTokenizer:
             raise RequestError("text needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
         return self._loading.result()
 
-    def eos_token_ids(self) -> set[int]:
+    def eos_token_ids(self) -> list[int]:
         tokenizer = self.tokenizer
         eos = None if tokenizer is None else tokenizer.eos_token_id
-        return set() if eos is None else {eos}
+        return [] if eos is None else [eos]
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text; None, a prompt given as token ids, is left out.
