@@ -12,13 +12,11 @@ from collections.abc import Sequence as ListLike
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nanovllm.config import Config
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Call, Request, RequestProcessor, snapshot
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.runner.worker import start_runner

@@ -123,7 +123,8 @@ class Scheduler:
 
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int]] = []
-        new_seqs, sampled, sampled_from, block_copies, unsampled = [], [], [], [], []
+        new_seqs, sampled, sampled_from, unsampled = [], [], [], []
+        block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
