@@ -317,10 +317,10 @@ class Ebnf:
         return " ".join(map(self._terminal, node[1])) or '""'
 
     def _rule(self, node: tuple) -> str:
-        if self._uses(node) <= self._regular.keys():
-            return self._lark.terminal(self._terminal(node))
         if node[0] == "rule":
             return self._names[node[1]]
+        if self._uses(node) <= self._regular.keys():
+            return self._lark.terminal(self._terminal(node))
         if node[0] == "repeat":
             return f"({self._rule(node[1])}){node[2]}"
         if node[0] == "or":
