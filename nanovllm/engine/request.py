@@ -24,7 +24,7 @@ from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
-from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
+from nanovllm.sampling_params import GUIDED, MAX_STOP_IDS, SamplingParams
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 logger = logging.getLogger("nanovllm")
@@ -197,15 +197,13 @@ class RequestProcessor:
     def _make(self, prompt: str | None, ids: np.ndarray, params: SamplingParams, num_before: int) -> Request:
         """The sequences of a request whose prompt and parameters are checked."""
         first_id, block_size = self._num_seqs + num_before, self._config.kvcache_block_size
-        stop_ids: tuple[int, ...] = ()
-        if params.min_tokens:
-            eos = () if params.ignore_eos else self._eos_token_ids
-            stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
-            if len(stop_ids) > MAX_STOP_IDS:
-                raise RequestError(
-                    f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, "
-                    f"not {len(stop_ids)}."
-                )
+        stop_ids = self._watch_maker.min_tokens_stop_ids(params)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, not {len(stop_ids)}."
+            )
+        if params.features & GUIDED:
+            stop_ids = ()  # the guide's mask holds them back
         seqs = [
             Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
@@ -251,15 +249,15 @@ class RequestProcessor:
                     stopped.append(watch.seq)
         return stopped
 
-    def masks(self, batch: Batch) -> tuple[list[int], list[np.ndarray]]:
-        """Request slots of a guided batch, and the tokens that each of them may sample next."""
-        req_indices, masks = [], []
+    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Guided request slots of a batch, int32 [n], and the tokens each may sample next, int32 [n, ceil(V / 32)]."""
+        req_indices, watches = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
             watch = self._watches.get(seq_id)
             if watch is not None and watch.guide is not None:
                 req_indices.append(req_idx)
-                masks.append(watch.mask())
-        return req_indices, masks
+                watches.append(watch)
+        return np.array(req_indices, np.int32), self._watch_maker.masks(watches)
 
     def finish(self, seqs: list[Sequence]) -> None:
         """Take in finished sequences; requests that are complete now go to their calls.
