@@ -17,7 +17,6 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import Logprob, LogprobsAt
 from nanovllm.sampling_params import GUIDED, SamplingParams
 
-
 AnyGuide = Guide | Guides | BadWordsGuide
 
 
