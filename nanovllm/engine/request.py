@@ -271,8 +271,7 @@ class RequestProcessor:
             watch = self._watches.pop(seq.seq_id, None)
             request.token_ids[seq.seq_id] = token_ids
             if watch is not None and watch.stop_text is not None:
-                request.texts[seq.seq_id] = done = Future()
-                done.set_result(watch.stop_text)
+                request.texts[seq.seq_id] = finished_text(watch.stop_text)
             elif request.call.detokenize:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
@@ -353,6 +352,12 @@ class RequestProcessor:
             asked, allowed = getattr(params, name), config.max_logprobs
             if asked is not None and allowed != -1 and (asked > allowed or asked == -1):
                 raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; LLM(max_logprobs=...).")
+
+
+def finished_text(text: str) -> Future[str]:
+    future: Future[str] = Future()
+    future.set_result(text)
+    return future
 
 
 def snapshot(params: Any) -> SamplingParams:

@@ -27,7 +27,7 @@ class Watch:
     """
 
     def __init__(self, seq: Sequence, tokenizer: AsyncTokenizer, detokenizer: IncrementalDetokenizer | None,
-                 stop: StopChecker | None, guide: Guide | None, num_mask_words: int):
+                 stop: StopChecker | None, guide: Guide | Guides | BadWordsGuide | None, num_mask_words: int):
         self.seq, self.guide = seq, guide
         self._detokenizer = detokenizer  # for the stop strings
         self.stop_text: str | None = None
@@ -108,8 +108,8 @@ class WatchMaker:
         guide = self._guide(params) if params.features & GUIDED else None
         return Watch(seq, self._tokenizer, detokenizer, stop, guide, -(-self._vocab_size // 32))
 
-    def _guide(self, params: SamplingParams) -> Guide:
-        guides: list[Guide] = []
+    def _guide(self, params: SamplingParams) -> Guide | Guides | BadWordsGuide:
+        guides: list[Guide | BadWordsGuide] = []
         if params.bad_words:
             ids = bad_word_ids(self._required("bad_words"), list(params.bad_words))
             guides.append(BadWordsGuide(ids, self._vocab_size))
