@@ -125,8 +125,7 @@ def _next_tokens(llm: Any, token_lists: list[list[int]], k: int) -> list[Logprob
     """The k most probable next tokens of each list, the best first."""
     k = min(k, llm.config.model_config.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
-    outputs = llm.generate(token_lists, params, use_tqdm=False)
-    return [output.outputs[0].logprobs[0] for output in outputs]
+    return [output.outputs[0].logprobs[0] for output in llm.complete(token_lists, params)]
 
 
 class _Search:

@@ -140,6 +140,17 @@ class RequestProcessor:
 
     # ---------------------------------------------------------------- requests
 
+    def snapshot(self, params: Any) -> SamplingParams:
+        """A checked copy of a user's parameters."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+        params, allowed = params.snapshot(), self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and allowed != -1 and not 0 <= asked <= allowed:
+                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; see LLM(max_logprobs=...).")
+        return params
+
     def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
         """A request that is sure to finish. It is not registered before ``start``.
 
@@ -151,8 +162,6 @@ class RequestProcessor:
         Raises:
             RequestError: it can never be served.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         ids = self._check_prompt(as_token_ids(token_ids), params)
         if params.max_tokens is None:
             params = copy.copy(params)
@@ -160,8 +169,8 @@ class RequestProcessor:
         self._check_params(len(ids), params)
         return self._make(prompt, ids, params, num_before)
 
-    def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any],
-                 params: ListLike[SamplingParams]) -> list[Request]:
+    def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any], params: ListLike[SamplingParams],
+                 is_snapshot: bool = False) -> list[Request]:
         """All requests or, if one can never be served, a RequestError with its index."""
         requests: list[Request] = []
         num_before = 0
@@ -169,7 +178,7 @@ class RequestProcessor:
         for i, (prompt, ids, given) in enumerate(zip(prompts, token_ids, params, strict=True)):
             try:
                 if id(given) not in snapshots:
-                    snapshots[id(given)] = snapshot(given)
+                    snapshots[id(given)] = given if is_snapshot else self.snapshot(given)
                 requests.append(self.make(prompt, ids, snapshots[id(given)], num_before))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
@@ -346,23 +355,12 @@ class RequestProcessor:
         self._check_ids("stop_token_ids:", np.array(params.stop_token_ids, np.int64))
         self._check_ids("allowed_token_ids:", np.array(params.allowed_token_ids or [], np.int64))
         self._check_ids("logit_bias:", np.array(list(params.logit_bias or {}), np.int64))
-        for name in ("logprobs", "prompt_logprobs"):
-            asked, allowed = getattr(params, name), config.max_logprobs
-            if asked is not None and allowed != -1 and (asked > allowed or asked == -1):
-                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; LLM(max_logprobs=...).")
 
 
 def finished_text(text: str) -> Future[str]:
     future: Future[str] = Future()
     future.set_result(text)
     return future
-
-
-def snapshot(params: Any) -> SamplingParams:
-    """A checked copy of a user's parameters."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-    return params.snapshot()
 
 
 def text_ids(seq: Sequence, token_ids: list[int]) -> list[int]:
