@@ -7,7 +7,9 @@ import torch
 from helpers import Reference, prompt_of
 
 from nanovllm import LLM, RequestError
+from nanovllm.engine import beam_search
 from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm.outputs import Logprob
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 FEW = 24  # tokens in a vocabulary where beams end often
@@ -76,6 +78,21 @@ def test_the_default_of_transformers(few, monkeypatch, length_penalty):
     monkeypatch.setattr(llm.scheduler, "eos_token_ids", (17, 23))
     params = BeamSearchParams(3, 10, length_penalty=length_penalty, include_stop_str_in_output=True)
     check(llm, model, [[token % FEW for token in prompt_of(n)] for n in (4, 7)], params, (17, 23), early_stopping=False)
+
+
+def test_a_penalty_on_length_is_that_of_the_next_token(few, monkeypatch):
+    """Below 0 it grows with the length, but a running beam may end at once: that of max_tokens would stop too soon."""
+    llm, _ = few
+    rest = {0: -9.0, 1: -8.0, 2: -9.0}  # 0 is the end-of-sequence token
+    script = {(9,): {1: -0.9, 0: -1.0, 2: -5.0}, (9, 1): {1: -0.05, 0: -0.3}, (9, 1, 1): {0: -0.1, 1: -3.0}}
+
+    def next_tokens(llm, lists, k):
+        return [{i: Logprob(x) for i, x in script.get(tuple(tokens), rest).items()} for tokens in lists]
+
+    monkeypatch.setattr(beam_search, "_next_tokens", next_tokens)
+    monkeypatch.setattr(llm.scheduler, "eos_token_ids", (0,))
+    (output,) = llm.beam_search([9], BeamSearchParams(2, 1000, length_penalty=-0.1))
+    assert [beam.tokens for beam in output.sequences] == [[9], [9, 1, 1]]
 
 
 def test_tiny(make_llm, tiny):
