@@ -143,6 +143,7 @@ class LLM(LLMEngine):
             if call.unfinished and self._finalizer.alive:
                 self.scheduler.finish(self._requests.abort(request))
 
+    @no_full_gc()
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:
         """Log-probabilities of given tokens, each after those before it, in one prefill.
@@ -181,6 +182,7 @@ class LLM(LLMEngine):
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
+    @no_full_gc()
     def _generate(self, texts: ListLike[str | None], token_ids: list[Any], sampling_params: Params,
                   use_tqdm: bool | Callable) -> list[RequestOutput]:
         if sampling_params is None:
@@ -197,6 +199,7 @@ class LLM(LLMEngine):
         self._drain(requests, use_tqdm)
         return [request.output() for request in requests]
 
+    @no_full_gc()
     def complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
         num_prompts = len(token_ids)
@@ -204,7 +207,6 @@ class LLM(LLMEngine):
         self._drain(requests, use_tqdm=False)
         return [request.output() for request in requests]
 
-    @no_full_gc()
     def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:
         num_completions = sum(len(request.seqs) for request in requests)
         for _ in self._run(requests, None, num_completions, use_tqdm):

@@ -4,7 +4,6 @@ Owns every check of a prompt and its parameters, the seeds, and the join of a re
 ``RequestOutput``. The scheduler sees sequences only.
 """
 
-import copy
 import logging
 from array import array
 from collections import deque
@@ -145,6 +144,10 @@ class RequestProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         params, allowed = params.snapshot(), self._config.max_logprobs
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(params, name)
+            if ids:
+                self._check_ids(f"{name}:", np.fromiter(ids, np.int64, len(ids)))
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and allowed != -1 and not 0 <= asked <= allowed:
@@ -164,7 +167,7 @@ class RequestProcessor:
         """
         ids = self._check_prompt(as_token_ids(token_ids), params)
         if params.max_tokens is None:
-            params = copy.copy(params)
+            params = params.snapshot()
             params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens)
         self._check_params(len(ids), params)
         return self._make(prompt, ids, params, num_before)
@@ -219,7 +222,9 @@ class RequestProcessor:
         ]
         if params.prompt_logprobs is not None and len(ids) > 1:
             seqs[0].targets, seqs[0].first_target = ids[1:].astype(np.int32), 0
-        watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
+        watches = {}
+        if params.is_watched:
+            watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
         return Request(prompt, seqs, watches, self._tokenizer)
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
@@ -231,7 +236,7 @@ class RequestProcessor:
 
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
-        request.call = call
+        request.call, request.prompt_token_ids = call, request.seqs[0].prompt_token_ids
         call.unfinished[request.request_id] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
@@ -282,7 +287,6 @@ class RequestProcessor:
             elif request.call.detokenize:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
-                request.prompt_token_ids = request.seqs[0].prompt_token_ids
                 del request.call.unfinished[request.request_id]
                 request.call.finished.append(request)
 
@@ -352,9 +356,6 @@ class RequestProcessor:
                 "max_tokens=%d is cut to %d by max_model_len=%d (the prompt has %d tokens). This is said once.",
                 params.max_tokens, config.max_model_len - n, config.max_model_len, n,
             )  # fmt: skip
-        self._check_ids("stop_token_ids:", np.array(params.stop_token_ids, np.int64))
-        self._check_ids("allowed_token_ids:", np.array(params.allowed_token_ids or [], np.int64))
-        self._check_ids("logit_bias:", np.array(list(params.logit_bias or {}), np.int64))
 
 
 def finished_text(text: str) -> Future[str]:
