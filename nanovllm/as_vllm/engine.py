@@ -1,0 +1,208 @@
+"""vLLM's ``LLMEngine``: requests with string ids, driven step by step; and the views of its configuration."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm.as_vllm import options, sampling
+from nanovllm.as_vllm.helpers import refuse_lora
+from nanovllm.as_vllm.sampling import RequestOutputKind
+from nanovllm.config import Config
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.utils import checkpoint
+
+
+class ModelConfig:
+    """``model_config`` of an engine, read by scripts for the context length and the vocabulary."""
+
+    def __init__(self, config: Config, keywords: dict[str, Any]):
+        self.model = str(keywords.get("model") or config.model)
+        self.tokenizer = str(keywords.get("tokenizer") or self.model)
+        self.max_model_len = config.max_model_len
+        self.trust_remote_code = config.trust_remote_code
+        self.seed = config.seed
+        self.max_logprobs = config.max_logprobs
+        self.logprobs_mode = config.logprobs_mode
+        self.enforce_eager = config.enforce_eager
+        self.runner_type = self.task = "generate"
+        self.is_multimodal_model = self.is_encoder_decoder = False
+        self.dtype: Any = None  # set when the runner is there
+        self._config = config
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' view of config.json."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self.trust_remote_code)
+
+    hf_text_config = hf_config
+
+    def get_vocab_size(self) -> int:
+        return self._config.model_config.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self._config.model_config.hidden_size
+
+
+class LLMEngine:
+    """vLLM's engine loop over one nanovllm engine. Made by ``from_engine_args``, or by ``LLM``.
+
+    Attributes:
+        vllm_config, model_config: views of the options.
+    """
+
+    def __init__(self, model: str, keywords: dict[str, Any]):
+        given = options.to_nanovllm({"model": model, **keywords})
+        from nanovllm.as_vllm.workers import Memory, worker_class
+        from nanovllm.llm import LLM
+
+        self._llm = llm = make_llm(LLM, model, keywords.get("max_model_len"), given)
+        self.model_config = ModelConfig(llm.config, {"model": model, **keywords})
+        self.model_config.dtype = llm.model_runner.dtype
+        self.vllm_config = SimpleNamespace(
+            model_config=self.model_config,
+            cache_config=SimpleNamespace(
+                block_size=llm.config.kvcache_block_size, num_gpu_blocks=llm.model_runner.num_kvcache_blocks,
+                gpu_memory_utilization=llm.config.gpu_memory_utilization,
+                enable_prefix_caching=llm.config.enable_prefix_caching,
+            ),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=llm.config.max_num_seqs, max_num_batched_tokens=llm.config.max_num_batched_tokens,
+                max_model_len=llm.config.max_model_len,
+            ),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=llm.config.tensor_parallel_size, pipeline_parallel_size=1, data_parallel_size=1,
+                world_size=llm.config.tensor_parallel_size,
+            ),
+            lora_config=None,
+            speculative_config=None,
+        )  # fmt: skip
+        self._memory = Memory(llm)
+        self._worker = worker_class(keywords.get("worker_extension_cls") or "")(llm, self._memory, self.vllm_config)
+        self.model_executor = SimpleNamespace(driver_worker=self._worker, collective_rpc=self.collective_rpc)
+        self.engine_core = SimpleNamespace(model_executor=self.model_executor)
+        self.engine_core.engine_core = self.engine_core  # vLLM's client holds the core
+        self._requests: dict[str, Tracked] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "LLMEngine":
+        keywords = options.keywords_of(engine_args)
+        return cls(keywords.pop("model", options.PASSED["model"]), keywords)
+
+    # ---------------------------------------------------------------- for LLM
+
+    def core(self) -> Any:
+        """nanovllm's ``LLM``; EngineError while it sleeps."""
+        self._memory.require_awake()
+        return self._llm
+
+    def get_default_sampling_params(self) -> sampling.SamplingParams:
+        config = self._llm.config
+        defaults = checkpoint.read_generation_config(config.model_path) if config.generation_config == "auto" else {}
+        return sampling.SamplingParams.from_optional(**defaults)
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None,
+                    lora_request: Any = None, tokenization_kwargs: dict | None = None, trace_headers: Any = None,
+                    priority: int = 0, *_: Any, **__: Any) -> str:
+        """Queue a prompt: text, token ids or a dictionary."""
+        from nanovllm.as_vllm.llm import as_prompts, refuse
+
+        refuse_lora(lora_request)
+        refuse("add_request", tokenization_kwargs=tokenization_kwargs, priority=priority)
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
+        (prompt,) = as_prompts(prompt)
+        number = self.core().add_request(prompt, sampling.to_nanovllm(params))
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        self._requests[request_id] = Tracked(number, kind)
+        return request_id
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def abort_request(self, request_id: str | list[str], *_: Any, **__: Any) -> None:
+        """Ids that are unknown or finished are passed over."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            tracked = self._requests.pop(name, None)
+            if tracked is not None:
+                self._llm.abort(tracked.number)
+
+    def step(self) -> list[RequestOutput]:
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- tokenizer, caches, workers
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._llm.get_tokenizer()
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._llm.set_tokenizer(tokenizer)
+
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
+        return self.tokenizer
+
+    def get_tokenizer_group(self) -> Any:
+        return SimpleNamespace(tokenizer=self.tokenizer)
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self._memory.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._memory.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return bool(self._memory.asleep)
+
+    def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
+                       kwargs: dict | None = None) -> list[Any]:
+        self._memory.require_idle("collective_rpc")
+        if callable(method):
+            return [method(self._worker, *args, **(kwargs or {}))]
+        if not hasattr(self._worker, method):
+            raise EngineError(f"collective_rpc: the worker has no method {method!r}.")
+        return [getattr(self._worker, method)(*args, **(kwargs or {}))]
+
+    def apply_model(self, func: Callable) -> list[Any]:
+        self._memory.require_idle("apply_model")
+        return [func(self._worker.get_model())]
+
+    def do_log_stats(self) -> None:
+        """Statistics are not logged."""
+
+
+class Tracked:
+    """An unfinished request: nanovllm's number, and how many tokens and characters ``step`` has reported."""
+
+    def __init__(self, number: int, kind: RequestOutputKind):
+        self.number, self.kind = number, kind
+        self.reported: dict[int, tuple[int, int]] = {}
+
+
+def make_llm(cls: Any, model: str, max_model_len: Any, given: dict[str, Any]) -> Any:
+    """nanovllm's engine with vLLM's default context length: the model's own, or what the KV cache holds if less."""
+    if max_model_len not in (None, -1, "auto"):
+        return cls(model, max_model_len=max_model_len, **given)
+    path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
+    llm = cls(model, max_model_len=checkpoint.read_model_config(path).max_position_embeddings, **given)
+    capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
+    if capacity < llm.config.max_model_len:
+        # the engine's tables are wider than needed now, and every check of a request reads this value
+        vars(llm.config).update(max_model_len=capacity)
+    return llm

@@ -1,0 +1,188 @@
+"""What code that reaches into vLLM's workers finds: the model, its weights, sleep. One rank, in this process.
+
+Owns the order that keeps outputs right: weights change while the engine is idle, and cached keys and values go with the
+old weights.
+"""
+
+import weakref
+from collections.abc import Iterable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.llm import LLM
+from nanovllm.runner.memory import allocate_kv_cache, attention_layers
+from nanovllm.utils.loader import CheckpointTensor, _expected_tensors, copy_checked, load_model
+
+SKIPPED = "rotary_emb.inv_freq"  # in some trainers' state dicts; derived from the configuration here
+
+
+class InMemory:
+    """A tensor with the interface of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.detach()
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+class Memory:
+    """The device memory of an engine, which ``sleep`` gives back.
+
+    Attributes:
+        asleep: tags of what is gone now, of "weights" and "kv_cache"; "scheduling" while paused.
+    """
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self.asleep: set[str] = set()
+        self._on_host: dict[str, torch.Tensor] = {}
+        self._num_bytes: dict[str, int] = {}
+
+    def require_awake(self) -> None:
+        if self.asleep:
+            raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}); call wake_up() first.")
+
+    def require_idle(self, what: str) -> None:
+        if self._llm.config.tensor_parallel_size > 1:
+            raise EngineError(f"{what} with tensor_parallel_size > 1 is not supported by nanovllm.")
+        if not self._llm.is_finished():
+            raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy tensors, under their names in the checkpoint, into the model; returns the names.
+
+        Any number of them at a time. The prefix cache is emptied.
+        """
+        self.require_idle("load_weights")
+        model = self._llm.model_runner.model
+        params = dict(model.named_parameters())
+        expected, loaded = _expected_tensors(params, model.packed_modules_mapping), set()
+        with torch.inference_mode():
+            for name, tensor in weights:
+                if name in model.unused_weights or SKIPPED in name:
+                    continue
+                if name not in expected:
+                    raise CheckpointError(f"load_weights: the model has no tensor {name!r}; names are the checkpoint's.")
+                param_name, shard_id = expected[name]
+                param = params[param_name]
+                if hasattr(param, "weight_loader"):
+                    param.weight_loader(param, CheckpointTensor(name, InMemory(tensor)), shard_id)
+                else:
+                    copy_checked(param, CheckpointTensor(name, InMemory(tensor)))
+                loaded.add(name)
+        self._llm.reset_prefix_cache()
+        return loaded
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint's files again."""
+        self.require_idle("reload_weights")
+        with torch.inference_mode():
+            load_model(self._llm.model_runner.model, self._llm.config.model_path)
+        self._llm.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """0: no request is taken. 1: weights move to the host, the KV cache goes. 2: both go."""
+        if level not in (0, 1, 2):
+            raise ConfigError(f"sleep: level={level!r} must be 0, 1 or 2.")
+        self.require_idle("sleep")
+        self._llm.reset_prefix_cache()
+        self.asleep.add("scheduling")
+        if level == 0 or "weights" in self.asleep:
+            return
+        runner = self._llm.model_runner
+        runner.synchronize()
+        runner.graphs = None  # they hold addresses of both
+        runner.kv_cache = None
+        for layer in attention_layers(runner.model):
+            layer.k_cache = layer.v_cache = torch.empty(0)
+        with torch.inference_mode():
+            for name, param in runner.model.named_parameters():
+                if level == 1:
+                    self._on_host[name] = param.to("cpu", copy=True)
+                self._num_bytes[name] = param.untyped_storage().nbytes()
+                param.untyped_storage().resize_(0)
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.asleep |= {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory of ``tags`` again; None is all. After level 2 the weights must be loaded."""
+        unknown = set(tags or ()) - {"weights", "kv_cache", "scheduling"}
+        if unknown:
+            raise ConfigError(f"wake_up: tags={tags!r} may hold 'weights', 'kv_cache' and 'scheduling'.")
+        waking = self.asleep & set(tags if tags is not None else self.asleep)
+        runner = self._llm.model_runner
+        with torch.inference_mode():
+            if "weights" in waking:
+                for name, param in runner.model.named_parameters():
+                    param.untyped_storage().resize_(self._num_bytes.pop(name))
+                    if name in self._on_host:
+                        param.copy_(self._on_host.pop(name))
+            if "kv_cache" in waking:
+                runner.kv_cache = allocate_kv_cache(
+                    runner.model, runner.num_kvcache_blocks, runner.block_size, runner.dtype, runner.device
+                )
+            self.asleep -= waking
+            if not self.asleep & {"weights", "kv_cache"}:
+                self.asleep.clear()
+                if runner.use_graphs and runner.graphs is None:
+                    runner.capture_cudagraph()
+
+
+class Worker:
+    """The one worker. ``collective_rpc`` calls its methods, and hands it to functions."""
+
+    rank = local_rank = 0
+
+    def __init__(self, llm: LLM, memory: Memory, engine_config: Any = None):
+        runner = llm.model_runner
+        if llm.config.tensor_parallel_size == 1:
+            memory_of_llm = weakref.proxy(memory)  # the model must not keep its engine alive
+            runner.model.load_weights = lambda weights: memory_of_llm.load_weights(weights)
+        self.device = runner.device
+        self.vllm_config = engine_config
+        self.model_runner = SimpleNamespace(
+            model=runner.model, device=runner.device, vllm_config=engine_config, get_model=lambda: runner.model
+        )
+        self._memory = memory
+
+    @property
+    def worker(self) -> "Worker":
+        return self
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model_runner.model
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return self._memory.load_weights(weights)
+
+    def reload_weights(self) -> None:
+        self._memory.reload_weights()
+
+    def sleep(self, level: int = 1) -> None:
+        self._memory.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._memory.wake_up(tags)
+
+    def check_health(self) -> None:
+        """It runs in this process."""
+
+
+def worker_class(extension: str) -> type[Worker]:
+    """``Worker`` with the methods of a class "module.Class" (``worker_extension_cls``)."""
+    if not extension:
+        return Worker
+    module, _, name = extension.rpartition(".")
+    try:
+        return type("Worker", (Worker, getattr(import_module(module), name)), {})
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"LLM: worker_extension_cls={extension!r} cannot be imported: {error}.") from error
