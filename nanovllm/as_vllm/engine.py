@@ -8,7 +8,7 @@ from nanovllm.as_vllm import options, sampling
 from nanovllm.as_vllm.helpers import refuse_lora
 from nanovllm.as_vllm.sampling import RequestOutputKind
 from nanovllm.config import Config
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
@@ -55,7 +55,7 @@ class LLMEngine:
 
     def __init__(self, model: str, keywords: dict[str, Any]):
         given = options.to_nanovllm({"model": model, **keywords})
-        from nanovllm.as_vllm.workers import Memory, worker_class
+        from nanovllm.as_vllm.workers import Executor, Memory, worker_class
         from nanovllm.llm import LLM
 
         self._llm = llm = make_llm(LLM, model, keywords.get("max_model_len"), given)
@@ -80,10 +80,8 @@ class LLMEngine:
             speculative_config=None,
         )  # fmt: skip
         self._memory = Memory(llm)
-        self._worker = worker_class(keywords.get("worker_extension_cls") or "")(llm, self._memory, self.vllm_config)
-        self.model_executor = SimpleNamespace(driver_worker=self._worker, collective_rpc=self.collective_rpc)
-        self.engine_core = SimpleNamespace(model_executor=self.model_executor)
-        self.engine_core.engine_core = self.engine_core  # vLLM's client holds the core
+        worker = worker_class(keywords.get("worker_extension_cls") or "")(llm, self._memory, self.vllm_config)
+        self.model_executor = Executor(worker, self._memory)
         self._requests: dict[str, Tracked] = {}
 
     @classmethod
@@ -172,16 +170,16 @@ class LLMEngine:
 
     def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
                        kwargs: dict | None = None) -> list[Any]:
-        self._memory.require_idle("collective_rpc")
-        if callable(method):
-            return [method(self._worker, *args, **(kwargs or {}))]
-        if not hasattr(self._worker, method):
-            raise EngineError(f"collective_rpc: the worker has no method {method!r}.")
-        return [getattr(self._worker, method)(*args, **(kwargs or {}))]
+        return self.model_executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable) -> list[Any]:
-        self._memory.require_idle("apply_model")
-        return [func(self._worker.get_model())]
+        """Call a function with the model, a ``torch.nn.Module``."""
+        return self.collective_rpc(lambda worker: func(worker.get_model()))
+
+    @property
+    def engine_core(self) -> Any:
+        core = SimpleNamespace(model_executor=self.model_executor)
+        return SimpleNamespace(model_executor=self.model_executor, engine_core=core)  # vLLM's client holds the core
 
     def do_log_stats(self) -> None:
         """Statistics are not logged."""

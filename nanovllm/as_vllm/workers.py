@@ -5,7 +5,7 @@ old weights.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +175,23 @@ class Worker:
 
     def check_health(self) -> None:
         """It runs in this process."""
+
+
+class Executor:
+    """``model_executor``: calls the worker."""
+
+    def __init__(self, worker: Worker, memory: Memory):
+        self.driver_worker, self._memory = worker, memory
+
+    def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
+                       kwargs: dict | None = None) -> list[Any]:
+        """Call a method of the worker, or a function with the worker as first argument; one result, of the one rank."""
+        self._memory.require_idle("collective_rpc")
+        if callable(method):
+            return [method(self.driver_worker, *args, **(kwargs or {}))]
+        if not hasattr(self.driver_worker, method):
+            raise EngineError(f"collective_rpc: the worker has no method {method!r}.")
+        return [getattr(self.driver_worker, method)(*args, **(kwargs or {}))]
 
 
 def worker_class(extension: str) -> type[Worker]:
