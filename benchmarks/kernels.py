@@ -11,13 +11,14 @@ Prints tables for people and, as the last line, one line of JSON: {"table/operat
 import argparse
 import itertools
 import json
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
-from nanovllm.kernels.sampling.reference import SamplingState
+from nanovllm.kernels.sampling.reference import AdjustmentTable, SamplingState, unpack_logprobs
 
 TOKENS = [1, 8, 64, 256, 16384]
 LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
@@ -154,6 +155,41 @@ def sampling(ops, twins, batch_size):
     return table
 
 
+def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
+    """{operation: (run once, bytes that must move)} of the steps that requests ask for; a table of `num_entries`."""
+    logits = randn(batch_size, VOCAB_SIZE, scale=3.0)
+    req_indices = torch.arange(batch_size, device="cuda", dtype=torch.int32)
+    ones = torch.ones_like(req_indices)
+    state = replace(
+        make_sampling_state(batch_size), is_masked=ones, is_adjusted=ones, repetition_penalty=ones * 1.1,
+        frequency_penalty=ones * 0.3, presence_penalty=ones * 0.2,
+    )  # fmt: skip
+    token_mask = torch.randint(-(2**31), 2**31 - 1, (batch_size, VOCAB_SIZE // 32), device="cuda", dtype=torch.int32)
+    ids = torch.randperm(VOCAB_SIZE, device="cuda")[: 2 * num_entries].int().repeat(batch_size, 1)
+    table = AdjustmentTable(ones * num_entries, ones * 4, ids, ids % 5 - 1, torch.zeros_like(ids, dtype=torch.float32))
+    tokens, size = ones * 7, logits.numel() * 2
+    if batch_size <= 64:
+        masked, expected = logits.clone(), logits.clone()
+        ops.apply_token_mask(masked, req_indices, state, token_mask)
+        twins.apply_token_mask(expected, req_indices, state, token_mask)
+        check("apply_token_mask", masked.clamp(min=-99), expected.clamp(min=-99))
+        twin_table = AdjustmentTable(*(getattr(table, field.name).clone() for field in fields(table)))
+        expected = twins.adjust_logits(logits, req_indices, state, tokens, twin_table)
+        check("adjust_logits", ops.adjust_logits(logits, req_indices, state, tokens, table), expected, 1e-5)
+        for num_top in (0, 5, 20):
+            actual = unpack_logprobs(ops.token_logprobs(logits, tokens, num_top))
+            for a, b in zip(actual, unpack_logprobs(twins.token_logprobs(logits, tokens, num_top)), strict=True):
+                check("token_logprobs", a, b, 1e-5)
+    masked = logits.clone()
+    return {
+        "apply_token_mask": (lambda: ops.apply_token_mask(masked, req_indices, state, token_mask), 2 * size),
+        "adjust_logits": (lambda: ops.adjust_logits(logits, req_indices, state, tokens, table), 3 * size),
+        **{
+            f"token_logprobs, {k}": (lambda k=k: ops.token_logprobs(logits, tokens, k), size) for k in (0, 1, 5, 20)
+        },
+    }  # fmt: skip
+
+
 def layer_chains(ops, twins, shape, num_tokens):
     """All layers but their attention, twice: with our fused linear layers, and with cuBLAS between separate kernels."""
     hidden, intermediate, num_heads, num_kv_heads, num_layers = shape
@@ -226,7 +262,8 @@ def main():
             line("element-wise", name, num_tokens, microseconds(run, 20), num_bytes)
     print(f"\n{header}")
     for batch_size in (1, 8, 64, 256):
-        for name, (run, num_bytes) in sampling(ops, twins, batch_size).items():
+        table = sampling(ops, twins, batch_size) | masks_and_penalties(ops, twins, batch_size)
+        for name, (run, num_bytes) in table.items():
             line("sampling", name, batch_size, microseconds(run, 4), num_bytes)
     print(f"\n{header}  (of one layer without attention)")
     for num_tokens in LINEAR_TOKENS:

@@ -1,7 +1,217 @@
-"""``LLM``: the engine under its public name."""
+"""``LLM``: the engine with the methods that people call."""
 
-from nanovllm.engine.llm_engine import LLMEngine
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as ListLike
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.request import Call, Request, as_list, snapshot
+from nanovllm.engine.stream import DeltaStream
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput, Score
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.gc_pause import no_full_gc
+from nanovllm.validation import did_you_mean
+
+Params = SamplingParams | ListLike[SamplingParams] | None
+Conversation = ListLike[dict[str, Any]]
+WINDOW = 2  # times max_num_seqs: requests of a stream that wait or run; enough to keep every step full
 
 
 class LLM(LLMEngine):
     __doc__ = LLMEngine.__doc__
+
+    def generate(self, prompts: Prompt | ListLike[Prompt], sampling_params: Params = None,
+                 use_tqdm: bool | Callable = True) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: a string, a list of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``; or a list.
+            sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
+            use_tqdm: show a progress bar; or what makes one, called like ``tqdm``.
+
+        Returns:
+            One ``RequestOutput`` for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt can never be served, or the counts differ; nothing was computed.
+        """
+        self._require_running()
+        if is_one_prompt(prompts):
+            prompts = [prompts]  # type: ignore[list-item]
+        prompts = as_list("prompts must be a string or a list", prompts)
+        texts, token_ids = self._encode(prompts)
+        return self._generate(texts, token_ids, sampling_params, use_tqdm)
+
+    def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
+             use_tqdm: bool | Callable = True, *, add_generation_prompt: bool | None = None,
+             continue_final_message: bool = False, tools: list[dict] | None = None, chat_template: str | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None, **template_variables: Any) -> list[RequestOutput]:
+        """Answer one conversation, or a list of conversations.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}]``, or a list of such lists.
+            sampling_params, use_tqdm: as in ``generate``.
+            add_generation_prompt: begin an answer; default True unless ``continue_final_message``.
+            continue_final_message: go on with the last message.
+            tools: JSON schemas of functions, for templates that can tell the model about them.
+            chat_template: Jinja source, instead of the tokenizer's.
+            chat_template_kwargs, **template_variables: variables of the template, e.g. ``enable_thinking=False``.
+
+        Raises:
+            RequestError: as in ``generate``; or the template reads no variable of that name.
+        """
+        self._require_running()
+        rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
+        conversations = as_list(rule, messages)
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
+                raise RequestError(f"{rule}, not {messages!s:.100}.")
+        if template_variables:
+            known = self._tokenizer.template_variables(chat_template)
+            for name in template_variables:
+                if name not in known:
+                    hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
+                    raise RequestError(
+                        f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
+                    )
+        options = {
+            **(chat_template_kwargs or {}),
+            **template_variables,
+            "add_generation_prompt": not continue_final_message if add_generation_prompt is None
+            else add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template": chat_template,
+        }  # fmt: skip
+        texts = [self._tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
+        token_ids = self._tokenizer.encode(texts, add_special_tokens=False)
+        return self._generate(texts, token_ids, sampling_params, use_tqdm)
+
+    def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
+               sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests and no others.
+
+        Args:
+            prompts: one prompt: yields what is new whenever there is something new, ``finished`` with the last. An
+                iterable of prompts, or of pairs (prompt, parameters), which may be endless: yields each
+                ``RequestOutput`` when it is finished; its ``index`` tells the prompt. Prompts are taken as there is
+                room for them.
+            sampling_params: of prompts without their own.
+
+        Raises:
+            RequestError: a prompt can never be served; the others of this call are aborted.
+        """
+        self._require_running()
+        default = snapshot(self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        if is_one_prompt(prompts):
+            yield from self._stream_one(prompts, default)  # type: ignore[arg-type]
+            return
+
+        def make(index: int, item: Any) -> Request:
+            is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
+            prompt, params = (item[0], snapshot(item[1])) if is_pair else (item, default)
+            try:
+                (text,), (token_ids,) = self._encode([prompt])
+                request = self._requests.make(text, token_ids, params)
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from None
+            request.index = index
+            return request
+
+        feed = (make(index, item) for index, item in enumerate(prompts))
+        for request in self._run(feed, window=WINDOW * self.config.max_num_seqs):
+            yield request.output()
+
+    def _stream_one(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        (text,), (token_ids,) = self._encode([prompt])
+        request, call = self._requests.make(text, token_ids, params), Call()
+        self._add(request, call)
+        deltas = DeltaStream(request)
+        try:
+            while call.unfinished:
+                self._step()
+                if call.unfinished and (delta := deltas.delta()) is not None:
+                    yield delta
+            self._take(call)
+            yield deltas.last()
+        finally:
+            if call.unfinished and self._finalizer.alive:
+                self.scheduler.finish(self._requests.abort(request))
+
+    def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
+              use_tqdm: bool | Callable = False) -> list[Score]:
+        """Log-probabilities of given tokens, each after those before it, in one prefill.
+
+        Args:
+            token_id_lists: at least two ids each, at most ``max_model_len + 1``.
+            start: the first token to score, for all lists or one for each; at least 1, the default. What stands
+                before it may come from the prefix cache.
+
+        Raises:
+            RequestError: a list can never be scored; nothing was computed.
+        """
+        self._require_running()
+        lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
+        starts = repeat(1 if start is None else start, len(lists)) if not isinstance(start, (list, tuple)) else start
+        requests = []
+        for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
+            try:
+                requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
+            except RequestError as error:
+                raise RequestError(f"list {i}: {error}") from None
+        self._drain(requests, use_tqdm)
+        return [request.score() for request in requests]
+
+    def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
+        self._require_running()
+        if is_one_prompt(prompts):
+            prompts = [prompts]  # type: ignore[list-item]
+        texts, token_ids = self._encode(as_list("prompts must be a string or a list", prompts))
+        return beam_search(self, texts, token_ids, params)
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer, which may be changed; None with ``skip_tokenizer_init``."""
+        return self.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer of the same vocabulary from now on."""
+        self._tokenizer.replace(tokenizer)
+
+    def _generate(self, texts: list[str | None], token_ids: list[Any], sampling_params: Params,
+                  use_tqdm: bool | Callable) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(token_ids)
+        sampling_params = as_list("sampling_params must be a SamplingParams or a list of them", sampling_params)
+        if len(sampling_params) != len(token_ids):
+            raise RequestError(
+                f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
+                "give one, or one for each prompt."
+            )
+        requests = self._requests.make_all(texts, token_ids, sampling_params)
+        self._drain(requests, use_tqdm)
+        return [request.output() for request in requests]
+
+    @no_full_gc()
+    def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:
+        num_completions = sum(len(request.seqs) for request in requests)
+        for _ in self._run(requests, num_completions, use_tqdm):
+            pass
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a prompt and not a collection of prompts."""
+    if isinstance(prompts, (str, dict)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    return isinstance(prompts, (list, tuple)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))

@@ -80,6 +80,23 @@ class CompletionOutput:
         return vars(self)
 
 
+@dataclass
+class Score:
+    """Of the tokens that ``LLM.score`` was given, from ``start`` on.
+
+    Attributes:
+        logprobs: natural logarithm of the probability of each.
+        is_argmax: whether it is the most probable one at its place.
+    """
+
+    logprobs: list[float]
+    is_argmax: list[bool]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+
 class RequestOutput(dict):
     """One request; as a dictionary the "text", "token_ids" and "finish_reason" of its first completion.
 

@@ -245,13 +245,16 @@ class SamplingParams:
         else:
             bits = FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         bits |= MIN_TOKENS * (self.min_tokens > 0)
-        penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
-        bits |= LOGIT_ADJUSTMENTS * (penalised or self.logit_bias is not None)
+        bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
         bits |= LOGPROBS * (self.logprobs is not None)
         bits |= TOKEN_MASK * (self.allowed_token_ids is not None)
         if self.structured_outputs is not None or self.bad_words:
             bits |= TOKEN_MASK | GUIDED
         return bits
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def is_greedy(self) -> bool:

@@ -68,7 +68,7 @@ class BlockManager:
         """
         found: list[int] = []
         if self.enable_prefix_caching:
-            for i in range((seq.num_tokens - 1) // self.block_size):
+            for i in range(seq.max_cached_tokens // self.block_size):
                 block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
                 # equal hashes are no proof of equal tokens
                 if block_id is None or self.blocks[block_id].token_ids != seq.block(i).tobytes():
@@ -97,6 +97,28 @@ class BlockManager:
         seq.block_table = prefix + [self._pop_block() for _ in range(seq.num_blocks - len(prefix))]
         seq.num_registered_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
+
+    def can_fork(self, seq: Sequence) -> bool:
+        """Whether ``fork`` of this sequence would find a block for its last, partly filled one."""
+        return self.num_available >= (seq.num_tokens % self.block_size > 0)
+
+    def fork(self, seq: Sequence, child: Sequence) -> tuple[int, int] | None:
+        """Give ``child``, whose tokens are equal, the full blocks of ``seq`` and a copy of its partly filled one.
+
+        Returns:
+            The blocks to copy from and to, if there is a partly filled one.
+        """
+        assert not child.block_table and child.num_tokens == seq.num_tokens
+        num_full = seq.num_tokens // self.block_size
+        for block_id in seq.block_table[:num_full]:
+            self.blocks[block_id].ref_count += 1
+        child.block_table = seq.block_table[:num_full]
+        child.num_registered_blocks = min(seq.num_registered_blocks, num_full)
+        child.num_computed_tokens = seq.num_tokens
+        if num_full == len(seq.block_table):
+            return None
+        child.block_table.append(self._pop_block())
+        return seq.block_table[num_full], child.block_table[num_full]
 
     def deallocate(self, seq: Sequence) -> None:
         """Drop the sequence's references. Unreferenced blocks become cached, or free if they have no hash."""
@@ -134,6 +156,14 @@ class BlockManager:
                 block.hash, block.token_ids = block_hash, seq.block(i).tobytes()
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; running sequences keep their blocks."""
+        for block_id in self.hash_to_block_id.values():
+            self.blocks[block_id].forget()
+        self.hash_to_block_id.clear()
+        self.free_block_ids.extend(self.cached_block_ids)
+        self.cached_block_ids.clear()
 
     def _pop_block(self) -> int:
         if self.free_block_ids:

@@ -1,39 +1,39 @@
 """The loop: requests come in, ``step`` repeats until all are finished, outputs go out.
 
 Owns the loop. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the model
-runner computes it.
+runner computes it. ``nanovllm.llm`` puts ``generate`` and its siblings on top.
 """
 
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.request import Request, RequestProcessor, as_list
+from nanovllm.engine.request import Call, Request, RequestProcessor, snapshot
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import RequestOutput
 from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checkpoint import read_eos_token_ids
+from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
 from nanovllm.utils.gc_pause import no_full_gc
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
-Prompt = str | ListLike[int]
+Prompt = str | ListLike[int] | dict[str, Any]
 
 
 class LLMEngine:
-    """An LLM that generates offline.
+    """The engine of ``LLM``: requests and steps.
 
     Args:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
@@ -54,8 +54,12 @@ class LLMEngine:
         # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
         self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
         try:
-            eos_token_ids = self._tokenizer.eos_token_ids()
-            eos_token_ids |= read_eos_token_ids(config.model_path, config.model_config)
+            # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
+            eos_token_ids = list(
+                dict.fromkeys(
+                    [*self._tokenizer.eos_token_ids(), *read_eos_token_ids(config.model_path, config.model_config)]
+                )
+            )
             from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
             num_blocks = self.model_runner.num_kvcache_blocks
@@ -66,7 +70,8 @@ class LLMEngine:
             self.exit()
             raise
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
-        self._finished_unscheduled: list[Sequence] = []  # max_tokens=0: nothing to compute
+        self._added = Call(detokenize=False)  # by add_request
+        self._stepping = Lock()
         self._owner = os.getpid()
         self._why_shut_down = ""
 
@@ -93,98 +98,7 @@ class LLMEngine:
         if os.getpid() != self._owner:
             raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
 
-    # ---------------------------------------------------------------- generate and chat
-
-    def generate(
-        self,
-        prompts: Prompt | ListLike[Prompt],
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Complete one prompt or many.
-
-        Args:
-            prompts: a string, a list of token ids, or a list of either.
-            sampling_params: one for all, or one for each prompt. Default ``SamplingParams()``.
-            use_tqdm: show a progress bar.
-
-        Returns:
-            One ``RequestOutput`` for each prompt, in their order.
-
-        Raises:
-            RequestError: a prompt can never be served, or the counts differ; nothing was computed.
-        """
-        self._require_running()
-        prompts = [prompts] if isinstance(prompts, str) else as_list("prompts must be a string or a list", prompts)
-        if prompts and isinstance(prompts[0], (int, np.integer)):
-            prompts = [prompts]  # type: ignore[list-item]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        encoded = iter(self._tokenizer.encode(texts))
-        token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._generate(texts, token_ids, sampling_params, use_tqdm)
-
-    def chat(
-        self,
-        messages: ListLike[dict] | ListLike[ListLike[dict]],
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        **template_options: Any,
-    ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of conversations.
-
-        Args:
-            messages: ``[{"role": "user", "content": "..."}]``, or a list of such lists.
-            sampling_params, use_tqdm: as in ``generate``.
-            **template_options: for the tokenizer's chat template, e.g. ``enable_thinking=False``.
-        """
-        self._require_running()
-        rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
-        conversations = as_list(rule, messages)
-        if conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]
-        for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
-                raise RequestError(f"{rule}, not {messages!s:.100}.")
-        texts = [self._tokenizer.apply_chat_template(m, **template_options) for m in conversations]
-        token_ids = self._tokenizer.encode(texts, add_special_tokens=False)
-        return self._generate(texts, token_ids, sampling_params, use_tqdm)
-
-    @no_full_gc()
-    def _generate(self, texts, token_ids, sampling_params, use_tqdm) -> list[RequestOutput]:
-        if not self.is_finished():
-            raise EngineError("generate() needs an idle engine; finish the requests you added with step() first.")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(token_ids)
-        sampling_params = as_list("sampling_params must be a SamplingParams or a list of them", sampling_params)
-        if len(sampling_params) != len(token_ids):
-            raise RequestError(
-                f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
-                "give one, or one for each prompt."
-            )
-        requests = self._requests.make_all(texts, token_ids, sampling_params)
-        try:
-            for _ in self._run(requests, use_tqdm):
-                pass
-            return [request.output() for request in requests]
-        except BaseException:
-            self._abort()
-            raise
-
-    def _run(self, requests: list[Request], use_tqdm: bool) -> Iterator[Request]:
-        """Step until all requests are finished; yields each as soon as it is."""
-        for request in requests:
-            self._add(request)
-        progress = Progress(len(requests), use_tqdm)
-        try:
-            while not self.is_finished():
-                seqs, batch = self._step()
-                finished = self._requests.finish(seqs)
-                progress.update(batch, len(finished))
-                yield from finished
-        finally:
-            progress.close()
-
-    # ---------------------------------------------------------------- the loop, for callers who drive it themselves
+    # ---------------------------------------------------------------- requests and steps
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.
@@ -193,60 +107,166 @@ class LLMEngine:
             RequestError: it can never be served; nothing was queued.
         """
         self._require_running()
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = prompt if text is None else self._tokenizer.encode([text])[0]
-        params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._requests.make(text, token_ids, params)
-        self._add(request)
+        (text,), (token_ids,) = self._encode([prompt])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request = self._requests.make(text, token_ids, snapshot(params))
+        self._add(request, self._added)
         return request.request_id
+
+    def abort(self, request_id: int | str) -> None:
+        """Drop a request of ``add_request`` that is not finished; unknown ids are ignored."""
+        request = self._added.unfinished.get(int(request_id))
+        if request is not None:
+            self.scheduler.finish(self._requests.abort(request))
 
     def is_finished(self) -> bool:
         """Whether every request was reported as finished."""
-        return self.scheduler.is_finished() and not self._in_flight and not self._finished_unscheduled
+        return self.scheduler.is_finished() and not self._in_flight and not self._added.finished
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next batch, and process the one before it.
 
         Returns:
-            [(request id, generated token ids)] of the requests that are finished now, and the number
-            of tokens processed: positive for a prefill, negative for a decode step.
+            [(request id, generated token ids)] of the requests that are finished now (of the first completion, if a
+            request has several), and the number of tokens processed: positive for a prefill, negative for a decode
+            step.
         """
-        seqs, batch = self._step()
-        finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._requests.finish(seqs, detokenize=False)]
+        batch = self._step()
+        finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._take(self._added)]
         num_tokens = 0 if batch is None else batch.num_tokens
         return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
 
-    def _add(self, request: Request) -> None:
-        for seq in self._requests.start(request):
-            if seq.sampling_params.max_tokens == 0:
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
-                self._finished_unscheduled.append(seq)
-            else:
-                self.scheduler.add(seq)
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of a request that gives none: the checkpoint's ``generation_config.json``."""
+        if self.config.generation_config == "vllm":
+            return SamplingParams()
+        return SamplingParams(**read_generation_config(self.config.model_path))
 
-    def _step(self) -> tuple[list[Sequence], Batch | None]:
-        """Schedule, run, postprocess. With one step in flight, the batch postprocessed is the one before."""
-        self._require_running()
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as is needed after a change of the weights; False while requests run."""
+        if not self.is_finished():
+            return False
+        self.scheduler.block_manager.forget_prefixes()
+        return True
+
+    # ---------------------------------------------------------------- the loop
+
+    def _encode(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
+        """Texts and token ids of prompts; a text that comes with ids is carried, and not encoded."""
+        texts: list[str | None] = []
+        given: list[Any] = []
+        for prompt in prompts:
+            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+            if isinstance(prompt, dict):
+                text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+                if (text is None and token_ids is None) or not isinstance(text, (str, type(None))):
+                    raise RequestError(
+                        'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; '
+                        f"this one has {', '.join(map(repr, prompt)) or 'neither'}."
+                    )
+                if prompt.get("multi_modal_data"):
+                    raise RequestError("multi_modal_data: nanovllm runs text models only.")
+            texts.append(text)
+            given.append(token_ids)
+        unknown = [text if ids is None else None for text, ids in zip(texts, given, strict=True)]
+        encoded = iter(self._tokenizer.encode(unknown))
+        return texts, [next(encoded) if ids is None else ids for ids in given]
+
+    def _run(self, feed: Iterable[Request], num_requests: int | None = None, use_tqdm: bool | Callable = False,
+             window: int | None = None) -> Iterator[Request]:
+        """Run requests; yields each as it is finished. Closed early, it aborts its own and no others.
+
+        Args:
+            feed: made as they are taken; at most ``window`` are unfinished at a time.
+            num_requests: for the progress bar.
+        """
+        call, feed, is_exhausted = Call(), iter(feed), False
+        progress = Progress(num_requests, use_tqdm)
         try:
-            batch = self.scheduler.schedule()
+            while True:
+                while not is_exhausted and (window is None or len(call.unfinished) < window):
+                    request = next(feed, None)
+                    if request is None:
+                        is_exhausted = True
+                    else:
+                        self._add(request, call)
+                if not call.finished:  # else one had nothing to compute
+                    if not call.unfinished:
+                        return
+                    batch = self._step()
+                    progress.update(batch, sum(len(request.seqs) for request in call.finished))
+                yield from self._take(call)
+        except (GeneratorExit, Exception):
+            raise
+        except BaseException:  # an interrupt may have left anything half done
+            self._abort()
+            raise
+        finally:
+            progress.close()
+            if self._finalizer.alive:
+                for request in list(call.unfinished.values()):
+                    self.scheduler.finish(self._requests.abort(request))
+
+    def _take(self, call: Call) -> list[Request]:
+        """The call's requests that are finished and were not yet taken."""
+        if call.dropped:
+            call.dropped = False
+            raise EngineError("these requests were dropped, because a step of this engine failed or was interrupted.")
+        finished = list(call.finished)
+        call.finished.clear()
+        return finished
+
+    def _add(self, request: Request, call: Call) -> None:
+        for seq in self._requests.start(request, call):
+            if seq.is_sampled or seq.targets is not None:
+                self.scheduler.add(seq)
+            else:  # nothing to compute
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                self._requests.finish([seq])
+
+    def _step(self) -> Batch | None:
+        """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch
+        before the one that is launched.
+        """
+        self._require_running()
+        if not self._stepping.acquire(blocking=False):
+            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
+        try:
+            batch, done = self.scheduler.schedule(), None
             if batch is not None:
-                self._in_flight.append((batch, self.model_runner.run(batch)))
-            finished, self._finished_unscheduled = self._finished_unscheduled, []
-            done = None
-            if self._in_flight and (batch is None or len(self._in_flight) > self.model_runner.max_in_flight):
-                done, handle = self._in_flight.popleft()
-                finished += self.scheduler.postprocess(done, handle.wait().token_ids)
-            return finished, done
+                handle = self.model_runner.run(batch)
+                if handle.output is None:  # guided: what it may sample depends on the tokens before
+                    done = self._process() if self._in_flight else None
+                    self.model_runner.sample_guided(handle, *self._requests.masks(batch))
+                self._in_flight.append((batch, handle))
+            if self._in_flight and done is None and (batch is None or self._is_full()):
+                done = self._process()
+            return done
         except BaseException:
             self._abort()
             raise
+        finally:
+            self._stepping.release()
+
+    def _is_full(self) -> bool:
+        return len(self._in_flight) > self.model_runner.max_in_flight
+
+    def _process(self) -> Batch:
+        """Wait for the oldest launch and take in its tokens."""
+        batch, handle = self._in_flight.popleft()
+        result = handle.wait()
+        finished = self.scheduler.postprocess(batch, result.token_ids)
+        stopped = self._requests.update(batch, result)
+        if stopped:
+            self.scheduler.finish(stopped)
+        self._requests.finish(finished + stopped)
+        return batch
 
     def _abort(self) -> None:
         """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
         shuts down, because an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
-        self._finished_unscheduled.clear()
         self._requests.clear()
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
             self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"

@@ -4,7 +4,10 @@ Owns every check of a prompt and its parameters, the seeds, and the join of a re
 ``RequestOutput``. The scheduler sees sequences only.
 """
 
+import copy
+import logging
 from array import array
+from collections import deque
 from collections.abc import Iterable, KeysView, Mapping, Set
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
@@ -15,51 +18,100 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, Score
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
+logger = logging.getLogger("nanovllm")
 
 
-@dataclass
+@dataclass(eq=False)
+class Call:
+    """The requests of one caller: of one ``generate``, one ``stream``, or all of ``add_request``."""
+
+    unfinished: dict[int, "Request"] = field(default_factory=dict)  # by request_id
+    finished: deque["Request"] = field(default_factory=deque)  # not yet taken by the caller
+    detokenize: bool = True  # in the background, as sequences finish
+    dropped: bool = False  # the engine had to drop its requests
+
+
+@dataclass(eq=False)
 class Request:
     """One prompt, the sequences that complete it, and their results as they finish.
 
     Attributes:
         prompt: its text; None if it was given as token ids.
         seqs: in the order of ``RequestOutput.outputs``.
-        token_ids, texts: of finished sequences, by seq_id; texts are futures, and absent if ``step`` was driven.
+        watches: by seq_id, of the sequences whose every token the host looks at.
+        index: the place of the prompt in its call.
+        call: who waits for it.
+        token_ids, texts: of finished sequences, by seq_id; a text is a future, and absent if nobody waits for it.
+        prompt_logprobs: of ``seqs[0].targets``, packed as by ``reference.token_logprobs``.
     """
 
     prompt: str | None
     seqs: list[Sequence]
+    watches: dict[int, Watch]
+    tokenizer: AsyncTokenizer
+    index: int = 0
+    call: Call = field(default_factory=Call)
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, Future[str]] = field(default_factory=dict)
+    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
 
     @property
     def request_id(self) -> int:
         return self.seqs[0].seq_id
 
+    @property
+    def params(self) -> SamplingParams:
+        return self.seqs[0].sampling_params
+
     def output(self) -> RequestOutput:
-        """Waits for the text."""
+        """The finished request; waits for the text."""
         outputs = []
         for index, seq in enumerate(self.seqs):
             assert seq.finish_reason is not None
-            text, token_ids = self.texts[seq.seq_id].result(), self.token_ids[seq.seq_id]
-            outputs.append(CompletionOutput(
-                index, text, token_ids, finish_reason=seq.finish_reason, stop_reason=seq.stop_reason
-            ))
+            token_ids = self.token_ids[seq.seq_id]
+            text = self.texts.get(seq.seq_id) or self.tokenizer.decode_later(text_ids(seq, token_ids), self.params)
+            watch = self.watches.get(seq.seq_id)
+            total, logprobs = (None, None) if watch is None else watch.logprobs(token_ids)
+            outputs.append(
+                CompletionOutput(index, text.result(), token_ids, total, logprobs, seq.finish_reason, seq.stop_reason)
+            )
+        return self.output_of(outputs)
+
+    def output_of(self, outputs: list[CompletionOutput], finished: bool = True) -> RequestOutput:
         return RequestOutput(
             request_id=str(self.request_id),
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             num_cached_tokens=self.seqs[0].num_cached_tokens,
+            finished=finished,
+            prompt_logprobs=self._prompt_logprobs,
+            index=self.index,
         )
+
+    def score(self) -> Score:
+        rows = np.concatenate(self.prompt_logprobs)
+        values = np.ascontiguousarray(trimmed(rows, 1)).view(np.float32)  # logprob, rank, best id, best logprob
+        return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
+
+    def _prompt_logprobs(self) -> list | None:
+        num_logprobs = self.params.prompt_logprobs
+        if num_logprobs is None:
+            return None
+        if not self.prompt_logprobs:  # a prompt of one token
+            return [None]
+        rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_token_ids[1:]
+        return [None, *logprobs_at(trimmed(rows, num_logprobs), ids, self.params.detokenize and self.tokenizer)]
 
 
 class RequestProcessor:
@@ -75,91 +127,76 @@ class RequestProcessor:
     def __init__(self, config: Config, num_kvcache_blocks: int, eos_token_ids: Iterable[int],
                  tokenizer: AsyncTokenizer):
         self._config = config
+        # a sequence's last token needs no place in the cache
+        self._max_tokens = min(config.max_model_len, num_kvcache_blocks * config.kvcache_block_size + 1)
         self._num_blocks = num_kvcache_blocks
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
+        self._watch_maker = WatchMaker(config, tokenizer, self._eos_token_ids)
         self._num_seqs = 0  # started so far; the next seq_id
         self._requests: dict[int, Request] = {}  # by seq_id, while it is unfinished
+        self._watches: dict[int, Watch] = {}  # the same, where every token is looked at
+        self._has_warned = False
+
+    # ---------------------------------------------------------------- requests
 
     def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
         """A request that is sure to finish. It is not registered before ``start``.
 
         Args:
             prompt: the text of ``token_ids``, if the user gave text.
+            params: a snapshot, which nobody else changes.
             num_before: sequences of requests that will be started before this one.
 
         Raises:
             RequestError: it can never be served.
         """
-        return Request(prompt, [self._make_sequence(token_ids, params, self._num_seqs + num_before)])
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+        ids = self._check_prompt(as_token_ids(token_ids), params)
+        if params.max_tokens is None:
+            params = copy.copy(params)
+            params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens)
+        self._check_params(len(ids), params)
+        return self._make(prompt, ids, params, num_before)
 
     def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any],
                  params: ListLike[SamplingParams]) -> list[Request]:
         """All requests or, if one can never be served, a RequestError with its index."""
-        requests, num_before = [], 0
-        for i, (prompt, ids, p) in enumerate(zip(prompts, token_ids, params, strict=True)):
+        requests: list[Request] = []
+        num_before = 0
+        snapshots: dict[int, SamplingParams] = {}  # usually all prompts have the same parameters
+        for i, (prompt, ids, given) in enumerate(zip(prompts, token_ids, params, strict=True)):
             try:
-                requests.append(self.make(prompt, ids, p, num_before))
+                if id(given) not in snapshots:
+                    snapshots[id(given)] = snapshot(given)
+                requests.append(self.make(prompt, ids, snapshots[id(given)], num_before))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
+            requests[-1].index = i
             num_before += len(requests[-1].seqs)
         return requests
 
-    def start(self, request: Request) -> list[Sequence]:
-        """Register a request; return its sequences, for the scheduler."""
-        for seq in request.seqs:
-            self._requests[seq.seq_id] = request
-        self._num_seqs += len(request.seqs)
-        return request.seqs
-
-    def finish(self, seqs: list[Sequence], detokenize: bool = True) -> list[Request]:
-        """Take in finished sequences; return the requests that are complete now.
-
-        Lists of ids are made here, while the device works: a million ids take the host 30 ms.
-        """
-        complete = []
-        for seq in seqs:
-            request, token_ids = self._requests.pop(seq.seq_id), seq.completion_token_ids
-            request.token_ids[seq.seq_id] = token_ids
-            if detokenize:
-                request.texts[seq.seq_id] = self._tokenizer.decode_later(token_ids)
-            if len(request.token_ids) == len(request.seqs):
-                request.prompt_token_ids = seq.prompt_token_ids
-                complete.append(request)
-        return complete
-
-    def clear(self) -> None:
-        """Drop all unfinished requests."""
-        self._requests.clear()
-
-    def _make_sequence(self, token_ids: Any, params: SamplingParams, seq_id: int) -> Sequence:
-        """A sequence that is sure to finish, or a RequestError (invariant 6)."""
-        config, vocab_size = self._config, self._config.model_config.vocab_size
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+    def make_scoring(self, token_ids: Any, start: int, index: int, num_before: int) -> Request:
+        """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
         ids = as_token_ids(token_ids)
-        if len(ids) == 0:
-            raise RequestError("the prompt is empty; it must hold at least one token.")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-            raise RequestError(f"token id {bad} is outside the vocabulary [0, {vocab_size}).")
-        if len(ids) >= config.max_model_len:
+        if not 1 <= start < len(ids):
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; with max_model_len={config.max_model_len} at most "
-                f"{config.max_model_len - 1} fit. Shorten it or raise max_model_len."
+                f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
+                "before it, and one at least must be scored."
             )
-        longest = min(len(ids) + params.max_tokens, config.max_model_len)
-        # the last token's keys and values are never computed
-        num_blocks = max(1, -(-(longest - 1) // config.kvcache_block_size))
-        if params.max_tokens > 0 and num_blocks > self._num_blocks:
-            raise RequestError(
-                f"prompt ({len(ids)} tokens) and max_tokens={params.max_tokens} need {num_blocks} KV blocks of "
-                f"{config.kvcache_block_size} tokens; the cache has {self._num_blocks}. Lower max_tokens, "
-                "or make the cache larger (num_kvcache_blocks, gpu_memory_utilization)."
-            )
-        for stop_id in params.stop_token_ids:
-            if stop_id >= vocab_size:
-                raise RequestError(f"stop_token_ids: {stop_id} is outside the vocabulary [0, {vocab_size}).")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
+        prompt = self._check_prompt(ids[:-1], params)
+        self._check_ids("token id", ids[-1:])
+        request = self._make(None, prompt, params, num_before)
+        seq = request.seqs[0]
+        seq.targets, seq.first_target = ids[start:].astype(np.int32), start - 1
+        request.index = index
+        return request
+
+    def _make(self, prompt: str | None, ids: np.ndarray, params: SamplingParams, num_before: int) -> Request:
+        """The sequences of a request whose prompt and parameters are checked."""
+        first_id, block_size = self._num_seqs + num_before, self._config.kvcache_block_size
         stop_ids: tuple[int, ...] = ()
         if params.min_tokens:
             eos = () if params.ignore_eos else self._eos_token_ids
@@ -169,11 +206,168 @@ class RequestProcessor:
                     f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, "
                     f"not {len(stop_ids)}."
                 )
+        seqs = [
+            Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
+            for i, seq_id in enumerate(range(first_id, first_id + params.n))
+        ]
+        if params.prompt_logprobs is not None and len(ids) > 1:
+            seqs[0].targets, seqs[0].first_target = ids[1:].astype(np.int32), 0
+        watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
+        return Request(prompt, seqs, watches, self._tokenizer)
+
+    def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:
-            seed = xxhash.xxh64_intdigest(f"request {seq_id}".encode(), seed=config.seed)
-        else:
-            seed = xxhash.xxh64_intdigest(f"seed {params.seed}".encode())
-        return Sequence(ids, params, seq_id, config.kvcache_block_size, seed, stop_ids)
+            return xxhash.xxh64_intdigest(f"request {seq_id}".encode(), seed=self._config.seed)
+        return xxhash.xxh64_intdigest(f"seed {params.seed + index}".encode())
+
+    # ---------------------------------------------------------------- life
+
+    def start(self, request: Request, call: Call) -> list[Sequence]:
+        """Register a request; return its sequences, for the scheduler."""
+        request.call = call
+        call.unfinished[request.request_id] = request
+        for seq in request.seqs:
+            self._requests[seq.seq_id] = request
+        self._watches.update(request.watches)
+        self._num_seqs += len(request.seqs)
+        return request.seqs
+
+    def update(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Look at the tokens of a step, where requests ask for it; return the sequences that a stop string ends."""
+        if isinstance(batch, PrefillBatch) and result.prompt_logprobs is not None:
+            stop = 0
+            for seq, num_targets in batch.scored:
+                start, stop = stop, stop + num_targets
+                if seq.seq_id in self._requests:
+                    self._requests[seq.seq_id].prompt_logprobs.append(result.prompt_logprobs[start:stop])
+        if not self._watches:
+            return []
+        stopped = []
+        for i, seq_id in enumerate(batch.seq_ids.tolist()):
+            watch = self._watches.get(seq_id)
+            if watch is not None:
+                logprobs = None if result.logprobs is None else result.logprobs[i]
+                if watch.update(int(result.token_ids[i]), logprobs):
+                    stopped.append(watch.seq)
+        return stopped
+
+    def masks(self, batch: Batch) -> tuple[list[int], list[np.ndarray]]:
+        """Request slots of a guided batch, and the tokens that each of them may sample next."""
+        req_indices, masks = [], []
+        for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
+            watch = self._watches.get(seq_id)
+            if watch is not None and watch.guide is not None:
+                req_indices.append(req_idx)
+                masks.append(watch.mask())
+        return req_indices, masks
+
+    def finish(self, seqs: list[Sequence]) -> None:
+        """Take in finished sequences; requests that are complete now go to their calls.
+
+        Lists of ids are made here, while the device works: a million ids take the host 30 ms.
+        """
+        for seq in seqs:
+            request, token_ids = self._requests.pop(seq.seq_id), seq.completion_token_ids
+            watch = self._watches.pop(seq.seq_id, None)
+            request.token_ids[seq.seq_id] = token_ids
+            if watch is not None and watch.stop_text is not None:
+                request.texts[seq.seq_id] = done = Future()
+                done.set_result(watch.stop_text)
+            elif request.call.detokenize:
+                request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
+            if len(request.token_ids) == len(request.seqs):
+                request.prompt_token_ids = request.seqs[0].prompt_token_ids
+                del request.call.unfinished[request.request_id]
+                request.call.finished.append(request)
+
+    def abort(self, request: Request) -> list[Sequence]:
+        """Forget an unfinished request; return its sequences that are not finished."""
+        del request.call.unfinished[request.request_id]
+        unfinished = [seq for seq in request.seqs if seq.seq_id in self._requests]
+        for seq in unfinished:
+            del self._requests[seq.seq_id]
+            self._watches.pop(seq.seq_id, None)
+        return unfinished
+
+    def clear(self) -> None:
+        """Drop all unfinished requests, and tell their callers."""
+        for request in self._requests.values():
+            request.call.dropped = True
+            request.call.unfinished.clear()
+        self._requests.clear()
+        self._watches.clear()
+
+    # ---------------------------------------------------------------- checks
+
+    def _check_ids(self, what: str, ids: np.ndarray) -> None:
+        vocab_size = self._config.model_config.vocab_size
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise RequestError(f"{what} {bad} is outside the vocabulary [0, {vocab_size}).")
+
+    def _check_prompt(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+        """The prompt's ids, truncated if the request asks for it, and fit to be computed (invariant 6)."""
+        max_model_len = self._config.max_model_len
+        if params.truncate_prompt_tokens is not None:
+            keep = max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            ids = ids[-keep:]
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty; it must hold at least one token.")
+        self._check_ids("token id", ids)
+        longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
+        if len(ids) > longest:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; with max_model_len={max_model_len} at most "
+                f"{longest} fit. Shorten it or raise max_model_len."
+            )
+        if params.max_tokens == 0 and len(ids) > self._num_blocks * self._config.kvcache_block_size:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; the KV cache has {self._num_blocks} blocks of "
+                f"{self._config.kvcache_block_size}. Make it larger (num_kvcache_blocks, gpu_memory_utilization)."
+            )
+        return ids
+
+    def _check_params(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        config, n = self._config, num_prompt_tokens
+        assert params.max_tokens is not None
+        longest = min(n + params.max_tokens, config.max_model_len)
+        # the last token's keys and values are never computed
+        num_blocks = max(1, -(-(longest - 1) // config.kvcache_block_size))
+        if params.max_tokens > 0 and num_blocks > self._num_blocks:
+            raise RequestError(
+                f"prompt ({n} tokens) and max_tokens={params.max_tokens} need {num_blocks} KV blocks of "
+                f"{config.kvcache_block_size} tokens; the cache has {self._num_blocks}. Lower max_tokens, "
+                "or make the cache larger (num_kvcache_blocks, gpu_memory_utilization)."
+            )
+        if n + params.max_tokens > config.max_model_len and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "max_tokens=%d is cut to %d by max_model_len=%d (the prompt has %d tokens). This is said once.",
+                params.max_tokens, config.max_model_len - n, config.max_model_len, n,
+            )  # fmt: skip
+        self._check_ids("stop_token_ids:", np.array(params.stop_token_ids, np.int64))
+        self._check_ids("allowed_token_ids:", np.array(params.allowed_token_ids or [], np.int64))
+        self._check_ids("logit_bias:", np.array(list(params.logit_bias or {}), np.int64))
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, allowed = getattr(params, name), config.max_logprobs
+            if asked is not None and allowed != -1 and (asked > allowed or asked == -1):
+                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; LLM(max_logprobs=...).")
+
+
+def snapshot(params: Any) -> SamplingParams:
+    """A checked copy of a user's parameters."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+    return params.snapshot()
+
+
+def text_ids(seq: Sequence, token_ids: list[int]) -> list[int]:
+    """The ids that make the text: a token that ended it stays out, unless the request wants it."""
+    params = seq.sampling_params
+    if not params.detokenize:
+        return []
+    ends_early = seq.finish_reason == "stop" and not params.include_stop_str_in_output
+    return token_ids[:-1] if ends_early else token_ids
 
 
 def as_token_ids(token_ids: Any) -> np.ndarray:

@@ -7,6 +7,8 @@ learnt one launch late; the surplus token sampled meanwhile is dropped.
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
 budget is computed in chunks); otherwise decode, one token for every running sequence. If the KV cache runs out of
 blocks, the latest sequences are preempted: they give up their blocks and are recomputed later.
+
+Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
 """
 
 from collections import deque
@@ -22,14 +24,22 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Compute tokens [starts[i], stops[i]) of ``seqs[i]``; sample for the sequences computed to their last token."""
+    """Compute tokens [starts[i], stops[i]) of ``seqs[i]``; sample for the sequences computed to their last token.
+
+    Sequences that are sampled come first. ``sampled_from[j]`` is the one whose logits request ``req_indices[j]`` is
+    sampled from: itself, or the one it was forked from.
+    """
 
     seqs: list[Sequence]
     starts: list[int]
     stops: list[int]
     new_seqs: list[Sequence]  # admitted by this launch: the device does not know them yet
-    req_indices: np.ndarray  # int32 [N] of the sampled ones: all of ``seqs``, or all but the last
+    req_indices: np.ndarray  # int32 [N] of the sampled ones
     seq_ids: np.ndarray  # int64 [N]
+    sampled_from: np.ndarray  # int32 [N], indices of ``seqs``
+    block_copies: list[tuple[int, int]]  # from, to: after the forward pass
+    unsampled: list[Sequence]  # computed to their end by this launch, and finished with it
+    scored: list[tuple[Sequence, int]]  # how many ``targets`` of which sequences are scored, in the order of ``seqs``
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +48,7 @@ class PrefillBatch:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sampled sequence before this launch samples one, int32 [N]."""
-        return np.array(self.stops[: len(self.req_indices)], np.int32)
+        return np.array(self.stops, np.int32)[self.sampled_from]
 
 
 @dataclass(frozen=True)
@@ -64,14 +74,17 @@ class Scheduler:
     Args:
         config: limits.
         num_blocks: size of the KV cache.
-        eos_token_ids: end a sequence unless it asked for ``ignore_eos``.
+        eos_token_ids: end a sequence unless it asked for ``ignore_eos``. The first is the end-of-sequence token; the
+            others are stop tokens, reported as ``stop_reason``.
     """
 
     def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = ()):
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
-        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # larger ids are never sampled
+        known = [i for i in eos_token_ids if i < vocab_size]  # larger ids are never sampled
+        self.eos_token_id = known[0] if known else None
+        self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
         # [V], ids that stop some sequence; a hit is then checked against the sequence itself
         self._is_stop_token = np.zeros(vocab_size, bool)
@@ -109,7 +122,8 @@ class Scheduler:
         return batch
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        seqs, starts, stops, new_seqs = [], [], [], []
+        chunks: list[tuple[Sequence, int, int]] = []
+        new_seqs, sampled, sampled_from, block_copies, unsampled = [], [], [], [], []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
@@ -121,21 +135,53 @@ class Scheduler:
             start = seq.num_computed_tokens
             stop = min(seq.num_tokens, start + budget)
             budget -= stop - start
-            seqs.append(seq)
-            starts.append(start)
-            stops.append(stop)
+            chunks.append((seq, start, stop))
             seq.num_computed_tokens = stop
             self.block_manager.register(seq, stop)
             if stop < seq.num_tokens:
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
-            self.running.append(self.waiting.popleft())
-        if not seqs:
+            self.waiting.popleft()
+            if not seq.is_sampled:
+                unsampled.append(seq)
+                continue
+            for sibling in (seq, *self._fork_siblings(seq, block_copies)):
+                sampled.append(sibling)
+                sampled_from.append(len(chunks) - 1)
+                if sibling is not seq:
+                    new_seqs.append(sibling)
+        if not chunks:
             return None
-        num_sampled = len(seqs) - (stops[-1] < seqs[-1].num_tokens)
-        req_indices = np.array([seq.req_idx for seq in seqs[:num_sampled]], np.int32)
+        if unsampled:  # to the end, together with an unfinished chunk
+            order = list(dict.fromkeys([*sampled_from, *range(len(chunks))]))
+            chunks, sampled_from = [chunks[i] for i in order], [order.index(i) for i in sampled_from]
+        self.running.extend(sampled)
+        req_indices = np.array([seq.req_idx for seq in sampled], np.int32)
         self._running_req_indices = np.concatenate([self._running_req_indices, req_indices])
         self.table.num_scheduled[req_indices] += 1
-        return PrefillBatch(seqs, starts, stops, new_seqs, req_indices, self.table.seq_id[req_indices])
+        seqs, starts, stops = map(list, zip(*chunks, strict=True))
+        scored = [(seq, len(seq.target_rows(start, stop))) for seq, start, stop in chunks if seq.targets is not None]
+        return PrefillBatch(
+            seqs, starts, stops, new_seqs, req_indices, self.table.seq_id[req_indices],
+            np.array(sampled_from, np.int32), block_copies, unsampled, scored,
+        )  # fmt: skip
+
+    def _fork_siblings(self, seq: Sequence, block_copies: list[tuple[int, int]]) -> list[Sequence]:
+        """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
+        forked: list[Sequence] = []
+        while (
+            self.waiting
+            and self.waiting[0].group_id == seq.group_id
+            and self.waiting[0].num_tokens == seq.num_tokens == seq.num_prompt_tokens
+            and self.table.free_req_indices
+            and self.block_manager.can_fork(seq)
+        ):
+            sibling = self.waiting.popleft()
+            copy = self.block_manager.fork(seq, sibling)
+            if copy is not None:
+                block_copies.append(copy)
+            self._enter(sibling)
+            forked.append(sibling)
+        return forked
 
     def _schedule_decode(self) -> DecodeBatch | None:
         table = self.table
@@ -186,38 +232,59 @@ class Scheduler:
             seq = self._seqs[req_indices[i]]
             assert seq is not None
             if self._is_done(seq, int(token_ids[i])):
-                self._release(seq)
-                seq.status = SequenceStatus.FINISHED
                 finished.append(seq)
-        if finished:
-            gone = table.seq_id[self._running_req_indices] < 0
+        if isinstance(batch, PrefillBatch):
+            for seq in batch.unsampled:
+                if seq.status is SequenceStatus.RUNNING:  # not aborted meanwhile
+                    seq.finish_reason = "length"
+                    finished.append(seq)
+        self.finish(finished)
+        return finished
+
+    def finish(self, seqs: list[Sequence]) -> None:
+        """Take sequences out, wherever they are. A launch in flight may still write to their blocks (invariant 3)."""
+        if not seqs:
+            return
+        for seq in seqs:
+            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
+            if is_partial or seq.status is SequenceStatus.WAITING:
+                self.waiting.remove(seq)
+            if seq.req_idx >= 0:
+                self._release(seq, is_partial)
+            seq.status = SequenceStatus.FINISHED
+        gone = self.table.seq_id[self._running_req_indices] < 0
+        if gone.any():
             for i in np.flatnonzero(gone)[::-1].tolist():
                 del self.running[i]
             self._running_req_indices = self._running_req_indices[~gone]
-        return finished
 
     def _admit(self, seq: Sequence) -> None:
         self.block_manager.allocate(seq)
+        self._enter(seq)
+
+    def _enter(self, seq: Sequence) -> None:
+        """Give a sequence with blocks a request slot."""
         self.table.add(seq)
         self._seqs[seq.req_idx] = seq
         if seq.num_completion_tokens == 0:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, is_partial: bool = False) -> None:
         """Give back blocks and request slot; the full blocks stay in the prefix cache."""
-        # the last token's keys and values may never have been computed
-        self.block_manager.register(seq, seq.num_tokens - 1)
+        if not is_partial:
+            # the last token's keys and values may never have been computed
+            self.block_manager.register(seq, seq.num_tokens - 1)
         self.block_manager.deallocate(seq)
         self._seqs[seq.req_idx] = None
         self.table.remove(seq)
 
     def _is_done(self, seq: Sequence, token_id: int) -> bool:
         params = seq.sampling_params
-        if token_id in params.stop_token_ids:
-            seq.finish_reason, seq.stop_reason = "stop", token_id
-        elif token_id in self.eos_token_ids and not params.ignore_eos:
+        if token_id == self.eos_token_id and not params.ignore_eos:
             seq.finish_reason = "stop"
+        elif token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
+            seq.finish_reason, seq.stop_reason = "stop", token_id
         elif seq.num_tokens == self.table.max_tokens[seq.req_idx]:
             seq.finish_reason = "length"
         return seq.finish_reason is not None

@@ -21,6 +21,9 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 
+INT32_MAX = 2**31 - 1
+
+
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
@@ -73,12 +76,19 @@ class Sequence:
         block_size: tokens per KV block.
         seed: 64-bit key of its sampling noise.
         min_tokens_stop_ids: ids that may not be sampled among its first ``min_tokens`` tokens.
+        group_id: the same for all completions of one prompt; they share its blocks. None: seq_id.
+
+    Attributes:
+        targets: token ids int32 [n] whose log-probabilities prefill reports, or None. The hidden states of positions
+            [first_target, first_target + n) predict them.
+        allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
     """
 
     def __init__(self, prompt_token_ids: ListLike[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
                  seq_id: int = 0, block_size: int = 256, seed: int = 0,
-                 min_tokens_stop_ids: tuple[int, ...] = ()):
+                 min_tokens_stop_ids: tuple[int, ...] = (), group_id: int | None = None):
         self.seq_id = seq_id
+        self.group_id = seq_id if group_id is None else group_id
         self.status = SequenceStatus.WAITING
         self.sampling_params = sampling_params
         self.seed = seed
@@ -91,7 +101,10 @@ class Sequence:
         self.block_hashes: list[int] = []  # of its leading full blocks, computed on demand
         self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
+        self.targets: np.ndarray | None = None
+        self.first_target = 0
+        self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: SequenceTable | None = None
         self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no request slot
@@ -129,7 +142,25 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
+        assert self.sampling_params.max_tokens is not None  # the request layer has resolved it
         return self.num_prompt_tokens + self.sampling_params.max_tokens
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it generates anything; otherwise its prompt is computed for the log-probabilities alone."""
+        return self.sampling_params.max_tokens != 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How much of it may come from the prefix cache: what is computed gives logits."""
+        scored_before = self.targets is None or self.num_completion_tokens > 0
+        return self.num_tokens - 1 if scored_before else min(self.num_tokens - 1, self.first_target)
+
+    def target_rows(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose logits are scored against ``targets``."""
+        if self.targets is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
+            return range(0)
+        return range(max(start, self.first_target), min(stop, self.first_target + len(self.targets)))
 
     @property
     def num_blocks(self) -> int:

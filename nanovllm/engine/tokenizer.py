@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 LOADING_LOCK = Lock()  # imported by two threads at once, transformers lacks its classes in one of them
@@ -71,28 +72,53 @@ class AsyncTokenizer:
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
+        """The conversation as text. ``kwargs`` go to the tokenizer; those it does not know, to the template."""
         tokenizer = self._required()
-        if not (kwargs.get("chat_template") or tokenizer.chat_template):
+        template = kwargs.get("chat_template") or tokenizer.chat_template
+        if not template:
             raise RequestError(
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
-        kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message"))
+        messages = [{**message, "content": _as_text(message.get("content"))} for message in messages]
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
             raise RequestError(f"the model's chat template cannot take these messages: {error}") from error
 
-    def decode_later(self, token_ids: list[int]) -> "Future[str]":
-        """The text of the ids without special tokens; "" without a tokenizer."""
-        if self._loading is not None:
-            return self._thread.submit(self._decode, token_ids)
+    def template_variables(self, chat_template: str | None) -> set[str]:
+        """Names that the chat template reads, such as "enable_thinking"."""
+        from jinja2 import Environment, TemplateSyntaxError, meta
+
+        template = chat_template or self._required().chat_template
+        environment = Environment(extensions=["jinja2.ext.loopcontrols", GENERATION_TAG])
+        names: set[str] = set()
+        for source in template.values() if isinstance(template, dict) else [template or ""]:
+            try:
+                names |= meta.find_undeclared_variables(environment.parse(source))
+            except TemplateSyntaxError:
+                continue  # applying it tells what is wrong
+        return names
+
+    def decode_later(self, token_ids: list[int], params: SamplingParams) -> "Future[str]":
+        """The text of the ids; "" without a tokenizer or with ``detokenize=False``."""
+        if self._loading is not None and params.detokenize:
+            return self._thread.submit(
+                self._decode, token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
         empty: Future[str] = Future()
         empty.set_result("")
         return empty
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
+        return self.tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between
+        )
+
+    def replace(self, tokenizer: Any) -> None:
+        """Use this tokenizer from now on."""
+        self._loading = Future()
+        self._loading.set_result(tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -106,3 +132,21 @@ def _load(model_path: str, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         except Exception as error:  # a damaged file may raise anything
             raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error
+
+
+def _as_text(content: Any) -> Any:
+    """A message's content; OpenAI's list of parts becomes its text."""
+    if content is None:
+        return ""
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f'a part of a message must be {{"type": "text", "text": "..."}}, not {kind!r}.')
+    return "\n".join(texts)

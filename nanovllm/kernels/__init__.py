@@ -24,9 +24,12 @@ OPS = {
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
     "mask_stop_ids": "sampling.mask_stop_ids",
+    "apply_token_mask": "sampling.token_mask",
+    "adjust_logits": "sampling.adjust_logits",
     "filter_thresholds": "sampling.filters",
     "gumbel_argmax": "sampling.gumbel",
     "advance_requests": "sampling.gumbel",
+    "token_logprobs": "sampling.logprobs",
 }
 
 

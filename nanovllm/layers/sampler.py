@@ -14,8 +14,8 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.sampling_params import FILTERS, MIN_TOKENS
+from nanovllm.kernels.sampling.reference import AdjustmentTable, SamplingState
+from nanovllm.sampling_params import FILTERS, LOGIT_ADJUSTMENTS, LOGPROBS, MIN_TOKENS, TOKEN_MASK
 
 
 class Logits(NamedTuple):
@@ -38,56 +38,110 @@ class Logits(NamedTuple):
         return Logits(values, self.thresholds, SINGLE_RANK)
 
 
-def mask_stop_ids(ops: SimpleNamespace, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
-    """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
-    ops.mask_stop_ids(logits.values, req_indices, state, logits.vocab_start)
+class Requests(NamedTuple):
+    """The sampled requests, and what the device knows of all requests."""
+
+    req_indices: torch.Tensor  # i32[B]
+    state: SamplingState
+    last_token: torch.Tensor  # i32[R + 1]
+    token_mask: torch.Tensor | None = None  # i32[R + 1, ceil(V / 32)]; only where some request needs it, like
+    adjustments: AdjustmentTable | None = None
+
+
+def apply_token_mask(ops: SimpleNamespace, logits: Logits, requests: Requests) -> Logits:
+    """-inf on tokens that a request does not allow."""
+    ops.apply_token_mask(
+        logits.values, requests.req_indices, requests.state, requests.token_mask, logits.vocab_start
+    )
     return logits
 
 
-def apply_filters(ops: SimpleNamespace, logits: Logits, req_indices: torch.Tensor, state: SamplingState) -> Logits:
+def mask_stop_ids(ops: SimpleNamespace, logits: Logits, requests: Requests) -> Logits:
+    """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
+    ops.mask_stop_ids(logits.values, requests.req_indices, requests.state, logits.vocab_start)
+    return logits
+
+
+def adjust_logits(ops: SimpleNamespace, logits: Logits, requests: Requests) -> Logits:
+    """Biases and penalties, in fp32."""
+    values = ops.adjust_logits(
+        logits.values, requests.req_indices, requests.state, requests.last_token, requests.adjustments,
+        logits.vocab_start,
+    )  # fmt: skip
+    return logits._replace(values=values)
+
+
+def apply_filters(ops: SimpleNamespace, logits: Logits, requests: Requests) -> Logits:
     """Top-k, top-p and min-p, as a threshold per sequence. They need the whole vocabulary."""
     logits = logits.gather()
-    return logits._replace(thresholds=ops.filter_thresholds(logits.values, req_indices, state))
+    return logits._replace(thresholds=ops.filter_thresholds(logits.values, requests.req_indices, requests.state))
 
 
-LogitsStep = Callable[[SimpleNamespace, Logits, torch.Tensor, SamplingState], Logits]
+LogitsStep = Callable[[SimpleNamespace, Logits, Requests], Logits]
 # bit in SamplingParams.features -> step, in the order in which they run
-LOGITS_STEPS: dict[int, LogitsStep] = {MIN_TOKENS: mask_stop_ids, FILTERS: apply_filters}
+LOGITS_STEPS: dict[int, LogitsStep] = {
+    TOKEN_MASK: apply_token_mask,
+    MIN_TOKENS: mask_stop_ids,
+    LOGIT_ADJUSTMENTS: adjust_logits,
+    FILTERS: apply_filters,
+}
+IN_PLACE = TOKEN_MASK | MIN_TOKENS
 
 
 class Sampler(nn.Module):
     """Logits steps, then the Gumbel-max trick: argmax of logit / temperature + noise, in one pass without a softmax."""
 
-    def __init__(self, max_num_seqs: int, tp: TPGroup = SINGLE_RANK):
+    def __init__(self, max_num_seqs: int, tp: TPGroup = SINGLE_RANK, processed_logprobs: bool = False):
         super().__init__()
         self.tp = tp
+        self.processed_logprobs = processed_logprobs
         self.ops = kernels.select()
         self.no_thresholds = torch.full((max_num_seqs,), -torch.inf, dtype=torch.float32)
 
-    def forward(self, logits: torch.Tensor, req_indices: torch.Tensor, state: SamplingState, last_token: torch.Tensor,
-                sampled_tokens: torch.Tensor, features: int) -> torch.Tensor:
-        """Sample one token per sequence and append it to its request (``reference.advance_requests``).
+    def forward(self, logits: torch.Tensor, requests: Requests, sampled_tokens: torch.Tensor, features: int = 0,
+                num_logprobs: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sample one token per request and append it to its request (``reference.advance_requests``).
 
         Args:
             logits: [B, V / tp.size], changed in place.
-            req_indices: i32[B].
-            last_token, sampled_tokens: written here.
+            requests: their ``last_token`` and length are advanced.
+            sampled_tokens: written here.
             features: OR of the ``SamplingParams.features`` in the batch.
+            num_logprobs: alternatives to report beside each token.
 
         Returns:
-            Token ids i32[B], the same on every rank.
+            Token ids i32[B], the same on every rank, and with LOGPROBS ``reference.token_logprobs`` of them.
         """
-        current = Logits(logits, self.no_thresholds[: len(logits)], self.tp)
+        raw = current = Logits(logits, self.no_thresholds[: len(logits)], self.tp)
+        if features & LOGPROBS and features & IN_PLACE and not self.processed_logprobs:
+            current = raw._replace(values=logits.clone())
         for bit, step in LOGITS_STEPS.items():
             if features & bit:
-                current = step(self.ops, current, req_indices, state)
-        values, thresholds, tp = current
-        advance = last_token, state.length, sampled_tokens
+                current = step(self.ops, current, requests)
+        tokens = self.draw(current, requests, sampled_tokens)
+        if not features & LOGPROBS:
+            return tokens, None
+        if not self.processed_logprobs:
+            return tokens, self.score(raw.values, tokens, num_logprobs)
+        values, thresholds, _ = current.gather()
+        temperature = requests.state.temperature[requests.req_indices.long()]
+        scales = torch.where(temperature > 0, 1 / temperature, 1.0)
+        return tokens, self.ops.token_logprobs(values, tokens, num_logprobs, scales, thresholds)
+
+    def score(self, logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> torch.Tensor:
+        """``reference.token_logprobs`` of the model's distribution; logits [N, V / tp.size], tokens i32[N]."""
+        whole = Logits(logits, self.no_thresholds, self.tp).gather()
+        return self.ops.token_logprobs(whole.values, tokens, num_logprobs)
+
+    def draw(self, logits: Logits, requests: Requests, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        values, thresholds, tp = logits
+        req_indices, state = requests.req_indices, requests.state
+        advance = requests.last_token, state.length, sampled_tokens
         if tp.size == 1:
             return self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)[1]
         # Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie. The noise
         # depends on the id, not on the rank: the token is the same as without tensor parallelism.
-        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, current.vocab_start)
+        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
         candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
         scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
         tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)

@@ -13,6 +13,7 @@ from nanovllm.layers.attention import Attention
 
 CPU_KV_CACHE_BYTES = 2 << 30  # modest: other programs need the host's memory
 GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
+BLOCKS_AT_ONCE = 64  # copied through a buffer: 32 MiB for blocks of 256 tokens, 8 KV heads of 128
 GIB = 1 << 30
 
 
@@ -56,6 +57,14 @@ def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype:
     for layer, k_cache, v_cache in zip(layers, *kv_cache, strict=True):
         layer.k_cache, layer.v_cache = k_cache, v_cache
     return kv_cache
+
+
+def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
+    """In every layer of the KV cache, block copy_to[i] becomes a copy of block copy_from[i]; int64 [n] each."""
+    for start in range(0, len(copy_to), BLOCKS_AT_ONCE):
+        chunk = slice(start, start + BLOCKS_AT_ONCE)
+        for cache in kv_cache.flatten(0, 1):
+            cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

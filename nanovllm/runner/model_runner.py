@@ -6,6 +6,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 
 import os
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,44 +19,89 @@ from nanovllm.distributed.workers import Workers
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.context import Context
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Requests, Sampler
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, translate_oom
-from nanovllm.runner.memory import GRAPH_BYTES, allocate_kv_cache, block_bytes, no_room, num_blocks_that_fit
-from nanovllm.runner.prepare import prepare, short_prefill_sizes
+from nanovllm.runner.memory import (
+    GRAPH_BYTES,
+    allocate_kv_cache,
+    block_bytes,
+    copy_blocks,
+    no_room,
+    num_blocks_that_fit,
+)
+from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
 from nanovllm.runner.warmup import compile_kernels
+from nanovllm.sampling_params import FILTERS, GUIDED, MIN_TOKENS
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
+WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
 SAMPLE = "sample"  # kind of the graphs that sample without logits steps
+
+
+LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a launch computed, on the host. ``token_ids``: int32 [num_sampled], in the order of the batch."""
+    """What a launch computed, on the host.
+
+    Attributes:
+        token_ids: int32 [num_sampled], in the order of the batch.
+        logprobs: of the sampled tokens, packed as by ``reference.token_logprobs``; None if no request wants them.
+        prompt_logprobs: the same of the batch's targets, in the order of its sequences.
+    """
 
     token_ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    prompt_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a launch computes besides tokens: tensors on their way to the host, there when the event has happened."""
+
+    event: torch.cuda.Event | None = None  # None on the CPU
+    logprobs: torch.Tensor | None = None
+    prompt_logprobs: torch.Tensor | None = None
+
+
+class Computed(NamedTuple):
+    """A forward pass, before it is sampled."""
+
+    hidden: torch.Tensor  # [num_sampled, C]
+    req_indices: torch.Tensor  # int32 [num_sampled]
+    prompt_logprobs: torch.Tensor | None = None
 
 
 class StepHandle:
-    """A launch in flight."""
+    """A launch in flight. ``output`` is None while a guided step waits for its masks."""
 
-    def __init__(self, sampled_tokens: torch.Tensor, batch: Batch, event: torch.cuda.Event | None,
+    def __init__(self, sampled_tokens: torch.Tensor, batch: Batch, output: StepOutput | None,
                  workers: Workers | None):
+        self.output = output
         self._sampled_tokens = sampled_tokens
         self._index = batch.lengths % 2, batch.req_indices
-        self._event = event
         self._workers = workers
 
     def wait(self) -> StepResult:
         """Block until the launch is done."""
-        if self._event is not None and self._workers is not None:
-            self._workers.wait_until(self._event.query)
-        elif self._event is not None:
-            self._event.synchronize()
-        return StepResult(self._sampled_tokens.numpy()[self._index])
+        assert self.output is not None
+        event, logprobs, prompt_logprobs = self.output.event, self.output.logprobs, self.output.prompt_logprobs
+        if event is not None and self._workers is not None:
+            self._workers.wait_until(event.query)
+        elif event is not None:
+            event.synchronize()
+        return StepResult(
+            self._sampled_tokens.numpy()[self._index],
+            # copies: requests keep them, and pinned memory is scarce
+            None if logprobs is None else logprobs.numpy().copy(),
+            None if prompt_logprobs is None else prompt_logprobs.numpy().copy(),
+        )
 
 
 class ModelRunner:
@@ -91,23 +137,28 @@ class ModelRunner:
         self.prefill_sizes = short_prefill_sizes(config.max_num_batched_tokens) if self.use_graphs else []
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
+        # the guided step that waits for its masks
+        self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
             self.decode_sizes = decode_sizes(config.max_num_seqs)
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
-            self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks)
+            limits = config.max_model_len, config.model_config.vocab_size
+            self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
+            self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
             # The five segments of a short prefill, at the address its graphs read. Zeros: warm-up runs the embedding,
             # which needs valid ids.
             self.prefill_inputs = torch.zeros(
                 5 * max(self.prefill_sizes, default=0), dtype=torch.int32, device=self.device
             )
             with model_defaults(self.dtype, self.device):
-                self.sampler = Sampler(config.max_num_seqs, tp)
+                processed_logprobs = config.logprobs_mode == "processed_logprobs"
+                self.sampler = Sampler(config.max_num_seqs, tp, processed_logprobs)
             with self.ops.parallel_compile(self.device) as begin:
                 if on_gpu:
-                    compile_kernels(self)
+                    compile_kernels(self, WARMUP_FEATURES)
                 begin()
                 self.load_model()  # while the kernels compile
             reserved_bytes = self.warmup_model()
@@ -143,7 +194,7 @@ class ModelRunner:
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         hidden = self.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], self.request_state.block_tables, num_tokens))
         # The most memory: with several ranks, filters gather the logits.
-        self.sample(hidden[:num_seqs], self.request_state.batch_req_indices, features=~0)
+        self.sample(hidden[:num_seqs], self.request_state.batch_req_indices, features=WARMUP_FEATURES)
         torch.cuda.synchronize()
         prefill_peak = torch.cuda.max_memory_allocated() - before
         del hidden
@@ -184,7 +235,7 @@ class ModelRunner:
 
         def sample(size: int) -> torch.Tensor:
             hidden = graphs.output(StepKind.DECODE, size)
-            return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)
+            return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)[0]
 
         def short_prefill(size: int) -> torch.Tensor:
             return self.model(*self.short_prefill_inputs(size, max_context))
@@ -196,20 +247,30 @@ class ModelRunner:
     # ------------------------------------------------------------ a step
 
     def run(self, batch: Batch) -> StepHandle:
-        """Launch a batch; the handle gives a token for each of ``batch.req_indices``."""
+        """Launch a batch; the handle gives a token for each of ``batch.req_indices``.
+
+        A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
+        """
         header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
-        if self.workers is None:
-            event = self.run_model(header, packed)
-        else:
-            if isinstance(batch, PrefillBatch) and self._last_handle is not None:
-                # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
-                # while holding the GIL, and so block the watch thread.
-                self._last_handle.wait()
-            with self.workers.guard():
-                self.workers.send(to_words(header, packed))
-                event = self.run_model(header, packed)
-        self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, event, self.workers)
+        if self.workers is not None and isinstance(batch, PrefillBatch) and self._last_handle is not None:
+            # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
+            # while holding the GIL, and so block the watch thread.
+            self._last_handle.wait()
+        output = self._launch(header, packed)
+        self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, output, self.workers)
         return self._last_handle
+
+    def sample_guided(self, handle: StepHandle, req_indices: list[int], masks: list[np.ndarray]) -> None:
+        """Sample the guided batch that was launched last, with these token masks (int32 words)."""
+        handle.output = self._launch(*prepare_masks(req_indices, masks))
+
+    def _launch(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
+        """Run a step on every rank."""
+        if self.workers is None:
+            return self.run_model(header, packed)
+        with self.workers.guard():
+            self.workers.send(to_words(header, packed))
+            return self.run_model(header, packed)
 
     def loop(self) -> None:
         """A worker's main loop: launch the steps of rank 0 until an empty message ends it."""
@@ -218,20 +279,33 @@ class ModelRunner:
             self.run_model(*from_words(words))
 
     @torch.inference_mode()
-    def run_model(self, header: StepHeader, packed: np.ndarray) -> torch.cuda.Event | None:
-        """Launch a step on this rank. The event follows its last kernel; None on the CPU, where the step is done."""
+    def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
+        """Launch a step on this rank; None for a guided step, which ``StepKind.SAMPLE`` completes."""
         step = unpack(header, self._to_device(packed))
         if header.num_updates:
             self.request_state.apply(step.indices, step.values)
-        if header.kind == StepKind.DECODE:
-            self.run_decode(header)
+        if header.num_adjustments:
+            self.tables.set_adjustments(step.adjustment_indices, step.adjustment_values)
+        if header.num_masks:
+            self.tables.set_masks(step.mask_req_indices, step.mask_words)
+        if header.kind == StepKind.SAMPLE:
+            assert self._guided is not None
+            (header, computed), self._guided = self._guided, None
         else:
-            self.run_prefill(header, step)
+            computed = self.run_decode(header) if header.kind == StepKind.DECODE else self.run_prefill(header, step)
+            if header.features & GUIDED:
+                self._guided = header, computed
+                return None
+        logprobs = None
+        if header.kind == StepKind.DECODE and not header.features and self.graphs is not None:
+            self.graphs.replay(SAMPLE, header.num_sampled)
+        elif header.num_sampled:
+            _, logprobs = self.sample(computed.hidden, computed.req_indices, header.features, header.num_logprobs)
         if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+            return StepOutput(None, logprobs, computed.prompt_logprobs)
+        output = StepOutput(torch.cuda.Event(), self._to_host(logprobs), self._to_host(computed.prompt_logprobs))
+        output.event.record()  # type: ignore[union-attr]
+        return output
 
     def _to_device(self, packed: np.ndarray) -> torch.Tensor:
         on_host = torch.from_numpy(packed)
@@ -239,33 +313,56 @@ class ModelRunner:
             return on_host
         return on_host.pin_memory().to(self.device, non_blocking=True)
 
-    def run_decode(self, header: StepHeader) -> None:
-        size = header.num_sampled
-        if self.graphs is None:
-            hidden = self.model(*self.decode_inputs(size, header.max_context))
-        else:
-            hidden = self.graphs.replay(StepKind.DECODE, size)[:size]
-        if self.graphs is None or header.features:
-            self.sample(hidden, self.request_state.batch_req_indices[:size], header.features)
-        else:
-            self.graphs.replay(SAMPLE, size)
+    def _to_host(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """A copy in pinned memory, complete when the stream gets there; the other ranks' are not needed."""
+        if values is None or self.tp.rank > 0:
+            return None
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    def run_prefill(self, header: StepHeader, step: StepInput) -> None:
+    def run_decode(self, header: StepHeader) -> "Computed":
+        size, req_indices = header.num_sampled, self.request_state.batch_req_indices
+        if self.graphs is None:
+            return Computed(self.model(*self.decode_inputs(size, header.max_context)), req_indices[:size])
+        hidden = self.graphs.replay(StepKind.DECODE, size)
+        # without features a graph samples too, and a slice costs the host 2 us
+        return Computed(hidden[:size], req_indices[:size]) if header.features else Computed(hidden, req_indices)
+
+    def run_prefill(self, header: StepHeader, step: StepInput) -> "Computed":
         logits_indices = step.logits_indices.long()
         if header.kind == StepKind.SHORT_PREFILL:
             assert self.graphs is not None
             segments = [step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens]
             torch.cat(segments, out=self.prefill_inputs[: 5 * header.num_tokens])
-            hidden = self.graphs.replay(StepKind.SHORT_PREFILL, header.num_tokens)[logits_indices]
+            every = self.graphs.replay(StepKind.SHORT_PREFILL, header.num_tokens)
+            hidden = every[logits_indices]
+        elif header.num_targets:
+            every = self.model(*self.packed_prefill_inputs(header, step, None))
+            hidden = every[logits_indices]
         else:
             hidden = self.model(*self.packed_prefill_inputs(header, step, logits_indices))
-        if header.num_sampled:
-            self.sample(hidden, step.sampled_req_indices, header.features)
+        if header.num_block_copies:
+            copy_blocks(self.kv_cache, step.copy_from.long(), step.copy_to.long())
+        if header.num_logits < header.num_sampled:  # forked completions
+            hidden = hidden[step.sampled_from.long()]
+        prompt_logprobs = None
+        if header.num_targets:
+            indices, rows = step.target_indices.long(), range(0, header.num_targets, LOGITS_ROWS)
+            slices = [slice(row, row + LOGITS_ROWS) for row in rows]
+            prompt_logprobs = torch.cat([
+                self.sampler.score(
+                    self.model.compute_logits(every[indices[rows]]), step.targets[rows], header.num_prompt_logprobs
+                ) for rows in slices
+            ])  # fmt: skip
+        return Computed(hidden, step.sampled_req_indices, prompt_logprobs)
 
-    def sample(self, hidden: torch.Tensor, req_indices: torch.Tensor, features: int) -> torch.Tensor:
-        """Hidden states [N, C] -> token ids int32 [N], which also advance the request state."""
+    def sample(self, hidden: torch.Tensor, req_indices: torch.Tensor, features: int,
+               num_logprobs: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [N, C] -> token ids int32 [N], which also advance the request state, and log-probabilities."""
         logits, state = self.model.compute_logits(hidden), self.request_state
-        return self.sampler(logits, req_indices, state.sampling, state.last_token, state.sampled_tokens, features)
+        requests = Requests(
+            req_indices, state.sampling, state.last_token, self.tables.token_mask, self.tables.adjustments
+        )
+        return self.sampler(logits, requests, state.sampled_tokens, features, num_logprobs)
 
     # ------------------------------------------------------------ inputs of the model
 
@@ -286,7 +383,7 @@ class ModelRunner:
         return input_ids, Context(positions, slot_mapping, req_indices, context_lens, tables, max_context)
 
     def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
-                              logits_indices: torch.Tensor) -> tuple[torch.Tensor, Context]:
+                              logits_indices: torch.Tensor | None) -> tuple[torch.Tensor, Context]:
         """The packed tokens of a prefill, and their attention metadata."""
         return step.input_ids, Context(
             step.positions, step.slot_mapping, step.req_indices, step.context_lens, self.request_state.block_tables,
@@ -304,6 +401,7 @@ class ModelRunner:
         """After an interrupted step: wait for the device and forget what it was sent."""
         self.synchronize()
         self.staged_writes.reset()
+        self._guided = None
 
     def exit(self) -> None:
         """Free the device's memory; rank 0 dismisses the other ranks first."""
@@ -316,7 +414,7 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = None
-        for name in ("model", "kv_cache", "request_state", "prefill_inputs", "sampler", "backend"):
+        for name in ("model", "kv_cache", "request_state", "tables", "prefill_inputs", "sampler", "backend"):
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

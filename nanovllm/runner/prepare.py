@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
+from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.request_state import StagedWrites
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack
+from nanovllm.sampling_params import LOGPROBS
 
 # Prefills of few tokens, which attend few tokens, run as CUDA graphs: the host takes longer to launch their 200 kernels
 # one by one than the device to run them. A longer prefill is bound by the device.
@@ -33,14 +35,27 @@ def prepare_decode(batch: DecodeBatch, staged: StagedWrites) -> tuple[StepHeader
     staged.append_blocks(batch.seqs_with_new_block)
     staged.set_batch(batch.req_indices)
     indices, values = staged.drain()
+    features = staged.features(batch.req_indices)
     header = StepHeader(
         kind=StepKind.DECODE,
         num_updates=len(indices),
         num_sampled=len(batch.req_indices),
         max_context=int(batch.lengths.max()),
-        features=staged.features(batch.req_indices),
+        features=features,
+        num_logprobs=staged.num_logprobs(batch.req_indices) if features & LOGPROBS else 0,
     )
     return header, pack(header, StepInput(indices, values))
+
+
+def prepare_masks(req_indices: list[int], masks: list[np.ndarray]) -> tuple[StepHeader, np.ndarray]:
+    """The step that samples what the step before has computed, with these token masks."""
+    num_words = sum(map(len, masks))
+    header = StepHeader(
+        kind=StepKind.SAMPLE, num_updates=0, num_sampled=0, num_masks=len(masks), num_mask_words=num_words
+    )
+    words = np.concatenate(masks) if masks else np.empty(0, np.int32)
+    step = StepInput((), (), mask_req_indices=np.array(req_indices, np.int32), mask_words=words)
+    return header, pack(header, step)
 
 
 def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
@@ -55,6 +70,11 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         for seq, p in zip(batch.seqs, positions, strict=True)
     ]
     cu_seqlens_q = np.cumsum([0, *map(len, positions)], dtype=np.int32)
+    num_logits = int(batch.sampled_from.max(initial=-1)) + 1  # sampled sequences come first
+    is_forked = num_logits < len(batch.sampled_from)
+    adjustment_indices, adjustment_values, mask_req_indices, masks = staged.tables.drain()
+    targets = targets_of(chunks, cu_seqlens_q)
+    copies = np.array(batch.block_copies, np.int32).reshape(-1, 2)
     step = StepInput(
         indices,
         values,
@@ -65,9 +85,19 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         context_lens=np.array(batch.stops, np.int32),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=np.cumsum([0, *batch.stops], dtype=np.int32),
-        logits_indices=cu_seqlens_q[1 : len(batch.req_indices) + 1] - 1,
+        logits_indices=cu_seqlens_q[1 : num_logits + 1] - 1,
         sampled_req_indices=batch.req_indices,
+        sampled_from=batch.sampled_from if is_forked else (),
+        adjustment_indices=adjustment_indices,
+        adjustment_values=adjustment_values,
+        mask_req_indices=mask_req_indices,
+        mask_words=masks,
+        target_indices=targets[0],
+        targets=targets[1],
+        copy_from=copies[:, 0],
+        copy_to=copies[:, 1],
     )
+    features = staged.features(batch.req_indices)
     header = StepHeader(
         kind=StepKind.PREFILL,
         num_updates=len(indices),
@@ -76,12 +106,32 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_seqs=len(batch.seqs),
         max_seqlen_q=max(map(len, positions)),
         max_context=max(batch.stops),
-        features=staged.features(batch.req_indices),
+        features=features,
+        num_logits=num_logits,
+        num_logprobs=staged.num_logprobs(batch.req_indices) if features & LOGPROBS else 0,
+        num_adjustments=len(adjustment_indices),
+        num_masks=len(mask_req_indices),
+        num_mask_words=len(masks),
+        num_targets=len(targets[0]),
+        num_prompt_logprobs=max((seq.sampling_params.prompt_logprobs or 0 for seq in batch.seqs), default=0),
+        num_block_copies=len(copies),
     )
     size = next((size for size in short_sizes if size >= header.num_tokens), None)
     if size is not None and int(step.positions.sum()) <= MAX_SHORT_PREFILL_CONTEXTS:
         header, step = as_short_prefill(header, step, size, staged.max_num_seqs)
     return header, pack(header, step)
+
+
+def targets_of(chunks: list[tuple[Sequence, int, int]], cu_seqlens_q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Packed tokens whose logits are scored, and the tokens to score, int32 [n] each."""
+    indices, targets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for (seq, start, stop), offset in zip(chunks, cu_seqlens_q.tolist(), strict=False):
+        rows = seq.target_rows(start, stop)
+        if rows:
+            assert seq.targets is not None
+            indices.append(np.arange(rows.start - start, rows.stop - start, dtype=np.int32) + offset)
+            targets.append(seq.targets[rows.start - seq.first_target : rows.stop - seq.first_target])
+    return np.concatenate(indices), np.concatenate(targets)
 
 
 def as_short_prefill(header: StepHeader, step: StepInput, size: int,

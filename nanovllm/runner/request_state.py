@@ -10,9 +10,10 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import INT32_MAX, Sequence
 from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.sampling_params import MAX_STOP_IDS
+from nanovllm.runner.sampling_tables import StagedTables
+from nanovllm.sampling_params import LOGIT_ADJUSTMENTS, MAX_STOP_IDS, TOKEN_MASK
 
 # int32 words per request of each column; floats are kept as their bits, the seed as two halves
 COLUMNS = {
@@ -25,9 +26,13 @@ COLUMNS = {
     "seed": 2,
     "min_len": 1,
     "stop_ids": MAX_STOP_IDS,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 1,
+    "is_adjusted": 1,
+    "is_masked": 1,
 }
 START = dict(zip([*COLUMNS, "block_table"], accumulate(COLUMNS.values(), initial=0), strict=True))
-INT32_MAX = 2**31 - 1  # clamp for top_k and min_len: larger values have the same effect
 MAX_TEMPERATURE = 1e30  # clamp: larger ones have the same effect, and its inverse is a normal fp32 number
 
 
@@ -69,6 +74,11 @@ class RequestState:
             min_len=column("min_len"),
             stop_ids=column("stop_ids"),
             length=self.length,
+            presence_penalty=column("presence_penalty", torch.float32),
+            frequency_penalty=column("frequency_penalty", torch.float32),
+            repetition_penalty=column("repetition_penalty", torch.float32),
+            is_adjusted=column("is_adjusted"),
+            is_masked=column("is_masked"),
         )
 
     def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -79,9 +89,10 @@ class RequestState:
 class StagedWrites:
     """Host side: collects writes to the request state until the next launch takes them along."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int):
+    def __init__(self, max_num_seqs: int, max_blocks: int, tables: StagedTables):
         self.max_num_seqs = max_num_seqs
         self.width = START["block_table"] + max_blocks
+        self.tables = tables
         self.reset()
 
     def reset(self) -> None:
@@ -90,25 +101,37 @@ class StagedWrites:
         self._indices: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
         self._features = np.zeros(self.max_num_seqs, np.int32)
+        self._num_logprobs = np.zeros(self.max_num_seqs, np.int32)
+        self.tables.reset()
 
     def features(self, req_indices: np.ndarray) -> int:
         """OR of the requests' feature bits."""
         return int(np.bitwise_or.reduce(self._features[req_indices]))
 
+    def num_logprobs(self, req_indices: np.ndarray) -> int:
+        """Most alternatives that one of the requests wants reported."""
+        return int(self._num_logprobs[req_indices].max(initial=0))
+
     def add(self, seq: Sequence) -> None:
         """Stage everything about a sequence that was given a request slot."""
         params = seq.sampling_params
-        self._features[seq.req_idx] = params.features
+        features = params.features
+        self._features[seq.req_idx] = features
+        self._num_logprobs[seq.req_idx] = params.logprobs or 0
+        self.tables.add(seq, features)
         stop_ids = seq.min_tokens_stop_ids
         words = [
             0,  # last token: prefill samples it
             seq.num_tokens,
             *_bits(0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)),
-            min(max(params.top_k, 0), INT32_MAX),
+            min(max(params.top_k, 0), INT32_MAX),  # larger values have the same effect
             *_bits(params.top_p, params.min_p),
             *np.array([seq.seed], np.uint64).view(np.int32).tolist(),
             min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
             *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)),
+            *_bits(params.presence_penalty, params.frequency_penalty, params.repetition_penalty),
+            features & LOGIT_ADJUSTMENTS,
+            features & TOKEN_MASK,
             *seq.block_table,
         ]  # fmt: skip
         start = self.max_num_seqs + seq.req_idx * self.width

@@ -15,6 +15,7 @@ class StepKind(IntEnum):
     DECODE = 0  # one token per sequence; its inputs are gathered from the request state on the device
     PREFILL = 1  # packed prompts, several query tokens per sequence
     SHORT_PREFILL = 2  # few packed tokens, padded to a captured size; each attends as a single-query sequence
+    SAMPLE = 3  # the sampling of the guided step before, whose masks needed the tokens of the one before that
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,18 @@ class StepHeader:
     Attributes:
         kind: a ``StepKind``.
         num_updates: elements of the request state that change.
-        num_sampled: sequences that get a token: all of a decode batch; of a prefill those computed to their end.
+        num_sampled: requests that get a token: all of a decode batch; of a prefill those computed to their end.
+        num_logits: sequences whose logits they are sampled from; fewer where completions are forked.
         num_tokens: packed tokens, padding included (0 in decode).
         num_seqs: sequences (0 in decode).
         max_seqlen_q: most query tokens of one sequence.
         max_context: upper bound of the tokens that a sequence attends.
-        features: OR of the sampled requests' ``SamplingParams.features``, a bit for each logits step to run.
+        features: OR of the sampled requests' ``SamplingParams.features``: what to do beyond plain sampling.
+        num_logprobs: most alternatives that a sampled request wants reported.
+        num_adjustments: elements of the adjustment table that change.
+        num_masks, num_mask_words: rows of the token masks that change, and their words together.
+        num_targets: prompt tokens whose log-probabilities are reported, with ``num_prompt_logprobs`` alternatives.
+        num_block_copies: KV blocks that forked completions copy.
     """
 
     kind: int
@@ -40,6 +47,14 @@ class StepHeader:
     max_seqlen_q: int = 1
     max_context: int = 0
     features: int = 0
+    num_logits: int = 0
+    num_logprobs: int = 0
+    num_adjustments: int = 0
+    num_masks: int = 0
+    num_mask_words: int = 0
+    num_targets: int = 0
+    num_prompt_logprobs: int = 0
+    num_block_copies: int = 0
 
 
 HEADER_SIZE = len(fields(StepHeader))
@@ -54,7 +69,13 @@ class StepInput:
         input_ids, positions, slot_mapping: [num_tokens].
         req_indices, context_lens: [num_seqs], of a short prefill [num_tokens].
         cu_seqlens_q, cu_seqlens_k: [num_seqs + 1], not in a short prefill.
-        logits_indices, sampled_req_indices: [num_sampled], packed tokens to sample from, and their requests.
+        logits_indices: [num_logits], packed tokens to sample from.
+        sampled_req_indices: [num_sampled], the requests that get a token.
+        sampled_from: [num_sampled] indices of ``logits_indices``; absent where nothing is forked.
+        adjustment_indices, adjustment_values: [num_adjustments], elements of the adjustment table.
+        mask_req_indices: [num_masks]; mask_words: [num_mask_words], rows of the token masks.
+        target_indices, targets: [num_targets], packed tokens, and the tokens that follow them.
+        copy_from, copy_to: [num_block_copies].
     """
 
     indices: Any
@@ -68,16 +89,28 @@ class StepInput:
     cu_seqlens_k: Any = ()
     logits_indices: Any = ()
     sampled_req_indices: Any = ()
+    sampled_from: Any = ()
+    adjustment_indices: Any = ()
+    adjustment_values: Any = ()
+    mask_req_indices: Any = ()
+    mask_words: Any = ()
+    target_indices: Any = ()
+    targets: Any = ()
+    copy_from: Any = ()
+    copy_to: Any = ()
 
 
 def segment_sizes(header: StepHeader) -> tuple[int, ...]:
-    """Length of each segment, in the order of ``StepInput``."""
+    """Length of each segment, in the order of ``StepInput``; those after the last are absent."""
     u, t, s, n = header.num_updates, header.num_tokens, header.num_seqs, header.num_sampled
+    a, m, w = header.num_adjustments, header.num_masks, header.num_mask_words
     if header.kind == StepKind.DECODE:
-        return u, u, 0, 0, 0, 0, 0, 0, 0, 0, 0
-    if header.kind == StepKind.SHORT_PREFILL:
-        return u, u, t, t, t, t, t, 0, 0, n, n
-    return u, u, t, t, t, s, s, s + 1, s + 1, n, n
+        return u, u
+    if header.kind == StepKind.SAMPLE:
+        return u, u, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, a, a, m, w
+    requests = (t, t, 0, 0) if header.kind == StepKind.SHORT_PREFILL else (s, s, s + 1, s + 1)
+    logits, p, c = header.num_logits, header.num_targets, header.num_block_copies
+    return u, u, t, t, t, *requests, logits, n, n if logits < n else 0, a, a, m, w, p, p, c, c
 
 
 def _aligned(size: int) -> int:
@@ -89,7 +122,7 @@ def pack(header: StepHeader, step: StepInput) -> np.ndarray:
     """The segments as one int32 array."""
     sizes = segment_sizes(header)
     packed, start = np.zeros(sum(map(_aligned, sizes)), np.int32), 0
-    for size, segment in zip(sizes, vars(step).values(), strict=True):
+    for size, segment in zip(sizes, vars(step).values(), strict=False):
         packed[start : start + size] = segment
         start += _aligned(size)
     return packed

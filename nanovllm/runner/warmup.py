@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
 
 
-def compile_kernels(runner: "ModelRunner") -> None:
+def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     """Issue every launch of start-up and of a step inside ``parallel_compile``: kernels are compiled and do not run.
 
+    Of the logits steps those in ``warmup_features``.
     The model has two layers, because the last one takes another path in prefill, and a KV cache of one block. Weights
     are uninitialised; every token belongs to the padding request slot.
     """
@@ -44,7 +45,7 @@ def compile_kernels(runner: "ModelRunner") -> None:
         runner.run_prefill(header, step)
     for size in runner.decode_sizes:
         hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
-        for features in (0, ~0):
+        for features in (0, warmup_features):
             runner.sample(hidden, state.batch_req_indices[:size], features)
     for size in runner.prefill_sizes:
         runner.model(*runner.short_prefill_inputs(size, config.max_model_len))

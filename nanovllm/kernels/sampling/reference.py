@@ -1,6 +1,6 @@
-"""Plain twins of the sampling kernels, in PyTorch; they define the filters, the noise and the draw.
+"""Plain twins of the sampling kernels, in PyTorch; they define masks, adjustments, filters, noise, draw and logprobs.
 
-B sequences, V vocabulary, R request slots, F stop ids per request.
+B sequences, V vocabulary, R request slots, F stop ids per request, W entries of an adjustment table.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,27 @@ class SamplingState:
     min_len: torch.Tensor  # i32[R], stop_ids may not be sampled while length < min_len
     stop_ids: torch.Tensor  # i32[R, F], padded with -1
     length: torch.Tensor  # i32[R], 0 = padding request slot
+    # Read only by the logits steps that a batch needs, so a caller without these steps may leave them out.
+    is_masked: torch.Tensor | None = None  # i32[R], 0 = every token is allowed
+    is_adjusted: torch.Tensor | None = None  # i32[R], 0 = neither bias nor penalty
+    presence_penalty: torch.Tensor | None = None  # f32[R], 0 = off, once for every token generated
+    frequency_penalty: torch.Tensor | None = None  # f32[R], 0 = off, times how often it was generated
+    repetition_penalty: torch.Tensor | None = None  # f32[R], > 0, 1 = off, for tokens of prompt and output
+
+
+@dataclass(frozen=True)
+class AdjustmentTable:
+    """Per request slot the distinct tokens whose logits change, in no order; strided views are fine.
+
+    W is large enough for every token that a request biases, was prompted with or generates. Every tensor-parallel rank
+    keeps the whole table.
+    """
+
+    num_entries: torch.Tensor  # i32[R]
+    num_counted: torch.Tensor  # i32[R], tokens of the sequence that the counts include
+    token_ids: torch.Tensor  # i32[R, W], distinct
+    counts: torch.Tensor  # i32[R, W], -1 only a bias; 0 in the prompt, not generated; k >= 1 generated k times
+    bias: torch.Tensor  # f32[R, W], added to the logit
 
 
 def mask_stop_ids(logits, req_indices, state, vocab_start=0):
@@ -165,3 +186,122 @@ def uniform_tails(bits):
     is_lower = bits < 2**31
     nearer = torch.where(is_lower, bits, 0xFFFFFFFF - bits)
     return (nearer.float() + 0.5) * 2.0**-32, is_lower
+
+
+def apply_token_mask(logits, req_indices, state, token_mask, vocab_start=0):
+    """In place: -inf on the tokens that `token_mask` forbids, in sequences with `state.is_masked`.
+
+    Args:
+        token_mask: i32[R, ceil(vocabulary / 32)]; bit t % 32 of word t // 32 allows token t. Ids beyond are forbidden.
+        vocab_start: id of column 0 of `logits` [B, V], not always a multiple of 32.
+    """
+    slots = req_indices.long()
+    masked = ((state.is_masked[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
+    if len(masked) > 0:
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
+        words = token_mask[slots[masked]][:, (ids // 32).clamp(max=token_mask.shape[1] - 1)]
+        allowed = (words >> (ids % 32) & 1 > 0) & (ids < 32 * token_mask.shape[1])
+        logits[masked] = logits[masked].masked_fill(~allowed, -torch.inf)
+
+
+def adjust_logits(logits, req_indices, state, last_token, table, vocab_start=0):
+    """fp32 logits [B, V] with bias and penalties; -inf and NaN stay. First counts the last token, if it is not yet.
+
+    Bias first, then the penalties in the order repetition, frequency, presence. Repetition divides positive logits and
+    multiplies the others. Requests without `state.is_adjusted` get a plain copy.
+
+    Args:
+        last_token: i32[R], the last of the `state.length` tokens of each sequence.
+        table: AdjustmentTable, counted in here.
+        vocab_start: id of column 0 of `logits` [B, V]; ids outside of its V columns are counted all the same.
+    """
+    adjusted = logits.to(torch.float32, copy=True)
+    slots = req_indices.long()
+    changed = ((state.is_adjusted[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
+    if len(changed) == 0:
+        return adjusted
+    slots = slots[changed]
+    uncounted = slots[table.num_counted[slots] < state.length[slots]]
+    if len(uncounted) > 0:
+        count_tokens(last_token[uncounted], uncounted, table)
+        table.num_counted[uncounted] = state.length[uncounted]
+
+    num_entries = table.num_entries[slots].unsqueeze(1)
+    width = int(num_entries.max())
+    columns = table.token_ids[slots, :width].long() - vocab_start
+    counts, bias = table.counts[slots, :width], table.bias[slots, :width]
+    present = torch.arange(width, device=logits.device) < num_entries
+    present &= (columns >= 0) & (columns < logits.shape[1])
+    before = adjusted[changed].gather(1, columns.masked_fill(~present, 0))
+    x = before + bias
+    repetition = state.repetition_penalty[slots].unsqueeze(1)
+    penalized = torch.where(x > 0, x / repetition, x * repetition)
+    penalized = penalized - state.frequency_penalty[slots].unsqueeze(1) * counts
+    penalized = penalized - state.presence_penalty[slots].unsqueeze(1) * (counts > 0)
+    x = torch.where(counts >= 0, penalized, x).masked_fill(before == -torch.inf, -torch.inf)
+    sequence, entry = present.nonzero(as_tuple=True)
+    adjusted[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
+    return adjusted
+
+
+def count_tokens(tokens, slots, table):
+    """Count one generated token, i32[N], for each of the request slots, int64[N]; append it where it is new."""
+    num_entries = table.num_entries[slots]
+    width = int(num_entries.max())
+    is_entry = torch.arange(width, device=slots.device) < num_entries.unsqueeze(1)
+    matches = is_entry & (table.token_ids[slots, :width] == tokens.unsqueeze(1))
+    is_new = ~matches.any(1)
+    entry = torch.where(is_new, num_entries, (matches * torch.arange(width, device=slots.device)).sum(1)).long()
+    table.token_ids[slots, entry] = tokens
+    table.counts[slots, entry] = torch.where(is_new, 0, table.counts[slots, entry].clamp(min=0)) + 1
+    table.bias[slots[is_new], entry[is_new]] = 0.0
+    table.num_entries[slots[is_new]] += 1
+
+
+def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
+    """Log-probabilities of one token per row and of the `num_top` most probable ones.
+
+    Args:
+        logits: [N, V], the whole vocabulary. NaN counts as -inf.
+        tokens: int[N].
+        num_top: number of most probable tokens, at most V; the lowest id first on a tie.
+        scales: f32[N], > 0: logits are multiplied by them, as by an inverse temperature.
+        thresholds: f32[N]: logits below count as -inf, before the scales; see `filter_thresholds`.
+
+    Returns:
+        i32[N, 2 + 2 * num_top], in one piece for one copy to the host; `unpack_logprobs` takes it apart. Columns: bits
+        of the token's fp32 logprob; its rank, the number of logits >= its own; the top ids; the bits of their logprobs.
+        In a row of -inf every logprob is -inf.
+    """
+    x = logits.float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    if thresholds is not None:
+        x = x.masked_fill(x < thresholds.unsqueeze(1), -torch.inf)
+    if scales is not None:
+        x = x * scales.unsqueeze(1)
+    own = x.gather(1, tokens.long().unsqueeze(1))
+    rank = (x >= own).sum(1, keepdim=True)
+    ids = top_ids(x, num_top)
+    normalizer = x.logsumexp(1, keepdim=True)
+    logprobs = torch.cat((own, x.gather(1, ids.long())), 1) - normalizer
+    logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf).view(torch.int32)
+    return torch.cat((logprobs[:, :1], rank.int(), ids, logprobs[:, 1:]), 1)
+
+
+def top_ids(x, num_top):
+    """Columns i32[N, num_top] of the largest values of fp32 `x` [N, V], the lowest column first on a tie."""
+    if num_top == 0:
+        return torch.empty((len(x), 0), dtype=torch.int32, device=x.device)
+    # topk does not promise the lowest column of a tie, so distinct keys: an integer in the order of the floats, -column
+    bits = (x + 0.0).view(torch.int32)  # -0.0 is a tie with 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) - torch.arange(x.shape[1], device=x.device)
+    return -keys.topk(num_top).values.int()  # the lower half
+
+
+def unpack_logprobs(packed):
+    """`token_logprobs`' result, a tensor or array, as (logprob f32[N], rank i32[N], ids i32[N, k], top f32[N, k])."""
+    num_top = packed.shape[1] // 2 - 1
+    float32 = torch.float32 if isinstance(packed, torch.Tensor) else "float32"
+    ids, top = packed[:, 2 : 2 + num_top], packed[:, 2 + num_top :]
+    return packed[:, 0].view(float32), packed[:, 1], ids, top.view(float32)

@@ -1,0 +1,170 @@
+"""What the host does with each token of a sequence, for requests that need it: stop strings, log-probabilities, guides.
+
+Plain requests have no ``Watch``, and cost a step nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from nanovllm.config import Config
+from nanovllm.engine.detokenizer import IncrementalDetokenizer, StopCandidates, StopChecker, decode_tokens
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.structured import BadWordsGuide, Guide, GuideCompiler, Guides, bad_word_ids, mask_of
+from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.errors import RequestError
+from nanovllm.outputs import Logprob, LogprobsAt
+from nanovllm.sampling_params import GUIDED, SamplingParams
+
+
+class Watch:
+    """One sequence whose every token the host looks at.
+
+    Attributes:
+        stop_text: the text, once a stop string has ended it.
+        guide: what it may sample next, where that depends on its tokens.
+    """
+
+    def __init__(self, seq: Sequence, tokenizer: AsyncTokenizer, stop: StopChecker | None, guide: Guide | None,
+                 num_mask_words: int):
+        self.seq, self.guide = seq, guide
+        self.stop_text: str | None = None
+        self._tokenizer, self._num_mask_words = tokenizer, num_mask_words
+        self._stop = stop
+        self._logprobs: list[np.ndarray] = []  # a row of reference.token_logprobs for each token
+
+    def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
+        """Take in the next token. Whether it completes a stop string; then the sequence is marked as stopped."""
+        seq = self.seq
+        if self.seq.sampling_params.logprobs is not None:
+            assert logprobs is not None
+            self._logprobs.append(trimmed(logprobs, self.seq.sampling_params.logprobs))
+        if seq.finish_reason == "stop":  # by this token, which is not part of the text
+            return False
+        if self.guide is not None and seq.finish_reason is None:
+            self.guide.accept(token_id)
+        found = None if self._stop is None else self._stop.update([token_id])
+        if found is None:
+            return False
+        seq.stop_reason, length = found
+        self.stop_text = self._stop.detokenizer.text[:length]  # type: ignore[union-attr]
+        was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
+        return not was_finished
+
+    def mask(self) -> np.ndarray:
+        """The tokens it may sample next, int32 [ceil(V / 32)]."""
+        assert self.guide is not None
+        words = np.zeros(self._num_mask_words, np.int32)
+        self.guide.fill(words)
+        return words if self.seq.allowed_mask is None else words & self.seq.allowed_mask
+
+    def logprobs(self, token_ids: list[int], start: int = 0,
+                 stop: int | None = None) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
+        """Sum of the log-probabilities of the first ``stop`` tokens, and what makes the list of them from token
+        ``start`` on; None unless asked for.
+        """
+        params = self.seq.sampling_params
+        if params.logprobs is None:
+            return None, None
+        rows, ids = np.array(self._logprobs[:stop], np.int32).reshape(len(token_ids), -1), token_ids
+        total = float(np.ascontiguousarray(rows[:, 0]).view(np.float32).sum(dtype=np.float64))
+        tokenizer = params.detokenize and self._tokenizer
+        return total, lambda: logprobs_at(rows[start:], ids[start:], tokenizer)
+
+
+class WatchMaker:
+    """Makes the watches of an engine; what they share is made once."""
+
+    def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
+        self._vocab_size = config.model_config.vocab_size
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._compiler: GuideCompiler | None = None
+        self._candidates: dict[tuple, StopCandidates] = {}
+        self._allowed: dict[tuple[int, ...], np.ndarray] = {}
+
+    def make(self, seq: Sequence) -> Watch | None:
+        """The watch of a sequence, if it needs one. Sets its ``allowed_mask``.
+
+        Raises:
+            RequestError: there is no tokenizer for a stop string or a guide, or its grammar is wrong.
+        """
+        params = seq.sampling_params
+        if params.allowed_token_ids is not None:
+            key = tuple(params.allowed_token_ids)
+            if key not in self._allowed:
+                self._allowed = {key: mask_of(key, self._vocab_size)}  # one is kept: usually all requests have it
+            seq.allowed_mask = self._allowed[key]
+        if params.logprobs is None and not params.stop and not params.features & GUIDED:
+            return None
+        stop = self._stop_checker(params) if params.stop else None
+        guide = self._guide(params) if params.features & GUIDED else None
+        return Watch(seq, self._tokenizer, stop, guide, -(-self._vocab_size // 32))
+
+    def _stop_checker(self, params: SamplingParams) -> StopChecker:
+        tokenizer, stop = self._required("stop"), list(params.stop or ())
+        key = (*stop, params.skip_special_tokens)
+        if key not in self._candidates:
+            self._candidates[key] = StopCandidates(tokenizer, stop, self._vocab_size)
+        flags = params.skip_special_tokens, params.spaces_between_special_tokens
+        detokenizer = IncrementalDetokenizer(tokenizer, *flags)
+        return StopChecker(
+            self._candidates[key], detokenizer, stop, params.include_stop_str_in_output, params.min_tokens
+        )
+
+    def _guide(self, params: SamplingParams) -> Guide:
+        guides: list[Guide] = []
+        if params.bad_words:
+            ids = bad_word_ids(self._required("bad_words"), list(params.bad_words))
+            guides.append(BadWordsGuide(ids, self._vocab_size))
+        if params.structured_outputs is not None:
+            if self._compiler is None:
+                tokenizer = self._required("structured_outputs")
+                self._compiler = GuideCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
+            guides.append(self._compiler.compile(params.structured_outputs))
+        return guides[0] if len(guides) == 1 else Guides(guides)
+
+    def _required(self, name: str) -> Any:
+        tokenizer = self._tokenizer.tokenizer
+        if tokenizer is None:
+            raise RequestError(f"{name} needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
+        return tokenizer
+
+
+def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
+    """The first ``num_logprobs`` (-1 is all) alternatives of each row: another request may have asked for more.
+
+    Rows are packed as by ``reference.token_logprobs``, int32 [..., 2 + 2k].
+    """
+    k = (rows.shape[-1] - 2) // 2
+    if num_logprobs in (-1, k):
+        return rows
+    return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)
+
+
+def logprobs_at(rows: np.ndarray, token_ids: list[int], tokenizer: AsyncTokenizer | Literal[False]) -> list[LogprobsAt]:
+    """One dict per token: the token itself, then the most probable ones.
+
+    Args:
+        rows: int32 [n, 2 + 2k], packed as by ``reference.token_logprobs``.
+        token_ids: [n].
+        tokenizer: for ``decoded_token``.
+    """
+    if not token_ids:
+        return []
+    k = (rows.shape[1] - 2) // 2
+    values = np.ascontiguousarray(rows).view(np.float32)
+    chosen, ranks = values[:, 0].tolist(), rows[:, 1].tolist()
+    top_ids, top = rows[:, 2 : 2 + k].tolist(), values[:, 2 + k :].tolist()
+    text: dict[int, str | None] = {}
+    if tokenizer and tokenizer.tokenizer is not None:
+        distinct = sorted({*token_ids, *(i for ids in top_ids for i in ids)})
+        text = dict(zip(distinct, decode_tokens(tokenizer.tokenizer, distinct), strict=True))
+    result = []
+    for token_id, logprob, rank, ids, logprobs in zip(token_ids, chosen, ranks, top_ids, top, strict=True):
+        entry = {token_id: Logprob(logprob, rank, text.get(token_id))}
+        for place, (i, value) in enumerate(zip(ids, logprobs, strict=True), 1):
+            if i not in entry:
+                entry[i] = Logprob(value, place, text.get(i))
+        result.append(entry)
+    return result
