@@ -1,15 +1,19 @@
 """vLLM's ``LLMEngine``: requests with string ids, driven step by step; and the views of its configuration."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import nanovllm.llm
 from nanovllm.as_vllm import options, sampling
 from nanovllm.as_vllm.helpers import refuse_lora
 from nanovllm.as_vllm.sampling import RequestOutputKind
 from nanovllm.config import Config
-from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.request import Request
+from nanovllm.engine.stream import DeltaStream
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.utils import checkpoint
 
 
@@ -56,9 +60,8 @@ class LLMEngine:
     def __init__(self, model: str, keywords: dict[str, Any]):
         given = options.to_nanovllm({"model": model, **keywords})
         from nanovllm.as_vllm.workers import Executor, Memory, worker_class
-        from nanovllm.llm import LLM
-
-        self._llm = llm = make_llm(LLM, model, keywords.get("max_model_len"), given)
+        
+        self._llm = llm = make_llm(model, keywords.get("max_model_len"), given)
         self.model_config = ModelConfig(llm.config, {"model": model, **keywords})
         self.model_config.dtype = llm.model_runner.dtype
         self.vllm_config = SimpleNamespace(
@@ -118,7 +121,7 @@ class LLMEngine:
         (prompt,) = as_prompts(prompt)
         number = self.core().add_request(prompt, sampling.to_nanovllm(params))
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        self._requests[request_id] = Tracked(number, kind)
+        self._requests[request_id] = Tracked(request_id, self._llm.request_of(number), kind)
         return request_id
 
     def has_unfinished_requests(self) -> bool:
@@ -132,10 +135,23 @@ class LLMEngine:
         for name in [request_id] if isinstance(request_id, str) else request_id:
             tracked = self._requests.pop(name, None)
             if tracked is not None:
-                self._llm.abort(tracked.number)
+                self._llm.abort(tracked.request.request_id)
 
     def step(self) -> list[RequestOutput]:
-        raise NotImplementedError
+        """Outputs of requests with new tokens, as their ``output_kind`` asks."""
+        try:
+            finished = {request.request_id for request in self.core().advance()}
+        except EngineError:
+            self._requests.clear()  # nanovllm has dropped them
+            raise
+        outputs = []
+        for tracked in list(self._requests.values()):
+            if tracked.request.request_id in finished:
+                del self._requests[tracked.name]
+                outputs.append(tracked.last())
+            elif (output := tracked.output()) is not None:
+                outputs.append(output)
+        return outputs
 
     # ---------------------------------------------------------------- tokenizer, caches, workers
 
@@ -186,19 +202,57 @@ class LLMEngine:
 
 
 class Tracked:
-    """An unfinished request: nanovllm's number, and how many tokens and characters ``step`` has reported."""
+    """A request of ``add_request``, and what ``step`` has reported of it."""
 
-    def __init__(self, number: int, kind: RequestOutputKind):
-        self.number, self.kind = number, kind
-        self.reported: dict[int, tuple[int, int]] = {}
+    def __init__(self, name: str, request: Request, kind: RequestOutputKind):
+        self.name, self.kind, self.request = name, kind, request
+        self._deltas = None if kind is RequestOutputKind.FINAL_ONLY else DeltaStream(request)
+        self._so_far = [CompletionOutput(index, "", []) for index in range(len(request.seqs))]
+
+    def output(self) -> RequestOutput | None:
+        """Of the unfinished request; None if there is nothing new, or nothing to report before the end."""
+        output = None if self._deltas is None else self._deltas.delta()
+        if output is None:
+            return None
+        if self.kind is RequestOutputKind.CUMULATIVE:
+            for before, new in zip(self._so_far, output.outputs, strict=True):
+                before.text += new.text
+                before.token_ids = before.token_ids + new.token_ids
+                before.cumulative_logprob = new.cumulative_logprob
+                if new.logprobs is not None:
+                    before.logprobs = [*(before.logprobs or []), *new.logprobs]
+            output = self.request.output_of([copy.copy(so_far) for so_far in self._so_far], finished=False)
+        return self._named(output)
+
+    def last(self) -> RequestOutput:
+        """Of the finished request."""
+        is_delta = self.kind is RequestOutputKind.DELTA and self._deltas is not None
+        return self._named(self._deltas.last() if is_delta else self.request.output())  # type: ignore[union-attr]
+
+    def _named(self, output: RequestOutput) -> RequestOutput:
+        output.request_id = self.name
+        output.prompt_token_ids = self.request.seqs[0].prompt_token_ids
+        return output
 
 
-def make_llm(cls: Any, model: str, max_model_len: Any, given: dict[str, Any]) -> Any:
+class CoreLLM(nanovllm.llm.LLM):
+    """nanovllm's engine, which also tells of requests that are not finished."""
+
+    def request_of(self, number: int) -> Request:
+        return self._added.unfinished[number]
+
+    def advance(self) -> list[Request]:
+        """One step; returns the requests of ``add_request`` that it finished."""
+        self._step()
+        return self._take(self._added)
+
+
+def make_llm(model: str, max_model_len: Any, given: dict[str, Any]) -> CoreLLM:
     """nanovllm's engine with vLLM's default context length: the model's own, or what the KV cache holds if less."""
     if max_model_len not in (None, -1, "auto"):
-        return cls(model, max_model_len=max_model_len, **given)
+        return CoreLLM(model, max_model_len=max_model_len, **given)
     path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
-    llm = cls(model, max_model_len=checkpoint.read_model_config(path).max_position_embeddings, **given)
+    llm = CoreLLM(model, max_model_len=checkpoint.read_model_config(path).max_position_embeddings, **given)
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
     if capacity < llm.config.max_model_len:
         # the engine's tables are wider than needed now, and every check of a request reads this value
