@@ -5,7 +5,7 @@ import sys
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-prefix = "You are an expert school principal, skilled in managing staff and students. " * 40
+prefix = "You are an expert school principal, skilled in managing staff and students. " * 12
 questions = ["Who are you?", "2 + 3", "spell banana"]
 prompts = [f"<|im_start|>user\n{prefix}{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions]
 sampling_params = SamplingParams(temperature=0.0)

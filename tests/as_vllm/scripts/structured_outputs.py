@@ -24,7 +24,7 @@ schema = {
     "required": ["brand", "year"],
     "additionalProperties": False,
 }
-car = json.loads(generate("A car as JSON:", json=schema))
+car = json.loads(generate("A car as JSON:", json=schema, disable_any_whitespace=True))
 assert car["brand"] in ("A", "B") and 1 <= car["year"] <= 99
 query = generate("A query:", grammar='root ::= "SELECT " ("a" | "b") " FROM t"')
 assert query in ("SELECT a FROM t", "SELECT b FROM t"), query

@@ -25,4 +25,4 @@ llm.set_tokenizer(tokenizer)
 assert llm.get_tokenizer().chat_template == tokenizer.chat_template
 params = SamplingParams(temperature=0, max_tokens=64, logits_processors=[], presence_penalty=0.0, frequency_penalty=0.0)
 outputs = llm.chat([[{"role": "user", "content": "What is the capital of France?"}]], params, use_tqdm=False)
-assert outputs[0].outputs[0].text == "Paris"
+assert outputs[0].outputs[0].text.strip() == "Paris"
