@@ -14,6 +14,7 @@ from nanovllm.utils.checkpoint import read_model_config, resolve_model
 from nanovllm.validation import Rule, at_least, check_all, choice, did_you_mean, integer, number, optional
 
 DEFAULT_MAX_MODEL_LEN = 4096
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 FLAG = choice(True, False)
 PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "")
 RULES = {
@@ -39,12 +40,13 @@ RULES = {
     "logprobs_mode": choice("raw_logprobs", "processed_logprobs"),
     "max_logprobs": integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1),
     "generation_config": choice("auto", "vllm"),
+    "quiet": FLAG,
 }
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options of ``LLM(model, **options)``.
+    """Options of ``LLM(model, **options)``. None for any of them is the default.
 
     Args:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
@@ -58,12 +60,12 @@ class Config:
         num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
         dtype: "auto" (the checkpoint's; float32 on the CPU, float16 on a GPU without bfloat16), "bfloat16", "float16"
-            or "float32".
+            or "half", "float32" or "float"; or torch's.
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         enable_prefix_caching: reuse the keys and values of equal prompt prefixes.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.
-        revision: branch, tag or commit of a hub model (a directory has none).
+        revision: branch, tag or commit of a hub model; ignored for a directory.
         trust_remote_code: let the tokenizer run code that comes with the checkpoint.
         skip_tokenizer_init: load no tokenizer; prompts and outputs are token ids.
         tokenizer: directory or hub id of another tokenizer; None is the model's.
@@ -72,6 +74,8 @@ class Config:
         max_logprobs: limit on ``SamplingParams.logprobs`` and ``prompt_logprobs``; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
+        quiet: do not say what was started. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
+            logging is not configured.
 
     Raises:
         ConfigError: an option is unknown or out of range.
@@ -100,8 +104,10 @@ class Config:
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20
     generation_config: str = "auto"
+    quiet: bool = False
     # derived
     model_path: str = field(init=False)
+    tokenizer_path: str = field(init=False)
     model_config: ModelConfig = field(init=False)
 
     @classmethod
@@ -118,7 +124,10 @@ class Config:
 
     def __post_init__(self) -> None:
         # vars(self) bypasses the frozen __setattr__
-        options = {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        defaults = {option.name: option.default for option in fields(self) if option.init}
+        options = {name: defaults[name] if value is None else value for name, value in vars(self).items()}
+        dtype = str(options["dtype"]).removeprefix("torch.")
+        options["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
         vars(self).update(check_all("LLM", options, RULES, ConfigError))
         if self.attention_backend == "flash_attn" and self.kvcache_block_size % 256:
             raise ConfigError(
@@ -132,10 +141,16 @@ class Config:
                 "Lower the first or raise the second."
             )
         model_path = resolve_model(self.model, self.revision, weights=self.load_format != "dummy")
+        tokenizer_path = model_path
+        if self.tokenizer not in (None, self.model) and not self.skip_tokenizer_init:
+            tokenizer_path = resolve_model(self.tokenizer, weights=False, option="tokenizer")
         model_config = read_model_config(model_path)
         model_config.check_tensor_parallel(self.tensor_parallel_size)
         limit = model_config.max_position_embeddings
         max_model_len = self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, limit)
         if max_model_len > limit:
             raise ConfigError(f"max_model_len={max_model_len}: the model has positions for {limit} tokens.")
-        vars(self).update(model_path=model_path, model_config=model_config, max_model_len=max_model_len)
+        vars(self).update(
+            model_path=model_path, tokenizer_path=tokenizer_path, model_config=model_config,
+            max_model_len=max_model_len,
+        )  # fmt: skip

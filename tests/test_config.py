@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from nanovllm import ConfigError
+from nanovllm import CheckpointError, ConfigError
 from nanovllm.config import Config
 
 
@@ -30,7 +31,7 @@ REFUSED = [
     ({"max_num_seq": 3}, "LLM() has no option 'max_num_seq'. Did you mean 'max_num_seqs'? Options: model, max_num_b"),
     ({"gpu_memory_utilisation": 0.5}, "no option 'gpu_memory_utilisation'. Did you mean 'gpu_memory_utilization'?"),
     ({"zzz": 1}, "LLM() has no option 'zzz'. Options: "),
-    ({"model_path": "x"}, "LLM() has no option 'model_path'. Did you mean 'model'?"),
+    ({"model_path": "x"}, "LLM() has no option 'model_path'. Options: "),
     ({"max_num_seqs": 0}, "LLM: max_num_seqs=0 must be an integer >= 1."),
     ({"max_num_seqs": 2.0}, "max_num_seqs=2.0 must be an integer >= 1."),
     ({"max_num_seqs": True}, "max_num_seqs=True must be an integer >= 1."),
@@ -62,8 +63,10 @@ REFUSED = [
     ({"attention_backend": "x"}, "attention_backend='x' must be 'auto' or 'flash_attn' or 'triton' or 'sdpa'."),
     ({"load_format": "gguf"}, "load_format='gguf' must be 'auto' or 'dummy'."),
     ({"enforce_eager": "yes"}, "enforce_eager='yes' must be True or False."),
-    ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be True or False."),
-    ({"revision": "v2"}, "revision='v2': "),
+    ({"enable_prefix_caching": "on"}, "enable_prefix_caching='on' must be True or False."),
+    ({"temperature": 0}, "no option 'temperature'. It is a parameter of a request: SamplingParams(temperature=...)."),
+    ({"quantization": "fp8"}, "LLM() has no option 'quantization'. Options: "),
+    ({"tokenizer": 3}, "tokenizer=3 must be a path, a hub id or None."),
     ({"revision": 5}, "revision=5 must be a string or None"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer from 1 to 8."),
     ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be an integer from 1 to 8."),
@@ -118,7 +121,50 @@ def test_any_real_number_is_a_fraction_of_memory(make_config, fraction):
 
 
 def test_dtypes(make_config):
-    assert [make_config(dtype=d).dtype for d in ("auto", "float16", torch.bfloat16)] == ["auto", "float16", "bfloat16"]
+    """vLLM's "half" and "float" were refused."""
+    names = {
+        "auto": "auto", "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32",
+        "float": "float32", torch.bfloat16: "bfloat16", torch.half: "float16", torch.float: "float32",
+    }  # fmt: skip
+    assert {given: make_config(dtype=given).dtype for given in names} == names
+    with pytest.raises(ConfigError, match="dtype='float64' must be"):
+        make_config(dtype=torch.float64)
+
+
+def test_none_is_the_default(make_config):
+    """max_num_seqs=None, enable_prefix_caching=None and seed=None, as scripts for vLLM pass them, were refused."""
+    options = [option.name for option in fields(Config) if option.init and option.name != "model"]
+    assert make_config(**dict.fromkeys(options)) == make_config()
+
+
+def test_revision_of_a_directory_is_ignored(make_config):
+    """As in vLLM: scripts pass revision="main" with any model."""
+    assert make_config(revision="main").model_path == make_config().model_path
+
+
+def test_tokenizer_of_another_model(make_config, tmp_path, monkeypatch):
+    """It is found when the engine starts, without weights; the model's own revision is not its revision."""
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision, "*.safetensors" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = make_config()
+    assert config.tokenizer_path == config.model_path
+    other = tmp_path / "other"
+    other.mkdir()
+    assert make_config(tokenizer=other).tokenizer_path == str(other)
+    assert make_config(tokenizer=other, skip_tokenizer_init=True).tokenizer_path == config.model_path
+    assert asked == []
+    assert make_config(tokenizer="someone/tokenizer", revision="v2").tokenizer_path == str(tmp_path)
+    assert asked == [("someone/tokenizer", None, False)]
+    Config("someone/model", tokenizer="someone/model", revision="v2")
+    assert asked[1:] == [("someone/model", "v2", True)]
+    text = "tokenizer='/no/such' is not a directory (No such file or directory), nor a hub id; give the directory that "
+    with pytest.raises(CheckpointError, match=re.escape(text + "holds tokenizer.json.")):
+        make_config(tokenizer="/no/such")
 
 
 def test_default_of_max_model_len(make_config):

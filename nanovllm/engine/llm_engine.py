@@ -154,7 +154,7 @@ class LLMEngine:
     def _encode(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
         """Texts and token ids of prompts; a text that comes with ids is carried, and not encoded."""
         texts: list[str | None] = []
-        given: list[Any] = []
+        given: list[Any] = []  # token ids
         for prompt in prompts:
             text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
             if isinstance(prompt, dict):
@@ -168,9 +168,9 @@ class LLMEngine:
                     raise RequestError("multi_modal_data: nanovllm runs text models only.")
             texts.append(text)
             given.append(token_ids)
-        unknown = [text if ids is None else None for text, ids in zip(texts, given, strict=True)]
-        encoded = iter(self._tokenizer.encode(unknown))
-        return texts, [next(encoded) if ids is None else ids for ids in given]
+        is_text = [text is not None and ids is None for text, ids in zip(texts, given, strict=True)]
+        encoded = iter(self._tokenizer.encode([text if to_do else None for text, to_do in zip(texts, is_text, strict=True)]))
+        return texts, [next(encoded) if to_do else ids for ids, to_do in zip(given, is_text, strict=True)]
 
     def _run(self, feed: Iterable[Request], num_requests: int | None = None, use_tqdm: bool | Callable = False,
              window: int | None = None) -> Iterator[Request]:

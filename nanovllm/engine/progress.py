@@ -1,40 +1,74 @@
-"""The progress bar of ``generate``: finished requests, and the throughput of prefill and decode."""
+"""The progress bar of ``generate``: finished requests, and tokens with the throughput of prefill and decode."""
 
+import sys
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 
+TERMINAL_INTERVAL_S = 0.1
+LOG_INTERVAL_S = 10.0  # a log file keeps every state of the bar
+
 
 class Progress:
-    """A tqdm bar; with ``enabled=False`` every call does nothing."""
+    """A bar of ``num_requests``; between finished requests its tokens move.
 
-    def __init__(self, num_requests: int, enabled: bool):
-        self._bar = tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not enabled)
-        self._enabled = enabled
-        self._tokens = {"Prefill": 0, "Decode": 0}
-        self._seconds = {"Prefill": 0.0, "Decode": 0.0}
+    Args:
+        num_requests: the bar's total.
+        use_tqdm: whether to show a bar; a callable makes it in tqdm's place: called with tqdm's keywords ``total``,
+            ``desc`` and ``dynamic_ncols``, it returns an object with ``update``, ``refresh`` and ``close``, whose
+            ``postfix`` is set.
+    """
+
+    _is_first_step: ClassVar[bool] = True  # of the process: it allocates and initialises, and its time says nothing
+
+    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
+        self._bar: Any = None
+        if not use_tqdm:
+            return
+        in_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
+        options = {"total": num_requests, "desc": "Generating", "dynamic_ncols": True}
+        if callable(use_tqdm):
+            self._bar = use_tqdm(**options)
+        else:
+            self._bar = tqdm(**options, mininterval=self._interval_s)
+        self._tokens = {"prefill": 0, "decode": 0}
+        self._timed_tokens = {"prefill": 0, "decode": 0}
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last = self._shown = perf_counter()
 
     def update(self, batch: Batch | None, num_finished: int) -> None:
         """A step has processed ``batch``; the time since the last one counts for its kind."""
-        if self._enabled and batch is not None:
-            now = perf_counter()
-            kind = "Prefill" if isinstance(batch, PrefillBatch) else "Decode"
+        if self._bar is None:
+            return
+        now = perf_counter()
+        if batch is not None:
+            kind = "prefill" if isinstance(batch, PrefillBatch) else "decode"
             self._tokens[kind] += batch.num_tokens
-            self._seconds[kind] += now - self._last
+            if not Progress._is_first_step:
+                self._timed_tokens[kind] += batch.num_tokens
+                self._seconds[kind] += now - self._last
+            Progress._is_first_step = False
             self._last = now
-            if now - self._shown > self._bar.mininterval:
-                self._shown = now
-                self._show_throughput()
-        self._bar.update(num_finished)
+        if num_finished:
+            self._bar.update(num_finished)
+        if now - self._shown > self._interval_s:
+            self._shown = now
+            self._count_tokens()
+            self._bar.refresh()
 
-    def _show_throughput(self) -> None:
-        rates = {kind: f"{n / (self._seconds[kind] or 1):.0f}tok/s" for kind, n in self._tokens.items()}
-        self._bar.set_postfix(rates, refresh=False)
+    def _count_tokens(self) -> None:
+        shown = []
+        for kind, num_tokens in self._tokens.items():
+            rate = f" ({self._timed_tokens[kind] / self._seconds[kind]:,.0f}/s)" if self._seconds[kind] else ""
+            shown.append(f"{kind} {num_tokens:,} tok{rate}")
+        self._bar.postfix = ", ".join(shown)
 
     def close(self) -> None:
-        if self._enabled:
-            self._show_throughput()
-        self._bar.close()
+        if self._bar is not None:
+            self._count_tokens()
+            self._bar.close()

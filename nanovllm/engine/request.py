@@ -320,7 +320,8 @@ class RequestProcessor:
                 f"the prompt has {len(ids)} tokens; with max_model_len={max_model_len} at most "
                 f"{longest} fit. Shorten it or raise max_model_len."
             )
-        if params.max_tokens == 0 and len(ids) > self._num_blocks * self._config.kvcache_block_size:
+        is_scored = params.max_tokens == 0 and params.prompt_logprobs is not None
+        if is_scored and len(ids) > self._num_blocks * self._config.kvcache_block_size:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens; the KV cache has {self._num_blocks} blocks of "
                 f"{self._config.kvcache_block_size}. Make it larger (num_kvcache_blocks, gpu_memory_utilization)."

@@ -80,7 +80,7 @@ class AsyncTokenizer:
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
-        messages = [{**message, "content": _as_text(message.get("content"))} for message in messages]
+        messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything

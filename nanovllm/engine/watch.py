@@ -26,9 +26,10 @@ class Watch:
         guide: what it may sample next, where that depends on its tokens.
     """
 
-    def __init__(self, seq: Sequence, tokenizer: AsyncTokenizer, stop: StopChecker | None, guide: Guide | None,
-                 num_mask_words: int):
+    def __init__(self, seq: Sequence, tokenizer: AsyncTokenizer, detokenizer: IncrementalDetokenizer | None,
+                 stop: StopChecker | None, guide: Guide | None, num_mask_words: int):
         self.seq, self.guide = seq, guide
+        self._detokenizer = detokenizer  # for the stop strings
         self.stop_text: str | None = None
         self._tokenizer, self._num_mask_words = tokenizer, num_mask_words
         self._stop = stop
@@ -48,7 +49,8 @@ class Watch:
         if found is None:
             return False
         seq.stop_reason, length = found
-        self.stop_text = self._stop.detokenizer.text[:length]  # type: ignore[union-attr]
+        assert self._detokenizer is not None
+        self.stop_text = self._detokenizer.text_now[:length]
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
 
@@ -80,7 +82,7 @@ class WatchMaker:
         self._vocab_size = config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._compiler: GuideCompiler | None = None
-        self._candidates: dict[tuple, StopCandidates] = {}
+        self._candidates = StopCandidates(self._vocab_size)
         self._allowed: dict[tuple[int, ...], np.ndarray] = {}
 
     def make(self, seq: Sequence) -> Watch | None:
@@ -97,20 +99,14 @@ class WatchMaker:
             seq.allowed_mask = self._allowed[key]
         if params.logprobs is None and not params.stop and not params.features & GUIDED:
             return None
-        stop = self._stop_checker(params) if params.stop else None
+        detokenizer = stop = None
+        if params.stop:
+            flags = params.skip_special_tokens, params.spaces_between_special_tokens
+            detokenizer = IncrementalDetokenizer(self._required("stop"), *flags)
+            include = params.include_stop_str_in_output
+            stop = StopChecker(self._candidates, detokenizer, list(params.stop), include, params.min_tokens)
         guide = self._guide(params) if params.features & GUIDED else None
-        return Watch(seq, self._tokenizer, stop, guide, -(-self._vocab_size // 32))
-
-    def _stop_checker(self, params: SamplingParams) -> StopChecker:
-        tokenizer, stop = self._required("stop"), list(params.stop or ())
-        key = (*stop, params.skip_special_tokens)
-        if key not in self._candidates:
-            self._candidates[key] = StopCandidates(tokenizer, stop, self._vocab_size)
-        flags = params.skip_special_tokens, params.spaces_between_special_tokens
-        detokenizer = IncrementalDetokenizer(tokenizer, *flags)
-        return StopChecker(
-            self._candidates[key], detokenizer, stop, params.include_stop_str_in_output, params.min_tokens
-        )
+        return Watch(seq, self._tokenizer, detokenizer, stop, guide, -(-self._vocab_size // 32))
 
     def _guide(self, params: SamplingParams) -> Guide:
         guides: list[Guide] = []
@@ -122,7 +118,7 @@ class WatchMaker:
                 tokenizer = self._required("structured_outputs")
                 self._compiler = GuideCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
             guides.append(self._compiler.compile(params.structured_outputs))
-        return guides[0] if len(guides) == 1 else Guides(guides)
+        return guides[0] if len(guides) == 1 else Guides(guides, self._eos_token_ids, self._vocab_size)
 
     def _required(self, name: str) -> Any:
         tokenizer = self._tokenizer.tokenizer

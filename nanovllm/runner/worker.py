@@ -1,10 +1,13 @@
 """Starts one runner per rank: rank 0's in the user's process, the others in worker processes.
 
-Owns the start-up order. Imports torch inside functions only: workers import this module before their first heartbeat.
+Owns the start-up order, and the line that tells the user what was started. Imports torch inside functions only: workers
+import this module before their first heartbeat.
 """
 
 import ctypes
+import logging
 import os
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from nanovllm.distributed.workers import Worker, Workers
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
+LOGGER = logging.getLogger("nanovllm")
 RUNNERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -24,7 +28,7 @@ def start_runner(config: Config) -> "ModelRunner":
         ConfigError: more ranks than devices; nothing was spawned.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
-    from nanovllm.runner.device import select_device
+    from nanovllm.runner.device import describe, select_device
     from nanovllm.runner.model_runner import ModelRunner
 
     size = config.tensor_parallel_size
@@ -44,7 +48,17 @@ def start_runner(config: Config) -> "ModelRunner":
                 workers.tp.close()
             raise
     RUNNERS.add(runner)
+    if not config.quiet:
+        announce(describe(config, device, runner.dtype, runner.num_kvcache_blocks))
     return runner
+
+
+def announce(line: str) -> None:
+    """Log at INFO. Where nobody has configured logging, which then drops INFO, print to stderr instead."""
+    if LOGGER.hasHandlers():
+        LOGGER.info(line)
+    elif LOGGER.level <= logging.INFO:
+        print(line, file=sys.stderr, flush=True)
 
 
 def worker_main(worker: Worker, config: Config) -> None:
@@ -58,8 +72,6 @@ def worker_main(worker: Worker, config: Config) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    else:
-        torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // worker.size)))
     runner = ModelRunner(config, worker.connect(device), channel=worker.channel)
     worker.report("ready")
     runner.loop()

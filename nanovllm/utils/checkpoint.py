@@ -7,37 +7,50 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError
 from nanovllm.model_config import TOKEN_IDS, ModelConfig
+from nanovllm.sampling_params import RULES as SAMPLING_RULES
 from nanovllm.validation import check
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+# sampling defaults in generation_config.json: their name there -> in SamplingParams. As in vLLM do_sample is not one.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
-def resolve_model(model: str | os.PathLike | None, revision: str | None = None, weights: bool = True) -> str:
+def resolve_model(
+    model: str | os.PathLike | None, revision: str | None = None, weights: bool = True, option: str = "model"
+) -> str:
     """Return the local directory of ``model`` (see ``Config``), after a download if it is a hub id not in the cache.
 
-    Without ``weights`` the download leaves out the safetensors.
+    Args:
+        revision: of a hub model; a directory has none, and ignores it.
+        weights: False leaves the safetensors out of the download.
+        option: the name of the option of ``LLM`` that gave ``model``, for errors.
 
     Raises:
-        ConfigError: a revision of a directory.
         CheckpointError: neither a readable directory nor a hub id, or the hub cannot provide it.
     """
-    given = f"model={str(model)!r:.300}"
+    given = f"{option}={str(model)!r:.300}"
     try:
         path = DEMO_MODEL if model is None else Path(model).expanduser()
         mode, why = path.stat().st_mode, "it is a file"
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such user's home; ValueError: a NUL in it
         mode, why = 0, str(getattr(error, "strerror", None) or error).rstrip(".")
     if stat.S_ISDIR(mode):
-        if revision is not None:
-            raise ConfigError(f"revision={revision!r}: {path} is a directory; only a model of the hub has revisions.")
         return str(path)
     if mode or not HUB_ID.fullmatch(str(model)):
+        file = "config.json" if option == "model" else "tokenizer.json"
         raise CheckpointError(
-            f"{given} is not a directory ({why}), nor a hub id; give the directory that holds config.json."
+            f"{given} is not a directory ({why}), nor a hub id; give the directory that holds {file}."
         )
 
     from huggingface_hub import snapshot_download
@@ -48,6 +61,8 @@ def resolve_model(model: str | os.PathLike | None, revision: str | None = None, 
         return snapshot_download(str(model), revision=revision, allow_patterns=patterns)
     except LocalEntryNotFoundError:
         hub = "it is not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
+        if option == "model":
+            hub += " LLM() without a model runs the bundled demo model."
     except Exception as error:  # errors of the HTTP client pass through, and their classes depend on its version
         hub = f"the hub says: {error}"
     raise CheckpointError(f"{given} is not a directory ({why}); as a hub id: {hub}")
@@ -60,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path} cannot be read ({why}); is it a model's directory, and the download complete?"
-        ) from error
+        ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
     return content
@@ -72,8 +87,30 @@ def read_model_config(model_path: str) -> ModelConfig:
 
 def read_eos_token_ids(model_path: str, config: ModelConfig) -> set[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
-    path = Path(model_path, "generation_config.json")
-    eos = read_json(path).get("eos_token_id") if path.is_file() else None
+    path, raw = _read_generation_config(model_path)
+    eos = raw.get("eos_token_id")
     if eos is None:
         return set(config.eos_token_ids)
     return set(check(str(path), "eos_token_id", eos, TOKEN_IDS, CheckpointError))
+
+
+def read_generation_config(model_path: str) -> dict[str, Any]:
+    """The sampling defaults of ``generation_config.json`` as keywords of ``SamplingParams``; {} without the file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a value is none that ``SamplingParams`` takes.
+    """
+    path, raw = _read_generation_config(model_path)
+    given = {name: raw[name] for name in SAMPLING_FIELDS if raw.get(name) is not None}
+    try:
+        return {
+            SAMPLING_FIELDS[name]: check(str(path), name, value, SAMPLING_RULES[SAMPLING_FIELDS[name]], CheckpointError)
+            for name, value in given.items()
+        }
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} LLM(generation_config='vllm') ignores these defaults.") from None
+
+
+def _read_generation_config(model_path: str) -> tuple[Path, dict[str, Any]]:
+    path = Path(model_path, "generation_config.json")
+    return path, read_json(path) if path.is_file() else {}

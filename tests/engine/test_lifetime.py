@@ -137,7 +137,8 @@ def test_interpreter_ends_with_an_open_engine(make_checkpoint):
     """A script without exit() hung at its end, or printed tracebacks of half-destroyed modules."""
     done = run_python(
         "from nanovllm import LLM, SamplingParams\n"
-        f"llm = LLM({make_checkpoint()!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=4)\n"
+        f"llm = LLM({make_checkpoint()!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=4, "
+        "quiet=True)\n"
         "out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)\n"
         "print(out[0]['token_ids'])\n",
         "-W",

@@ -239,6 +239,9 @@ def test_triton_adjusts_as_the_twin(vocab_size, width, dtype):
 def test_ranks_adjust_their_part_of_the_vocabulary(ops):
     """Together they are the whole, and every rank's table counts every token."""
     state, last_token, table = random_adjustments(7, 500, 90)
+    for slot, index in ((4, 0), (3, -1)):  # an uncounted token that is new to the table, on the first or last rank
+        new_ids = sorted(set(range(500)) - set(table.token_ids[slot].tolist()))
+        last_token[slot], table.num_counted[slot] = new_ids[index], 0
     logits = torch.randn(7, 500, device=DEVICE)
     shards = [(0, 170), (170, 171), (171, 500)]
     tables = [copies(table) for _ in shards]

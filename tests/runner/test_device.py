@@ -1,10 +1,17 @@
-"""Absent devices, the user's torch defaults, and too little memory."""
+"""Absent devices, the user's torch defaults, CPU threads, the line at start, and too little memory."""
+
+import logging
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import HAS_GPU
 
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
+from nanovllm.config import Config
+from nanovllm.runner.device import describe, layer_weights, step_threads
+from nanovllm.runner.worker import announce
 
 
 def load(path, **options):
@@ -32,6 +39,133 @@ def test_the_users_torch_defaults(make_checkpoint):
             torch.set_default_device(None)
             torch.set_default_dtype(torch.float32)
     assert results[0] == results[1]
+
+
+# ---------------------------------------------------------------- CPU threads
+
+
+@pytest.fixture
+def four_cores(monkeypatch):
+    """A machine of four cores, with torch's default for it; nothing set by the user."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+def threads_of_a_step(context) -> int:
+    """And the process's setting is put back."""
+    before = torch.get_num_threads()
+    with context:
+        inside = torch.get_num_threads()
+        with context:
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == inside
+    assert torch.get_num_threads() == before
+    return inside
+
+
+CPU = torch.device("cpu")
+SMALL = Config().model_config  # the demo model
+LARGE = replace(SMALL, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
+
+
+def test_layer_weights_counts_the_matrices_of_a_layer(make_llm):
+    llm = make_llm()
+    layer = llm.model_runner.model.model.layers[0]
+    assert layer_weights(llm.config.model_config) == sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "threads"),
+    [(SMALL, 1, 1), (SMALL, 2, 1), (LARGE, 1, 4), (LARGE, 2, 2), (LARGE, 4, 1), (LARGE, 8, 1)],
+)
+def test_threads_for_the_size_of_the_model(four_cores, model, num_ranks, threads):
+    """The demo model ran 8 to 13 times slower where another process took some of a core."""
+    assert threads_of_a_step(step_threads(model, CPU, num_ranks)) == threads
+
+
+def test_threads_on_a_gpu(four_cores):
+    assert threads_of_a_step(step_threads(SMALL, torch.device("cuda"), 1)) == 4
+
+
+def test_threads_after_an_error(four_cores):
+    with pytest.raises(KeyboardInterrupt), step_threads(SMALL, CPU, 1):
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == 4
+
+
+def test_threads_that_the_user_chose(four_cores):
+    """Before the engine's start or later, in the environment or in the script."""
+    context = step_threads(SMALL, CPU, 1)
+    torch.set_num_threads(3)
+    assert threads_of_a_step(context) == 3
+    assert threads_of_a_step(step_threads(SMALL, CPU, 1)) == 3
+    torch.set_num_threads(4)
+    assert threads_of_a_step(context) == 1
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        with four_cores.context() as patch:
+            patch.setenv(name, "4")
+            assert threads_of_a_step(step_threads(SMALL, CPU, 1)) == 4
+    torch.set_num_threads(2)  # torch's own default where two threads share a physical core
+    assert threads_of_a_step(step_threads(LARGE, CPU, 1)) == 2
+    assert threads_of_a_step(step_threads(SMALL, CPU, 1)) == 1
+
+
+# ---------------------------------------------------------------- the line at start
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "where"),
+    [
+        ("cpu", {}, f"the CPU (torch {torch.__version__} sees no CUDA device)"),  # it fell back
+        ("cpu", {"device": "cpu"}, "the CPU"),
+        ("cpu", {"device": "cpu", "tensor_parallel_size": 2}, "2 × CPU"),
+        ("cuda", {}, "NVIDIA H200"),
+        ("cuda", {"device": "cuda", "tensor_parallel_size": 2}, "2 × NVIDIA H200"),
+    ],
+)
+def test_line_at_start(device, options, where, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    line = describe(Config(**options), torch.device(device), torch.bfloat16, 100)
+    assert line == (
+        f"nanovllm: the demo model on {where}, bfloat16; KV cache of 25,600 tokens; max_model_len 4,096, "
+        "max_num_seqs 512"
+    )
+
+
+def test_line_at_start_names_the_model(make_checkpoint):
+    assert describe(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
+
+
+def test_line_at_start_is_logged(make_checkpoint, caplog):
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    load(make_checkpoint(), num_kvcache_blocks=7, quiet=True)
+    assert not caplog.records
+    load(make_checkpoint(), num_kvcache_blocks=7)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("nanovllm", "INFO")
+    assert "on the CPU, float32; KV cache of 112 tokens; max_model_len 4,096" in record.getMessage()
+
+
+def test_where_the_line_at_start_goes(monkeypatch, capsys):
+    """stderr, until somebody configures logging."""
+    root, logger = logging.getLogger(), logging.getLogger("nanovllm")
+    monkeypatch.setattr(root, "handlers", [])
+    announce("started")
+    assert capsys.readouterr() == ("", "started\n")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    announce("started")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    announce("started")
+    assert capsys.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------- too little memory
 
 
 def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):

@@ -284,7 +284,7 @@ print("script runs", flush=True)
 from nanovllm import LLM, SamplingParams
 model, device, max_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 llm = LLM(model, device=device, tensor_parallel_size=2, skip_tokenizer_init=True, kvcache_block_size=16, max_num_seqs=8,
-          max_num_batched_tokens=64, max_model_len=4096)
+          max_num_batched_tokens=64, max_model_len=4096, quiet=True)
 print("pids", *[p.pid for p in llm.model_runner.workers.processes.values()], flush=True)
 params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 outputs = llm.generate([[1, 2, 3], [4] * 30], params, use_tqdm=False)

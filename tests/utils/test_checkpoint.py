@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.utils.checkpoint import DEMO_MODEL, read_eos_token_ids, read_model_config, resolve_model
+from nanovllm import SamplingParams
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.checkpoint import (
+    DEMO_MODEL,
+    read_eos_token_ids,
+    read_generation_config,
+    read_model_config,
+    resolve_model,
+)
 
 
 def test_directories(tmp_path, monkeypatch):
@@ -19,8 +26,7 @@ def test_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_model("~/model") == str(tmp_path / "model")
     assert resolve_model("model") == "model"  # a directory, though it could be a hub id
-    with pytest.raises(ConfigError, match=r"revision='v2': .* is a directory; only a model of the hub has revisions"):
-        resolve_model(tmp_path, revision="v2")
+    assert resolve_model(tmp_path, revision="v2") == str(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["./no/such/dir", ".hidden", "/no/such/dir", "a/b/c", "what is this?", "a\0b"])
@@ -74,8 +80,12 @@ def test_hub_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     text = "it is not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
-    with pytest.raises(CheckpointError, match=r"model='Qwen/Qwen3-0.0B' is not a directory .*" + re.escape(text)):
-        resolve_model("Qwen/Qwen3-0.0B")
+    demo = " LLM() without a model runs the bundled demo model."
+    for option, hint in (("model", demo), ("tokenizer", "")):
+        start = rf"^{option}='Qwen/Qwen3-0.0B' is not a directory .*"
+        with pytest.raises(CheckpointError, match=start + re.escape(text + hint) + "$") as error:
+            resolve_model("Qwen/Qwen3-0.0B", option=option)
+        assert error.value.__cause__ is error.value.__context__ is None  # no traceback of the HTTP client's
 
 
 def test_hub_says_no(monkeypatch):
@@ -115,8 +125,9 @@ def test_download(weights, monkeypatch):
 def test_config_json(content, text, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=re.escape(text)):
+    with pytest.raises(CheckpointError, match=re.escape(text)) as error:
         read_model_config(tmp_path)
+    assert error.value.__cause__ is None and (error.value.__suppress_context__ or error.value.__context__ is None)
 
 
 def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):
@@ -147,3 +158,39 @@ def test_end_of_sequence_ids(tmp_path):
     file.write_text("{")
     with pytest.raises(CheckpointError, match=re.escape("generation_config.json cannot be read")):
         read_eos_token_ids(tmp_path, config)
+
+
+QWEN3 = {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "temperature": 0.6,
+         "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "want"),
+    [
+        (QWEN3, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ({"max_new_tokens": 512, "repetition_penalty": 1.05, "min_p": 0.1, "length_penalty": 2, "max_length": 9},
+         {"max_tokens": 512, "repetition_penalty": 1.05, "min_p": 0.1}),
+        ({"temperature": None, "top_k": None}, {}),
+        ({"do_sample": False, "top_k": 50}, {"top_k": 50}),  # do_sample counts in transformers, not in vLLM
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_sampling_defaults(content, want, tmp_path):
+    assert read_generation_config(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert read_generation_config(tmp_path) == want
+    SamplingParams(**want)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"top_p": 1.5}', "top_p=1.5 must be in (0, 1]. LLM(generation_config='vllm') ignores these defaults."),
+        ('{"max_new_tokens": "many"}', "max_new_tokens='many' must be an integer >= 0 or None. LLM(generation_config="),
+        ("[]", "generation_config.json holds no JSON object."),
+    ],
+)
+def test_bad_sampling_defaults(content, text, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        read_generation_config(tmp_path)

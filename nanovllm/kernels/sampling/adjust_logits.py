@@ -23,7 +23,7 @@ def adjust(x, bias, counts, repetition_penalty, frequency_penalty, presence_pena
     penalized = tl.where(adjusted > 0.0, divided, adjusted * repetition_penalty)
     penalized -= frequency_penalty * counts.to(tl.float32)
     penalized -= tl.where(counts > 0, presence_penalty, 0.0)
-    return tl.where(x == -float("inf"), x, tl.where(counts >= 0, penalized, adjusted))
+    return tl.where(counts >= 0, penalized, adjusted)
 
 
 @triton.jit

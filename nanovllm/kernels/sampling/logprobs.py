@@ -19,7 +19,7 @@ from .filters import from_key, to_key
 
 _BLOCK = 4096  # logits per program of the pass
 _GROUP = 128  # logits per maximum
-_MAX_TOP = 32  # for more the twin's sort is faster than one round each
+_MAX_TOP = 32  # for more the twin's topk is faster than a round for each
 
 
 @triton.jit

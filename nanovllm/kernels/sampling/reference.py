@@ -232,13 +232,12 @@ def adjust_logits(logits, req_indices, state, last_token, table, vocab_start=0):
     counts, bias = table.counts[slots, :width], table.bias[slots, :width]
     present = torch.arange(width, device=logits.device) < num_entries
     present &= (columns >= 0) & (columns < logits.shape[1])
-    before = adjusted[changed].gather(1, columns.masked_fill(~present, 0))
-    x = before + bias
+    x = adjusted[changed].gather(1, columns.masked_fill(~present, 0)) + bias
     repetition = state.repetition_penalty[slots].unsqueeze(1)
     penalized = torch.where(x > 0, x / repetition, x * repetition)
     penalized = penalized - state.frequency_penalty[slots].unsqueeze(1) * counts
     penalized = penalized - state.presence_penalty[slots].unsqueeze(1) * (counts > 0)
-    x = torch.where(counts >= 0, penalized, x).masked_fill(before == -torch.inf, -torch.inf)
+    x = torch.where(counts >= 0, penalized, x)
     sequence, entry = present.nonzero(as_tuple=True)
     adjusted[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
     return adjusted

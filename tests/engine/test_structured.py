@@ -1,0 +1,548 @@
+"""Guides: what they let through is what was asked for, and nothing that was asked for is held back."""
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from transformers import AutoTokenizer
+
+from nanovllm import RequestError
+from nanovllm.engine import structured
+from nanovllm.engine.structured import (
+    AllowedTokens,
+    BadWordsGuide,
+    GuideCompiler,
+    Guides,
+    bad_word_ids,
+    mask_of,
+)
+from nanovllm.sampling_params import StructuredOutputsParams as Params
+
+VOCAB, EOS = 1024, [2, 0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "nanovllm/assets/demo")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GuideCompiler(tokenizer, VOCAB, EOS)
+
+
+@pytest.fixture(scope="module")
+def spelled(tokenizer):
+    """The bytes of each token that is not special, one letter a byte, as byte-level BPE writes them."""
+    special = set(tokenizer.all_special_ids) | {1}
+    return {i: tokenizer.convert_ids_to_tokens(i) for i in range(VOCAB) if i not in special}
+
+
+def new_mask(vocab_size=VOCAB):
+    return np.full(-(-vocab_size // 32), 0x5A5A5A5A, np.int32)
+
+
+def allowed_by(guide, vocab_size=VOCAB):
+    words = new_mask(vocab_size)
+    guide.fill(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def walk(guide, rng, hurry=()):
+    """Token ids drawn uniformly to the end of the text; half the time among those in ``hurry``, if any is allowed."""
+    ids = []
+    while not (allowed := allowed_by(guide)) <= set(EOS):
+        assert allowed and not guide.finished
+        soon = sorted(allowed & {*hurry, *EOS})
+        choice = rng.choice(soon if soon and rng.random() < 0.5 else sorted(allowed))
+        guide.accept(choice)
+        ids.append(choice)
+        assert len(ids) < 2_000
+        if choice in EOS:
+            ids.pop()
+    assert allowed == set(EOS) and allowed_by(guide) == set(EOS)
+    return ids
+
+
+def texts_of(params, compiler, tokenizer, count=25, hurry=()):
+    hurry = {tokenizer.convert_tokens_to_ids(token) for token in hurry}
+    for seed in range(count):
+        yield tokenizer.decode(walk(compiler.compile(params), random.Random(seed), hurry))
+
+
+def verdict(params, text, compiler, tokenizer):
+    """Says "yes": the text may end here; "begun": it may go on only; "no"."""
+    guide = compiler.compile(params)
+    for token_id in tokenizer.encode(text):
+        if token_id not in allowed_by(guide):
+            return "no"
+        guide.accept(token_id)
+    return "yes" if set(EOS) <= allowed_by(guide) else "begun"
+
+
+# Random walks
+
+
+def is_person(x):
+    return (
+        isinstance(x, dict)
+        and {"name", "age", "tags"} <= x.keys() <= {"name", "age", "tags", "kind", "home"}
+        and isinstance(x["name"], str) and len(x["name"]) <= 8
+        and isinstance(x["age"], int) and 0 <= x["age"] <= 150
+        and isinstance(x["tags"], list) and 1 <= len(x["tags"]) <= 3
+        and all(tag is None or isinstance(tag, bool) for tag in x["tags"])
+        and x.get("kind", "é") in ("a/b", "é")
+        and re.fullmatch("[0-9]{5}", x.get("home", {"zip": "12345"})["zip"])
+    )  # fmt: skip
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": ["boolean", "null"]}, "minItems": 1, "maxItems": 3},
+        "kind": {"enum": ["a/b", "é"]},
+        "home": {"$ref": "#/$defs/home"},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "$defs": {
+        "home": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+JSON_ENDS = ('"', "}", "]")
+
+
+@pytest.mark.parametrize("source", [PERSON, json.dumps(PERSON)], ids=["dict", "text"])
+def test_json_schema(source, compiler, tokenizer):
+    seen = {tuple(json.loads(text)) for text in texts_of(Params(json=source), compiler, tokenizer, hurry=JSON_ENDS)
+            if is_person(json.loads(text)) or pytest.fail(text)}  # fmt: skip
+    assert len(seen) > 1  # with and without the optional properties
+
+
+def test_json_object(compiler, tokenizer):
+    texts = list(texts_of(Params(json_object=True), compiler, tokenizer, hurry=JSON_ENDS))
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+    assert any(json.loads(text) for text in texts)
+
+
+def test_whitespace_in_json(compiler, tokenizer):
+    def check(text, **options):
+        return verdict(Params(json_object=True, **options), text, compiler, tokenizer)
+
+    spaced = '{ "a" : [1,\n2] }'
+    assert (check(spaced), check(spaced, disable_any_whitespace=True)) == ("yes", "no")
+    assert check('{"a":[1,2]}', disable_any_whitespace=True) == "yes"
+    assert check('{"a": [1, 2]}', whitespace_pattern=" ?") == "yes"
+    assert check('{"a":  1}', whitespace_pattern=" ?") == "no"
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-z]{2,5}(/|\\)\d?", "(ab|a)(c|bcd)*", r"x?\n/[/é]{1,2}\.", "(?i)yes|no", "", r"^[^\n]{3}$"]
+)
+def test_regex(pattern, compiler, tokenizer):
+    texts = set(texts_of(Params(regex=pattern), compiler, tokenizer, 10))
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert len(texts) > 1 or not pattern
+
+
+def test_choice(compiler, tokenizer):
+    choices = ["a", "ab", 'x/"\n\\é', "(", ".*", "日本"]
+    assert set(texts_of(Params(choice=choices), compiler, tokenizer, 60)) == set(choices)
+
+
+ARITHMETIC = """
+# sums of products
+root   ::= term (("+" | "-") term)*
+term   ::= factor (
+    ("*" | "/") factor
+)*
+factor ::= [0-9]+ | "(" root ")"   # recursion
+"""
+
+
+def test_recursive_grammar(compiler, tokenizer):
+    texts = list(texts_of(Params(grammar=ARITHMETIC), compiler, tokenizer, hurry="0)"))
+    assert any("(" in text for text in texts)
+    for text in texts:
+        number, before = text, None
+        while number != before:
+            number, before = re.sub(r"\(\d+([-+*/]\d+)*\)", "7", number), number
+        assert re.fullmatch(r"\d+([-+*/]\d+)*", number), text
+
+
+# Against brute force
+
+
+def nested(depth):
+    """The language of ``"(" root ")" | "ab" root? "c" | ""``, to a depth."""
+    inner = nested(depth - 1) if depth else []
+    return ["", "abc", *(f"({text})" for text in inner), *(f"ab{text}c" for text in inner)]
+
+
+LANGUAGES = {
+    "choice": (Params(choice=["one", "only", "on", "two é"]), ["one", "only", "on", "two é"]),
+    "regex": (
+        Params(regex="(a|b){1,2}(in|i)?"),
+        [a + b for n in (1, 2) for a in map("".join, itertools.product("ab", repeat=n)) for b in ("", "in", "i")],
+    ),
+    "json": (
+        Params(json={"enum": [1, 12, "the"]}, disable_any_whitespace=True),
+        ["1", "12", '"the"'],
+    ),
+    "ebnf": (Params(grammar='root ::= w "l" | [x-z]{2}\nw ::= "al"? | [a]{2,}'),
+             ["l", "all", *("a" * n + "l" for n in range(2, 30)), *map("".join, itertools.product("xyz", repeat=2))]),
+    "recursive": (Params(grammar='root ::= "(" root ")" | "ab" root? "c" | ""'), nested(10)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_masks_are_those_of_brute_force(name, compiler, tokenizer, spelled):
+    """A token is allowed exactly if the text goes on to be one of the language; end-of-sequence if it is one."""
+    params, language = LANGUAGES[name]
+    language = {"".join(tokenizer.convert_ids_to_tokens(tokenizer.encode(text))) for text in language}
+    prefixes = {text[:i] for text in language for i in range(len(text) + 1)}
+    limit = 9 if name in ("ebnf", "recursive") else 99  # letters within which the language is complete
+    for seed in range(20):
+        guide, rng, text = compiler.compile(params), random.Random(seed), ""
+        while len(text) < limit:
+            expected = {i for i, letters in spelled.items() if text + letters in prefixes}
+            expected |= set(EOS) if text in language else set()
+            assert allowed_by(guide) == expected, text
+            if expected <= set(EOS):
+                break
+            choice = rng.choice(sorted(expected - set(EOS)))
+            guide.accept(choice)
+            text += spelled[choice]
+
+
+# Grammars and structural tags: which texts they take
+
+FORMATS = {
+    "lines": ('root ::= "if"\n  | [a-z] [0-9] # comment\n\n', {"if": "yes", "i7": "yes", "i": "begun", "7": "no"}),
+    "escapes": (
+        r'root ::= "\x41\u00e9\"\n" [^\]a-c-]{2,3} .',
+        {'Aé"\nxyz': "yes", 'Aé"\nxy\n': "yes", 'Aé"\nxb': "no", 'Aé"\nx-': "no", 'Aé"\nxyzzz': "no"},
+    ),
+    "names": ("root ::= a-B_1 | Ab\na-B_1 ::= \"x\" root\nAb ::= 'y'".replace("'", '"'), {"xxy": "yes", "xx": "begun"}),
+    "empty": ('root ::= "a" b\nb ::= | "b" b', {"a": "yes", "abb": "yes", "": "begun"}),
+    "left recursion": ('root ::= root "a" | "b"', {"baa": "yes", "a": "no"}),
+    "regular parts match exactly": ('root ::= w "x"\nw ::= [a-z]*', {"abcx": "yes", "x": "yes", "xa": "begun"}),
+    "sets": ("root ::= [^a] [-z] [a-] [\\^b] [.*]", {"b--^*": "yes", "azab.": "no", "bzab.": "yes"}),
+    "Lark": ('start: "a" | b\nb: "(" start ")"', {"((a))": "yes", "(a": "begun"}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammar(name, compiler, tokenizer):
+    grammar, expected = FORMATS[name]
+    assert {text: verdict(Params(grammar=grammar), text, compiler, tokenizer) for text in expected} == expected
+
+
+INTEGER, NULL = ({"type": "json_schema", "json_schema": {"type": kind}} for kind in ("integer", "null"))
+TAGS = [
+    {"type": "tag", "begin": "<f=a>", "content": INTEGER, "end": "</f>"},
+    {"type": "tag", "begin": "<f=b>", "content": {"type": "any_text"}, "end": ["</f>", "!"]},
+]
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}
+ONE, TWO = "<f=a>1</f>", "<f=a>1</f> so <f=b>any</x></f>"
+TAG_CASES = {
+    "triggered": (TRIGGERED, {"hi <f": "yes", "hi <f=": "begun", "<f=c": "no", ONE: "yes", f"hi {TWO}.": "yes",
+                              "<f=a>x": "no", "<f=b>any!": "yes", "<f=b>any": "begun"}),
+    "at least one": ({**TRIGGERED, "at_least_one": True}, {"hi": "no", "": "begun", f"{TWO}.": "yes"}),
+    "first only": ({**TRIGGERED, "stop_after_first": True}, {"hi": "yes", f"hi {ONE}": "yes", f"{ONE}.": "no"}),
+    "exactly one": ({**TRIGGERED, "at_least_one": True, "stop_after_first": True}, {"hi": "no", ONE: "yes", TWO: "no"}),
+    "nested": (
+        {"type": "sequence", "elements": [
+            {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+            {"type": "or", "elements": [
+                {"type": "regex", "pattern": "a+"},
+                {"type": "grammar", "grammar": 'root ::= "(" root ")" | "b"'},
+                {"type": "const_string", "value": "/C"},
+            ]},
+        ]},
+        {"<t>hm</t>aa": "yes", "<t></t>((b))": "yes", "<t>x</t>/C": "yes", "<t>x</t>": "begun", "aa": "no"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAG_CASES)
+def test_structural_tag(name, compiler, tokenizer):
+    source, expected = TAG_CASES[name]
+    params = Params(structural_tag=json.dumps({"type": "structural_tag", "format": source}))
+    assert {text: verdict(params, text, compiler, tokenizer) for text in expected} == expected
+
+
+def test_structural_tag_of_the_older_form(compiler, tokenizer):
+    structures = [{"begin": f"<f={kind}>", "schema": {"type": kind}, "end": "</f>"} for kind in ("integer", "null")]
+    params = Params(structural_tag=json.dumps({"structures": structures, "triggers": ["<f="]}))
+    expected = {"hi": "yes", "<f=integer>12</f><f=null>null</f> ok": "yes", "<f=null>1": "no"}
+    assert {text: verdict(params, text, compiler, tokenizer) for text in expected} == expected
+
+
+# Guides
+
+
+def test_the_end(compiler, tokenizer):
+    """Both end-of-sequence tokens, exactly where the text may end; then nothing else, and nothing counts."""
+    guide = compiler.compile(Params(regex="ab?"))
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    assert not allowed_by(guide) & {*EOS, b}
+    guide.accept(a)
+    assert allowed_by(guide) == {b, *EOS} and not guide.finished
+    ended = guide.fork()
+    ended.accept(0)
+    guide.accept(b)
+    for finished in (guide, ended):
+        assert finished.finished and allowed_by(finished) == set(EOS)
+        for _ in range(3):
+            finished.accept(2)
+            assert finished.finished and allowed_by(finished) == set(EOS)
+
+
+def test_token_that_was_not_allowed(compiler):
+    with pytest.raises(AssertionError, match="token 5 was not allowed: "):
+        compiler.compile(Params(regex="abc")).accept(5)
+
+
+def test_dead_end_ends_early(compiler, tokenizer, caplog):
+    """Lark lets one write what nothing matches; found where the text gets there. The engine must not fail of it."""
+    guide = compiler.compile(Params(grammar='start: "a" /[^\\x{0}-\\x{10ffff}]/'))
+    guide.accept(tokenizer.encode("a")[0])
+    assert allowed_by(guide) == set(EOS)
+    guide.accept(2)
+    assert guide.finished and allowed_by(guide) == set(EOS)
+    assert caplog.messages == ["a structured output ends early, before its grammar does: NoExtensionBias"]
+
+
+def test_too_complex_ends_early(compiler, caplog):
+    """Past llguidance's limits on memory and time the text ends, with a warning that has the reason."""
+
+    class Matcher:
+        def is_error(self):
+            return False
+
+        def consume_token(self, token_id):
+            return False
+
+        def stop_reason(self):
+            return "ParserTooComplex"
+
+        def get_error(self):
+            return "too many items\n<state>"
+
+    guide = structured.Guide(Matcher(), compiler)
+    guide.accept(2)
+    assert guide.finished
+    assert caplog.messages == ["a structured output ends early, before its grammar does: too many items"]
+
+
+def test_forks_and_compiled_copies_are_independent(compiler, tokenizer):
+    params = Params(choice=["abc", "xyz"])
+    first = compiler.compile(params)
+    start = allowed_by(first)
+    first.accept(tokenizer.encode("xyz")[0])
+    fork, second = first.fork(), compiler.compile(params)
+    after = allowed_by(first)
+    assert allowed_by(second) == start != after == allowed_by(fork)
+    fork.accept(min(allowed_by(fork)))
+    assert allowed_by(first) == after and allowed_by(second) == start
+
+
+def test_cache_keeps_the_last_used(tokenizer, monkeypatch):
+    monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
+    compiler, compiled = GuideCompiler(tokenizer, VOCAB, EOS), []
+    compiler.compile(Params(regex="a"))
+    library = compiler._llguidance
+
+    class Counting:
+        def LLMatcher(self, *args, **options):
+            compiled.append(args[1])
+            return library.LLMatcher(*args, **options)
+
+    compiler._llguidance = Counting()
+    for pattern in "ababcab":
+        compiler.compile(Params(regex=pattern))
+    assert [grammar[-3] for grammar in compiled] == ["b", "c", "a", "b"]
+
+
+def test_properties_come_in_the_schemas_order(compiler, tokenizer):
+    """The order is part of what is compiled: it must be part of what is cached."""
+    types = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    for names in ("ab", "ba"):
+        schema = {"type": "object", "properties": {name: types[name] for name in names}, "required": list(names)}
+        text = json.dumps(dict.fromkeys(names, 1))
+        assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
+@pytest.mark.parametrize("vocab_size", [1100, 1000, 999])
+def test_vocabulary_of_another_size(vocab_size, tokenizer, compiler):
+    """The model's may be padded, or lack ids that the tokenizer has: neither kind is ever allowed."""
+    other = GuideCompiler(tokenizer, vocab_size, EOS)
+    for params in (Params(regex="(?s:.*)"), Params(json_object=True)):
+        expected = {i for i in allowed_by(compiler.compile(params)) if i < vocab_size}
+        guides = [other.compile(params) for _ in range(3)]
+        words = np.full((3, -(-vocab_size // 32)), -1, np.int32)
+        other.fill_all(guides, words)
+        assert allowed_by(guides[0], vocab_size) == expected
+        assert (words == words[0]).all() and (words[0] & ~mask_of(expected, vocab_size) == 0).all()
+
+
+def test_fill_all_is_fill(compiler, tokenizer):
+    bad = BadWordsGuide([[30], [31, 32]], VOCAB)
+    guides = [
+        compiler.compile(Params(regex="[a-z]*")), bad, compiler.compile(Params(json_object=True)),
+        Guides([compiler.compile(Params(regex=".*")), bad], EOS, VOCAB),
+        Guides([bad, AllowedTokens([30, 40], VOCAB)], EOS, VOCAB), AllowedTokens([7], VOCAB),
+    ]  # fmt: skip
+    for chosen in (guides, guides[:2], guides[1:2]):
+        words = np.full((len(chosen), 32), 0x3C3C3C3C, np.int32)
+        compiler.fill_all(chosen, words)
+        for row, guide in zip(words, chosen, strict=True):
+            alone = new_mask()
+            guide.fill(alone)
+            assert (row == alone).all()
+
+
+def test_bad_words_against_a_plain_twin():
+    rng = random.Random(0)
+    words = [rng.choices(range(6), k=rng.randint(1, 4)) for _ in range(6)]
+    words = [word for word in words if len(word) > 1 or word == [5]] + [[5]]
+    guide, output, held_back = BadWordsGuide(words, 70), [], 0
+    for step in range(300):
+        if step % 7 == 3:
+            guide.fork().accept(0)  # has no effect on its origin
+        banned = {word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1]}
+        assert allowed_by(guide, 70) == set(range(70)) - banned
+        held_back += len(banned) > 1
+        output.append(rng.choice([i for i in range(6) if i not in banned]))
+        guide.accept(output[-1])
+    assert held_back > 20 and not guide.finished
+
+
+def test_guides_compose(compiler, tokenizer):
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    regex = compiler.compile(Params(regex="[abc]c?"))
+    guides = Guides([regex, AllowedTokens([a, b, c], VOCAB), BadWordsGuide([[a], [b, c]], VOCAB)], EOS, VOCAB)
+    assert allowed_by(guides) == {b, c}
+    fork = guides.fork()
+    guides.accept(b)  # c would be a bad word, and end-of-sequence is not among the allowed tokens
+    assert allowed_by(guides) == set(EOS) and not guides.finished
+    fork.accept(c)
+    assert allowed_by(fork) == {c}
+    fork.accept(c)
+    assert fork.finished and allowed_by(fork) == set(EOS)
+
+
+def test_mask_of():
+    words = mask_of([0, 31, 32, 69], 70)
+    assert words.dtype == np.int32 and words.tolist() == [1 - 2**31, 1, 1 << 5]
+    for token_id in (70, -1):
+        with pytest.raises(RequestError, match=f"token id {token_id} must be >= 0 and below the vocabulary's size, 70"):
+            mask_of([3, token_id], 70)
+
+
+def test_bad_word_ids(tokenizer):
+    plain, spaced = (tokenizer.encode(text) for text in ("word", " word"))
+    assert plain != spaced
+    assert bad_word_ids(tokenizer, ["word", " word"]) == bad_word_ids(tokenizer, "word") == [plain, spaced]
+    assert bad_word_ids(tokenizer, None) == bad_word_ids(None, []) == []
+    assert tokenizer.encode("\n") in bad_word_ids(tokenizer, ["\n"])
+    with pytest.raises(RequestError, match="SamplingParams: bad_words needs a tokenizer"):
+        bad_word_ids(None, ["word"])
+
+
+# Errors
+
+NOT_GRAMMARS = {
+    'root ::= "a" |\n b': "rule 'root' uses 'b', which is not defined",
+    'start ::= "a"': "it has no rule root ::= ...",
+    'root ::= "a" | b\nb ::= "x" b': "rule 'b' has no text that ends",
+    "root ::= ((": "line 1, column 12: expected ')', not 'the end'",
+    'root ::= "a"\n )': "line 2, column 2: expected a rule (name ::= ...), not ')'",
+    "root ::= [b-a]": "line 1, column 10: the range b-a is empty",
+    "root ::= []": "line 1, column 10: the set of characters is empty",
+    r'root ::= "\q"': "line 1, column 10: unknown escape \\q",
+    r'root ::= "\ud800"': "line 1, column 10: \\ud800 is no character",
+    'root ::= * "a"': "line 1, column 10: nothing before '*' to repeat",
+    'root ::= "a"\nroot ::= "b"': "line 2, column 1: rule 'root' is defined twice",
+    'root ::= (="a") "a"': "line 1, column 11: unexpected '='",
+    'start: "a" c': 'unknown name: "c"',
+    "start: start": "it matches no text",
+}
+ERRORS = [
+    *((Params(grammar=grammar), error) for grammar, error in NOT_GRAMMARS.items()),
+    (Params(json="{"), "it is not JSON: Expecting property name"),
+    (Params(json="[1]"), "it must be a JSON object, as text or as a dictionary"),
+    (Params(json={"type": {1}}), "it is not JSON: Object of type set"),
+    (Params(json={"type": "strin"}), "Invalid type: strin"),
+    (Params(json={"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+    (Params(json={"type": "string", "format": "foo"}), "Unknown format: foo"),
+    (Params(json={"enum": []}), "Unsatisfiable schema: anyOf is empty"),
+    (Params(json_object=True, whitespace_pattern="("), "regex parse error:\n    (\n    ^\nerror: unclosed group"),
+    (Params(json_object=True, whitespace_pattern=" ", disable_any_whitespace=True),
+     "give disable_any_whitespace or whitespace_pattern, not both"),
+    (Params(regex="a", disable_any_whitespace=True),
+     "disable_any_whitespace and whitespace_pattern go with json or json_object"),
+    (Params(regex="("), 'invalid regex "(" (in regex): regex parse error:\n    (\n    ^\nerror: unclosed group'),
+    (Params(regex="a(?=b)"), "look-around, including look-ahead and look-behind, is not supported"),
+    (Params(regex="a\\"), "its last backslash escapes nothing"),
+    (Params(regex="\udcff"), "it cannot be encoded as UTF-8"),
+    (Params(choice=[]), "it must be a non-empty list of strings"),
+    (Params(choice=["a", 1]), "it must be a non-empty list of strings"),
+    (Params(choice=["\udcff"]), "'\\udcff' cannot be encoded as UTF-8"),
+    (Params(structural_tag="{}"), 'it has neither "format" nor "structures"'),
+    (Params(structural_tag='{"format": {"type": "token"}}'), "format type 'token' is not supported; const_string, "),
+    (Params(structural_tag='{"format": {"type": "tag"}}'), "it is malformed (KeyError: 'begin')"),
+    (Params(structural_tag=json.dumps({"format": {**TRIGGERED, "triggers": ["<f=a"]}})),
+     "the tag '<f=b>' begins with no trigger"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("params, error", ERRORS, ids=[f"{params.kind} {i}" for i, (params, _) in enumerate(ERRORS)])
+def test_errors(params, error, compiler):
+    with pytest.raises(RequestError) as raised:
+        compiler.compile(params)
+    text = str(raised.value)
+    given = f"StructuredOutputsParams: {params.kind}={getattr(params, params.kind)!r:.200} cannot be used: "
+    assert text.startswith(given)
+    assert error in text[len(given) :] and "<state>" not in text
+    is_lark = params.kind == "grammar" and "::=" not in params.grammar
+    assert is_lark or "no_forcing" not in text  # our Lark is not the user's
+
+
+def test_engines_that_cannot(tokenizer, monkeypatch):
+    params = Params(regex="a")
+
+    def error_of(tokenizer, eos=EOS):
+        with pytest.raises(RequestError) as raised:
+            GuideCompiler(tokenizer, VOCAB, eos).compile(params)
+        return str(raised.value)
+
+    needs = "SamplingParams: structured_outputs needs "
+    assert error_of(None) == f"{needs}a tokenizer, but the engine was made with skip_tokenizer_init=True."
+    assert error_of("slow") == f"{needs}a fast tokenizer (tokenizer.json), not str."
+    for eos in ([], [VOCAB + 5]):
+        assert error_of(tokenizer, eos) == f"{needs}an end-of-sequence token, which the model does not have."
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert re.fullmatch(
+        re.escape(needs) + r"llguidance \(.*\): pip install 'nanovllm\[structured\]'\.", error_of(tokenizer)
+    )
+
+
+def test_llguidance_is_imported_on_first_use():
+    code = "import sys, nanovllm.engine.structured as s; s.GuideCompiler(None, 8, [1]); " \
+        "sys.exit(bool({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
