@@ -1,11 +1,12 @@
 """nanovllm under vLLM's names: ``python -m nanovllm.as_vllm script.py`` runs a script written for vLLM.
 
-Adapters from vLLM's offline interface, of the version below, to nanovllm's public one. The rest of nanovllm does not know
-them, and they import no vLLM.
+Adapters from vLLM's offline interface, of the version below, to nanovllm's. The rest of nanovllm does not know them,
+and they import no vLLM.
 
     modules   the module tree that scripts import, put in place of vLLM's
     sampling  SamplingParams and structured outputs
     options   engine keywords: passed on, or accepted at values that change nothing
+    launch    from keywords to a running engine
     llm       LLM
     engine    LLMEngine, with requests named by strings
     workers   what code that reaches into a worker finds: the model, its weights, sleep

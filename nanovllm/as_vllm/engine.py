@@ -5,8 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import nanovllm.llm
-from nanovllm.as_vllm import options, sampling
+from nanovllm.as_vllm import launch, options, sampling
 from nanovllm.as_vllm.helpers import refuse_lora
 from nanovllm.as_vllm.sampling import RequestOutputKind
 from nanovllm.config import Config
@@ -58,10 +57,11 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, keywords: dict[str, Any]):
-        given = options.to_nanovllm({"model": model, **keywords})
-        from nanovllm.as_vllm.workers import Executor, Memory, worker_class
-        
-        self._llm = llm = make_llm(model, keywords.get("max_model_len"), given)
+        from nanovllm.as_vllm.workers import Executor, Memory, Profiler, worker_class  # imports torch
+
+        self._llm = llm = launch.start(model, keywords)
+        self._keywords = keywords
+        self._profiler = Profiler(keywords.get("profiler_config"))
         self.model_config = ModelConfig(llm.config, {"model": model, **keywords})
         self.model_config.dtype = llm.model_runner.dtype
         self.vllm_config = SimpleNamespace(
@@ -82,6 +82,8 @@ class LLMEngine:
             lora_config=None,
             speculative_config=None,
         )  # fmt: skip
+        self.cache_config, self.scheduler_config = self.vllm_config.cache_config, self.vllm_config.scheduler_config
+        self.parallel_config = self.vllm_config.parallel_config
         self._memory = Memory(llm)
         worker = worker_class(keywords.get("worker_extension_cls") or "")(llm, self._memory, self.vllm_config)
         self.model_executor = Executor(worker, self._memory)
@@ -100,9 +102,14 @@ class LLMEngine:
         return self._llm
 
     def get_default_sampling_params(self) -> sampling.SamplingParams:
-        config = self._llm.config
-        defaults = checkpoint.read_generation_config(config.model_path) if config.generation_config == "auto" else {}
-        return sampling.SamplingParams.from_optional(**defaults)
+        source = self._keywords.get("generation_config") or "auto"
+        path = self._llm.config.model_path if source == "auto" else source
+        defaults = {} if source == "vllm" else checkpoint.read_generation_config(path)
+        override = {"max_new_tokens": None, **(self._keywords.get("override_generation_config") or {})}
+        max_new_tokens = override.pop("max_new_tokens")
+        if max_new_tokens is not None:
+            override["max_tokens"] = max_new_tokens
+        return sampling.SamplingParams.from_optional(**{**defaults, **override})
 
     # ---------------------------------------------------------------- requests
 
@@ -197,6 +204,12 @@ class LLMEngine:
         core = SimpleNamespace(model_executor=self.model_executor)
         return SimpleNamespace(model_executor=self.model_executor, engine_core=core)  # vLLM's client holds the core
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        self._profiler.start(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self._profiler.stop()
+
     def do_log_stats(self) -> None:
         """Statistics are not logged."""
 
@@ -220,7 +233,7 @@ class Tracked:
                 before.token_ids = before.token_ids + new.token_ids
                 before.cumulative_logprob = new.cumulative_logprob
                 if new.logprobs is not None:
-                    before.logprobs = [*(before.logprobs or []), *new.logprobs]
+                    before.logprobs = [*(before.logprobs or []), *new.logprobs]  # type: ignore[misc]
             output = self.request.output_of([copy.copy(so_far) for so_far in self._so_far], finished=False)
         return self._named(output)
 
@@ -233,28 +246,3 @@ class Tracked:
         output.request_id = self.name
         output.prompt_token_ids = self.request.seqs[0].prompt_token_ids
         return output
-
-
-class CoreLLM(nanovllm.llm.LLM):
-    """nanovllm's engine, which also tells of requests that are not finished."""
-
-    def request_of(self, number: int) -> Request:
-        return self._added.unfinished[number]
-
-    def advance(self) -> list[Request]:
-        """One step; returns the requests of ``add_request`` that it finished."""
-        self._step()
-        return self._take(self._added)
-
-
-def make_llm(model: str, max_model_len: Any, given: dict[str, Any]) -> CoreLLM:
-    """nanovllm's engine with vLLM's default context length: the model's own, or what the KV cache holds if less."""
-    if max_model_len not in (None, -1, "auto"):
-        return CoreLLM(model, max_model_len=max_model_len, **given)
-    path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
-    llm = CoreLLM(model, max_model_len=checkpoint.read_model_config(path).max_position_embeddings, **given)
-    capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
-    if capacity < llm.config.max_model_len:
-        # the engine's tables are wider than needed now, and every check of a request reads this value
-        vars(llm.config).update(max_model_len=capacity)
-    return llm

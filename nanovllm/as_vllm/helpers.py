@@ -153,7 +153,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def register(*_: Any, **__: Any) -> None:
-    raise EngineError("models of other architectures cannot be registered with nanovllm, which stands in for vLLM here.")
+    raise EngineError("other models cannot be registered with nanovllm, which stands in for vLLM here.")
 
 
 ModelRegistry = SimpleNamespace(register_model=register)

@@ -1,6 +1,7 @@
 """vLLM's ``LLM``: its signatures over nanovllm's."""
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.as_vllm import options, sampling
@@ -28,7 +29,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
-        return cls(**options.keywords_of(engine_args))
+        return cls(**{"model": options.PASSED["model"], **options.keywords_of(engine_args)})
 
     # ---------------------------------------------------------------- generation
 
@@ -36,12 +37,13 @@ class LLM:
                  use_tqdm: bool | Callable = True, lora_request: Any = None, prompt_adapter_request: None = None,
                  guided_options_request: None = None, priority: Any = None, *,
                  tokenization_kwargs: dict | None = None) -> list[RequestOutput]:
-        """Complete one prompt or many; ``prompt_token_ids`` is how ids were given before vLLM had prompt dictionaries."""
+        """Complete one prompt or many; ``prompt_token_ids`` is how ids were given before prompt dictionaries."""
         refuse_lora(lora_request)
         refuse("generate", prompt_adapter_request=prompt_adapter_request, tokenization_kwargs=tokenization_kwargs,
                guided_options_request=guided_options_request, priority=priority)  # fmt: skip
         prompts = as_prompts(prompts, prompt_token_ids)
-        return self.llm_engine.core().generate(prompts, self._params(sampling_params), use_tqdm)
+        outputs = self.llm_engine.core().generate(prompts, self._params(sampling_params), use_tqdm)
+        return flatten_logprobs(outputs, sampling_params)
 
     def chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
              lora_request: Any = None, chat_template: str | None = None, chat_template_content_format: str = "auto",
@@ -60,7 +62,8 @@ class LLM:
             "chat_template": chat_template, "tools": tools, "chat_template_kwargs": chat_template_kwargs,
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
-        return self.llm_engine.core().chat(messages, self._params(sampling_params), use_tqdm, **template)
+        outputs = self.llm_engine.core().chat(messages, self._params(sampling_params), use_tqdm, **template)
+        return flatten_logprobs(outputs, sampling_params)
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
@@ -117,7 +120,10 @@ class LLM:
         return []  # as with disable_log_stats, the default
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        raise EngineError("start_profile is not supported by nanovllm; use torch.profiler around the calls.")
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self.llm_engine.stop_profile()
 
 
 def refuse(method: str, **values: Any) -> None:
@@ -127,6 +133,32 @@ def refuse(method: str, **values: Any) -> None:
             continue  # priorities of 0
         if value:
             raise RequestError(f"{method}: {name}={value!r:.200} is not supported by nanovllm; leave it out.")
+
+
+class FlatLogprobs(list):
+    """Log-probabilities by position, as a list of dictionaries, and as columns over all their entries."""
+
+    def _column(self, of: Callable) -> list[Any]:
+        return [of(token_id, entry) for at in self for token_id, entry in (at or {}).items()]
+
+    token_ids = property(lambda self: self._column(lambda token_id, entry: token_id))
+    logprobs = property(lambda self: self._column(lambda token_id, entry: entry.logprob))
+    ranks = property(lambda self: self._column(lambda token_id, entry: entry.rank))
+    decoded_tokens = property(lambda self: self._column(lambda token_id, entry: entry.decoded_token))
+    end_indices = property(lambda self: list(accumulate(len(at or {}) for at in self)))
+    start_indices = property(lambda self: [0, *self.end_indices][:-1])
+
+
+def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestOutput]:
+    """Where ``flat_logprobs`` asks for it."""
+    params = params if isinstance(params, (list, tuple)) else [params] * len(outputs)
+    for output, asked in zip(outputs, params, strict=True):
+        if getattr(asked, "flat_logprobs", False):
+            for holder in (output, *output.outputs):
+                name = "prompt_logprobs" if holder is output else "logprobs"
+                if getattr(holder, name) is not None:
+                    setattr(holder, name, FlatLogprobs(getattr(holder, name)))
+    return outputs
 
 
 def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:

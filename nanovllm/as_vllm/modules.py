@@ -21,16 +21,16 @@ PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm``, for
 
 # name -> module of nanovllm that has it, imported when it is first asked for
 SOURCES = {
-    "LLM": "as_vllm.llm",
+    "LLM FlatLogprobs": "as_vllm.llm",
     "LLMEngine": "as_vllm.engine",
     "EngineArgs FlexibleArgumentParser": "as_vllm.options",
     "SamplingParams RequestOutputKind SamplingType StructuredOutputsParams GuidedDecodingParams": "as_vllm.sampling",
     "RequestOutput CompletionOutput Logprob": "outputs",
     "BeamSearchParams BeamSearchOutput BeamSearchSequence": "engine.beam_search",
     "Worker": "as_vllm.workers",
-    "TextPrompt TokensPrompt LoRARequest get_tokenizer cached_get_tokenizer resolve_hf_chat_template load_chat_template "
-    "random_uuid get_open_port get_ip get_distributed_init_method set_random_seed init_logger ModelRegistry "
-    "cleanup_dist_env_and_memory destroy_model_parallel destroy_distributed_environment "
+    "TextPrompt TokensPrompt LoRARequest get_tokenizer cached_get_tokenizer resolve_hf_chat_template "
+    "load_chat_template random_uuid get_open_port get_ip get_distributed_init_method set_random_seed init_logger "
+    "ModelRegistry cleanup_dist_env_and_memory destroy_model_parallel destroy_distributed_environment "
     "get_tensor_model_parallel_rank current_platform": "as_vllm.helpers",
 }  # fmt: skip
 SOURCE_OF = {name: source for names, source in SOURCES.items() for name in names.split()}
@@ -46,12 +46,12 @@ ALIASES = {
 ANY = ("PromptType", "SingletonPrompt", "AnyTokenizer", "TokenizerLike", "ChatCompletionMessageParam", "PromptLogprobs",
        "SampleLogprobs", "LogprobsOnePosition", "DataPrompt")  # fmt: skip
 SETTINGS = ("CompilationConfig", "StructuredOutputsConfig", "CUDAGraphMode", "CompilationMode", "UsageContext",
-            "PassConfig")  # fmt: skip
+            "PassConfig", "ProfilerConfig")  # fmt: skip
 UNSUPPORTED = (
     "AsyncLLMEngine", "AsyncEngineArgs", "AsyncLLM", "PoolingParams", "PoolerConfig", "PoolingRequestOutput",
     "PoolingOutput", "EmbeddingRequestOutput", "EmbeddingOutput", "ClassificationRequestOutput",
     "ClassificationOutput", "ScoringRequestOutput", "ScoringOutput", "EmbedsPrompt", "KVTransferConfig",
-    "KVEventsConfig", "SpeculativeConfig", "ProfilerConfig", "WeightTransferConfig", "VllmConfig", "ModelConfig",
+    "KVEventsConfig", "SpeculativeConfig", "WeightTransferConfig", "VllmConfig", "ModelConfig",
     "LogitsProcessor", "BatchUpdate", "MoveDirectionality", "AdapterLogitsProcessor", "RequestLogitsProcessor",
     "PyNcclCommunicator", "StatelessProcessGroup", "WorkerWrapperBase", "MultiModalDataDict", "ImagePrompt",
     "RepetitionDetectionParams", "Counter", "Gauge", "Histogram", "Vector", "Metric", "RequestMetrics",
@@ -68,7 +68,7 @@ SAMPLING = "SamplingParams BeamSearchParams RequestOutputKind SamplingType Struc
            "GuidedDecodingParams RepetitionDetectionParams"  # fmt: skip
 PROCESSORS = "LogitsProcessor BatchUpdate MoveDirectionality AdapterLogitsProcessor RequestLogitsProcessor"
 UTILS = "random_uuid get_open_port get_ip get_distributed_init_method FlexibleArgumentParser Counter"
-LOGPROBS = "Logprob PromptLogprobs SampleLogprobs LogprobsOnePosition"
+LOGPROBS = "Logprob FlatLogprobs PromptLogprobs SampleLogprobs LogprobsOnePosition"
 TOKENIZERS = "get_tokenizer cached_get_tokenizer get_cached_tokenizer AnyTokenizer TokenizerLike"
 METRICS = "Counter Gauge Histogram Vector Metric"
 
@@ -231,4 +231,6 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
     paths = [str(PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if str(PATH) not in sys.path:
+        sys.path.insert(1, str(PATH))  # a process that multiprocessing spawns gets this list
     importlib.import_module("vllm")

@@ -4,8 +4,9 @@ One table serves ``LLM(...)``, ``EngineArgs(...)`` and its command line.
 """
 
 import argparse
+import json
 import sys
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass, replace
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -36,7 +37,15 @@ PASSED: dict[str, Any] = {
     "num_gpu_blocks_override": None,
     "worker_extension_cls": "",
     "enable_sleep_mode": False,
+    "hf_overrides": None,
+    "rope_scaling": None,
+    "rope_theta": None,
+    "override_generation_config": None,
+    "profiler_config": None,
 }
+# handled by the adapters themselves
+OWN = ("model", "max_model_len", "worker_extension_cls", "enable_sleep_mode", "hf_overrides", "rope_scaling",
+       "rope_theta", "generation_config", "override_generation_config", "profiler_config")  # fmt: skip
 
 # keyword -> values that change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
@@ -48,14 +57,10 @@ NEUTRAL: dict[str, tuple] = {
     "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"),
     "hf_config_path": (None,),
-    "hf_overrides": (None, {}),
     "hf_token": (None,),
-    "rope_scaling": (None, {}),
-    "rope_theta": (None,),
     "task": (None, "auto", "generate"),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none", None),
-    "override_generation_config": (None, {}),
     "override_pooler_config": (None,),
     "pooler_config": (None,),
     "enable_lora": (False, None),
@@ -83,7 +88,6 @@ NEUTRAL: dict[str, tuple] = {
     "enable_prompt_embeds": (False,),
     "scheduling_policy": ("fcfs",),
     "enable_return_routed_experts": (False,),
-    "profiler_config": (None,),
     "additional_config": (None, {}),
     "download_dir": (None,),
     "model_loader_extra_config": (None, {}),
@@ -153,19 +157,22 @@ def check(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name not in KNOWN:
             raise ConfigError(f"LLM() has no option {name!r}.{did_you_mean(name, KNOWN)}")
-        if name in NEUTRAL and not any(value is v or (type(value) is type(v) and value == v) for v in NEUTRAL[name]):
+        if name in NEUTRAL and not any(is_same(value, neutral) for neutral in NEUTRAL[name]):
             if name == "tokenizer_revision" and value == options.get("revision"):
                 continue
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Equality in which True is not 1."""
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
 def to_nanovllm(options: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of vLLM's engine, checked, as options of nanovllm's ``LLM``, without ``max_model_len``."""
+    """Keywords of vLLM's engine, checked, as options of nanovllm's ``LLM`` but for those in ``OWN``."""
     check(options)
-    given = {name: value for name, value in options.items() if name in PASSED and value is not None}
-    for name in ("model", "max_model_len", "worker_extension_cls", "enable_sleep_mode"):
-        given.pop(name, None)
+    given = {name: value for name, value in options.items() if name in PASSED and name not in OWN and value is not None}
     if given.get("load_format") in ("safetensors", "hf"):
         given["load_format"] = "auto"
     given["kvcache_block_size"] = block_size = given.pop("block_size", 256)
@@ -196,6 +203,17 @@ class _EngineArgs:
                                     default=default)  # fmt: skip
         return parser
 
+    def create_model_config(self) -> Any:
+        """What ``llm_engine.model_config`` will be; starts no engine."""
+        from nanovllm.as_vllm.engine import ModelConfig
+        from nanovllm.config import Config
+
+        keywords = keywords_of(self)
+        model = keywords.pop("model", PASSED["model"])
+        config = Config.from_options(model, to_nanovllm(keywords))
+        max_model_len = keywords.get("max_model_len") or config.model_config.max_position_embeddings
+        return ModelConfig(replace(config, max_model_len=max_model_len), {"model": model, **keywords})
+
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
         return cls(**{name: getattr(args, name) for name in KNOWN if hasattr(args, name)})
@@ -205,9 +223,11 @@ SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "
 
 
 def _value(text: str) -> Any:
-    """An integer if it reads as one; "None" is None."""
+    """An integer or JSON if it reads as one; "None" is None."""
     if text == "None":
         return None
+    if text[:1] in ("{", "["):
+        return json.loads(text)
     return int(text) if text.lstrip("-").isdigit() else text
 
 

@@ -4,6 +4,8 @@ Owns the order that keeps outputs right: weights change while the engine is idle
 old weights.
 """
 
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -56,12 +58,17 @@ class Memory:
         if not self._llm.is_finished():
             raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
 
+    def _require_weights(self) -> None:
+        if "weights" in self.asleep:
+            raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are loaded.")
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy tensors, under their names in the checkpoint, into the model; returns the names.
 
         Any number of them at a time. The prefix cache is emptied.
         """
         self.require_idle("load_weights")
+        self._require_weights()
         model = self._llm.model_runner.model
         params = dict(model.named_parameters())
         expected, loaded = _expected_tensors(params, model.packed_modules_mapping), set()
@@ -70,7 +77,7 @@ class Memory:
                 if name in model.unused_weights or SKIPPED in name:
                     continue
                 if name not in expected:
-                    raise CheckpointError(f"load_weights: the model has no tensor {name!r}; names are the checkpoint's.")
+                    raise CheckpointError(f"load_weights: the model has no tensor {name!r}, by the checkpoint's names.")
                 param_name, shard_id = expected[name]
                 param = params[param_name]
                 if hasattr(param, "weight_loader"):
@@ -84,6 +91,7 @@ class Memory:
     def reload_weights(self) -> None:
         """Read the checkpoint's files again."""
         self.require_idle("reload_weights")
+        self._require_weights()
         with torch.inference_mode():
             load_model(self._llm.model_runner.model, self._llm.config.model_path)
         self._llm.reset_prefix_cache()
@@ -100,7 +108,7 @@ class Memory:
         runner = self._llm.model_runner
         runner.synchronize()
         runner.graphs = None  # they hold addresses of both
-        runner.kv_cache = None
+        del runner.kv_cache
         for layer in attention_layers(runner.model):
             layer.k_cache = layer.v_cache = torch.empty(0)
         with torch.inference_mode():
@@ -146,7 +154,7 @@ class Worker:
         runner = llm.model_runner
         if llm.config.tensor_parallel_size == 1:
             memory_of_llm = weakref.proxy(memory)  # the model must not keep its engine alive
-            runner.model.load_weights = lambda weights: memory_of_llm.load_weights(weights)
+            runner.model.load_weights = lambda weights: memory_of_llm.load_weights(weights)  # type: ignore
         self.device = runner.device
         self.vllm_config = engine_config
         self.model_runner = SimpleNamespace(
@@ -192,6 +200,38 @@ class Executor:
         if not hasattr(self.driver_worker, method):
             raise EngineError(f"collective_rpc: the worker has no method {method!r}.")
         return [getattr(self.driver_worker, method)(*args, **(kwargs or {}))]
+
+
+class Profiler:
+    """``start_profile`` and ``stop_profile``: torch's profiler.
+
+    Args:
+        config: vLLM's ``profiler_config``, a dictionary or an object with "torch_profiler_dir".
+    """
+
+    def __init__(self, config: Any):
+        given = config if isinstance(config, dict) else vars(config) if config is not None else {}
+        self._directory = given.get("torch_profiler_dir") or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        self._running: torch.profiler.profile | None = None
+        self._prefix = ""
+
+    def start(self, prefix: str | None = None) -> None:
+        if not self._directory:
+            raise EngineError(
+                "start_profile needs LLM(profiler_config={'profiler': 'torch', 'torch_profiler_dir': '/a/directory'})."
+            )
+        self._prefix = prefix or "nanovllm"
+        self._running = torch.profiler.profile()
+        self._running.start()
+
+    def stop(self) -> None:
+        """Write a Chrome trace."""
+        if self._running is not None and self._directory:
+            self._running.stop()
+            os.makedirs(self._directory, exist_ok=True)
+            name = f"{self._prefix}-{time.strftime('%Y%m%d-%H%M%S')}.pt.trace.json"
+            self._running.export_chrome_trace(os.path.join(self._directory, name))
+            self._running = None
 
 
 def worker_class(extension: str) -> type[Worker]:

@@ -1,4 +1,4 @@
-"""Runs scripts one after another in this process as ``python -m nanovllm.as_vllm`` would; prints their errors as JSON."""
+"""Runs scripts one after another as ``python -m nanovllm.as_vllm`` would; prints their errors as JSON."""
 
 import contextlib
 import gc

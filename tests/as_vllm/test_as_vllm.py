@@ -1,6 +1,6 @@
-"""Scripts written for vLLM, one for each kind of use, run unmodified. They know vLLM's names only, and check what they get.
+"""Scripts written for vLLM, one for each kind of use, run unmodified.
 
-In ``scripts/``; each takes a model's path. Most run in one process, one after another.
+They are in ``scripts/``, know vLLM's names only, and check what they get. Each takes a model's path.
 """
 
 import json
@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+from nanovllm.as_vllm import launch, options
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("*.py"))
 
 
-def run(*argv: str, **more) -> subprocess.CompletedProcess:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def run(*argv: str, path: str = "", **more) -> subprocess.CompletedProcess:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{path}"}
     command = [sys.executable, "-W", "error", *argv]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, **more)
 
@@ -37,30 +39,39 @@ def test_script_runs(errors, script):
     assert not errors[script], errors[script]
 
 
-FAKE_VLLM = "raise SystemExit('the installed vLLM was imported')"
 WRITTEN_FOR_VLLM = """
-import importlib.metadata, importlib.util, pickle, subprocess, sys
+import importlib.metadata, importlib.util, multiprocessing, pickle, subprocess, sys
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.llm import LLM as same
-assert same is LLM and importlib.util.find_spec("vllm") is not None
-assert vllm.__version__ == importlib.metadata.version("vllm")
-assert pickle.loads(pickle.dumps(SamplingParams(n=2))) == SamplingParams(2)
-child = "import vllm; print(vllm.LLM.__module__)"
-print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
-print("ran as", __name__, "with", sys.argv[1:])
+
+def say():
+    print(LLM.__module__, flush=True)
+
+if __name__ == "__main__":
+    assert same is LLM and importlib.util.find_spec("vllm") is not None
+    assert vllm.__version__ == importlib.metadata.version("vllm")
+    assert pickle.loads(pickle.dumps(SamplingParams(n=2))) == SamplingParams(2)
+    subprocess.run([sys.executable, "-c", "import vllm; print(vllm.LLM.__module__)"], check=True)
+    process = multiprocessing.get_context("spawn").Process(target=say)
+    process.start()
+    process.join()
+    print("ran as", __name__, "with", sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_an_installed_vllm_is_not_imported(tmp_path, as_module):
     """Nor in a child process; and the script sees itself as the main program, with its own arguments."""
-    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "vllm.py").write_text("raise SystemExit('the installed vLLM was imported')")
     (tmp_path / "script.py").write_text(WRITTEN_FOR_VLLM)
     target = ["-m", "script"] if as_module else ["script.py"]
-    done = run("-m", "nanovllm.as_vllm", *target, "--flag", "x", cwd=tmp_path)
+    argv = ["-m", "nanovllm.as_vllm", *target, "--flag", "x"]
+    done = run(*argv, cwd=tmp_path, path=str(tmp_path / "installed"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n\n") == ["nanovllm.as_vllm.llm", "ran as __main__ with ['--flag', 'x']\n"]
+    lines = done.stdout.splitlines()
+    assert lines == ["nanovllm.as_vllm.llm", "nanovllm.as_vllm.llm", "ran as __main__ with ['--flag', 'x']"]
 
 
 def test_import_of_vllm_is_light(tmp_path):
@@ -93,3 +104,45 @@ for module, names in modules.MODULES.items():
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "devices"),
+    [
+        ("0,1,2,3", "1", "2,3"),  # two ranks of two devices
+        ("GPU-a,GPU-b,GPU-c,GPU-d", "0", "GPU-a,GPU-b"),
+        ("5,6", "1", "5,6"),  # the launcher has chosen them
+        ("0,1,2,3", None, "0,1,2,3"),
+    ],
+)
+def test_data_parallel_processes_take_devices_of_their_own(monkeypatch, visible, rank, devices):
+    """All processes of an evaluation with data_parallel_size=2 would fill the first device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    if rank is not None:
+        monkeypatch.setenv("VLLM_DP_SIZE", "2")
+        monkeypatch.setenv("VLLM_DP_RANK", rank)
+    launch.claim_devices(2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == devices
+
+
+def test_context_is_cut_to_what_the_kv_cache_holds():
+    """vLLM's default is the model's context length; a small device holds less, and requests must know."""
+    llm = launch.start(str(DEMO_MODEL), {"num_gpu_blocks_override": 64, "device": "cpu"})
+    try:
+        assert llm.config.max_model_len == 1024
+        with pytest.raises(RequestError, match="the prompt has 1024 tokens; with max_model_len=1024 at most 1023 fit"):
+            llm.generate([[5] * 1024])
+    finally:
+        llm.exit()
+    with pytest.raises(ConfigError, match="max_model_len=5000: the model has positions for 4096 tokens"):
+        launch.start(str(DEMO_MODEL), {"max_model_len": 5000})
+
+
+@pytest.mark.parametrize("name", sorted(options.NEUTRAL))
+def test_engine_keywords_at_other_values_are_refused(name):
+    """Each at its neutral values, and at one that would change something."""
+    for value in options.NEUTRAL[name]:
+        options.check({name: value})
+    with pytest.raises(ConfigError, match=rf"LLM: {name}='something else' is not supported; nanovllm allows "):
+        options.check({name: "something else"})

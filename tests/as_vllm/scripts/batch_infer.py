@@ -1,4 +1,4 @@
-"""Batch inference of a training framework: dictionaries with empty multi-modal data, the tokenizer's own ids to stop at."""
+"""Batch inference of a training framework: dictionaries with empty multi-modal data, the tokenizer's ids to stop at."""
 
 import sys
 
@@ -14,7 +14,7 @@ engine_args = {
 }  # fmt: skip
 llm = LLM(**engine_args)
 params = SamplingParams(
-    repetition_penalty=1.0, temperature=0.95, top_p=0.7 or 1.0, top_k=50 or -1, stop_token_ids=[tokenizer.eos_token_id],
+    repetition_penalty=1.0, temperature=0.95, top_p=0.7, top_k=50, stop_token_ids=[tokenizer.eos_token_id],
     max_tokens=128, skip_special_tokens=True, seed=None,
 )  # fmt: skip
 questions = ["spell banana", "number of days in June", "What is the month before March?"]

@@ -9,7 +9,7 @@ import sys
 from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 llm = LLM(model=sys.argv[1], max_logprobs=5)
-params = SamplingParams(n=2, temperature=0.5, max_tokens=8, logprobs=2, stop=["<never>"], include_stop_str_in_output=True)
+params = SamplingParams(n=2, temperature=0.5, max_tokens=8, logprobs=2, stop="<never>", include_stop_str_in_output=True)
 (output,) = llm.generate(["spell banana"], params)
 assert isinstance(output, RequestOutput) and isinstance(output.outputs[0], CompletionOutput)
 output.outputs[0].text += " (edited)"

@@ -1,6 +1,7 @@
 """What a small server does: cumulative outputs or deltas of each step, final ones only, and an abort."""
 
 import sys
+from itertools import chain, pairwise
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -26,10 +27,10 @@ while engine.has_unfinished_requests():
 
 text = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
 texts = [o.outputs[0].text for o in seen["cumulative"]]
-assert texts[-1] == text and all(b.startswith(a) for a, b in zip(texts, texts[1:])), texts
+assert texts[-1] == text and all(b.startswith(a) for a, b in pairwise(texts)), texts
 assert len(set(texts)) > 5
 assert "".join(o.outputs[0].text for o in seen["delta"]) == text
-ids = sum((list(o.outputs[0].token_ids) for o in seen["delta"]), [])
+ids = list(chain.from_iterable(o.outputs[0].token_ids for o in seen["delta"]))
 assert ids == list(seen["cumulative"][-1].outputs[0].token_ids)
 assert [o.outputs[0].text for o in seen["final"]] == [text]
 assert len(seen["aborted"]) == 3 and not seen["aborted"][-1].finished

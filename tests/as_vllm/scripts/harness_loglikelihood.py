@@ -33,7 +33,7 @@ def score(context, continuation):
     (output,) = model.generate([TokensPrompt(prompt_token_ids=ids)], sampling_params=params, use_tqdm=False,
                                lora_request=None)  # fmt: skip
     logprobs = [None] + [{i: getattr(x, "logprob", x) for i, x in at.items()} for at in output.prompt_logprobs[1:]]
-    pairs = list(zip(ids, logprobs))[len(context) :]
+    pairs = list(zip(ids, logprobs, strict=True))[len(context) :]
     return sum(at[i] for i, at in pairs), all(max(at, key=at.get) == i for i, at in pairs)
 
 

@@ -6,7 +6,8 @@ from vllm import LLM, SamplingParams
 
 llm = LLM(model=sys.argv[1], max_num_seqs=8)
 tokenizer = llm.get_tokenizer()
-prompt = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 3"}], tokenize=False, add_generation_prompt=True)
+messages = [{"role": "user", "content": "2 + 3"}]
+prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 (five,) = tokenizer.encode("5")
 (seven,) = tokenizer.encode("7")
 

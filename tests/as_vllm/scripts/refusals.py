@@ -20,7 +20,7 @@ with pytest.raises(RuntimeError, match="AsyncLLMEngine is not supported"):
 with pytest.raises(ImportError, match="'NoSuchName' from 'vllm'"):
     from vllm import NoSuchName  # noqa: F401
 with pytest.raises(ModuleNotFoundError, match=r"stands in for vLLM here, has no module 'vllm\.utils\.such'"):
-    import vllm.utils.such  # noqa: F401
+    import vllm.utils.such
 with pytest.raises(AttributeError, match="'no_such_name'"):
     vllm.no_such_name  # noqa: B018
 with pytest.raises(TypeError, match="temprature"):

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[4]))  # nanovllm need not be installed
 
-from nanovllm.as_vllm.modules import install  # noqa: E402
+from nanovllm.as_vllm.modules import install
 
 install()
