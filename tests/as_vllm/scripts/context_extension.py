@@ -8,6 +8,5 @@ rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 llm = LLM(model=sys.argv[1], hf_overrides={"rope_scaling": rope, "max_position_embeddings": 8192}, seed=0)
 assert llm.llm_engine.model_config.max_model_len == 8192
 assert llm.llm_engine.model_config.hf_config.max_position_embeddings == 8192
-ids = llm.get_tokenizer().encode("count to 9, ") * 1000
-(output,) = llm.generate({"prompt_token_ids": ids[:4200]}, SamplingParams(max_tokens=2, ignore_eos=True))
-assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 4202
+(output,) = llm.chat([{"role": "user", "content": "2 + 3"}], SamplingParams(temperature=0, max_tokens=8000))
+assert output.outputs[0].finish_reason == "stop" and output.outputs[0].text
