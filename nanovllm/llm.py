@@ -9,7 +9,7 @@ import numpy as np
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.engine.request import Call, Request, as_list, snapshot
+from nanovllm.engine.request import Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, Score
@@ -41,10 +41,7 @@ class LLM(LLMEngine):
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
         self._require_running()
-        if is_one_prompt(prompts):
-            prompts = [prompts]  # type: ignore[list-item]
-        prompts = as_list("prompts must be a string or a list", prompts)
-        texts, token_ids = self._encode(prompts)
+        texts, token_ids = self._encode(as_prompts(prompts))
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
     def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
@@ -109,6 +106,7 @@ class LLM(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are aborted.
         """
         self._require_running()
+        snapshot = self._requests.snapshot
         default = snapshot(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
             yield from self._stream_one(prompts, default)  # type: ignore[arg-type]
@@ -160,7 +158,7 @@ class LLM(LLMEngine):
         self._require_running()
         lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
         starts = repeat(1 if start is None else start, len(lists)) if not isinstance(start, (list, tuple)) else start
-        requests = []
+        requests: list[Request] = []
         for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
             try:
                 requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
@@ -172,9 +170,7 @@ class LLM(LLMEngine):
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
         self._require_running()
-        if is_one_prompt(prompts):
-            prompts = [prompts]  # type: ignore[list-item]
-        texts, token_ids = self._encode(as_list("prompts must be a string or a list", prompts))
+        texts, token_ids = self._encode(as_prompts(prompts))
         return beam_search(self, texts, token_ids, params)
 
     def get_tokenizer(self) -> Any:
@@ -185,7 +181,7 @@ class LLM(LLMEngine):
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
-    def _generate(self, texts: list[str | None], token_ids: list[Any], sampling_params: Params,
+    def _generate(self, texts: ListLike[str | None], token_ids: list[Any], sampling_params: Params,
                   use_tqdm: bool | Callable) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -201,11 +197,22 @@ class LLM(LLMEngine):
         self._drain(requests, use_tqdm)
         return [request.output() for request in requests]
 
+    def complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
+        num_prompts = len(token_ids)
+        requests = self._requests.make_all([None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True)
+        self._drain(requests, use_tqdm=False)
+        return [request.output() for request in requests]
+
     @no_full_gc()
     def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:
         num_completions = sum(len(request.seqs) for request in requests)
-        for _ in self._run(requests, num_completions, use_tqdm):
+        for _ in self._run(requests, None, num_completions, use_tqdm):
             pass
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    return [prompts] if is_one_prompt(prompts) else as_list("prompts must be a string or a list", prompts)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -107,7 +107,7 @@ class RequestOutput(dict):
         index: the place of its prompt among those of its call.
         prompt: the prompt's text; None if only token ids were given.
         prompt_token_ids: the prompt's token ids.
-        prompt_logprobs: for each prompt token a dict ``token id -> Logprob``, None for the first; None unless asked for.
+        prompt_logprobs: for each prompt token a dict ``token id -> Logprob``, None for the first; None unless asked.
         outputs: one ``CompletionOutput`` for each of ``n``.
         num_cached_tokens: prompt tokens found in the prefix cache.
         finished: whether all completions are; False only for deltas of ``stream``.

@@ -1,4 +1,4 @@
-"""Sampling parameters of one request: a value that its owner may edit; the engine takes a checked copy on submission."""
+"""Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
 import copy
 from dataclasses import dataclass, fields
@@ -85,7 +85,9 @@ RULES = {
     "detokenize": BOOLEAN,
     "skip_special_tokens": BOOLEAN,
     "spaces_between_special_tokens": BOOLEAN,
-    "truncate_prompt_tokens": optional(integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1)),
+    "truncate_prompt_tokens": optional(
+        integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1)
+    ),
     "structured_outputs": optional(
         Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), lambda x: x)
     ),
@@ -240,10 +242,7 @@ class SamplingParams:
     @property
     def features(self) -> int:
         """Bits of what a step must do for this request beyond plain sampling."""
-        if self.is_greedy:
-            bits = 0
-        else:
-            bits = FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        bits = 0 if self.is_greedy else FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         bits |= MIN_TOKENS * (self.min_tokens > 0)
         bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
         bits |= LOGPROBS * (self.logprobs is not None)

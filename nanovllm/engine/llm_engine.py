@@ -12,13 +12,11 @@ from collections.abc import Sequence as ListLike
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nanovllm.config import Config
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.request import Call, Request, RequestProcessor, snapshot
+from nanovllm.engine.request import Call, Request, RequestProcessor
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.runner.worker import start_runner
@@ -49,17 +47,14 @@ class LLMEngine:
     @no_full_gc()
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
-        self._tokenizer = AsyncTokenizer(config.model_path, config.skip_tokenizer_init, config.trust_remote_code)
+        self._tokenizer = AsyncTokenizer(config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code)
         self.model_runner = start_runner(config)
         # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
         self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
         try:
             # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
-            eos_token_ids = list(
-                dict.fromkeys(
-                    [*self._tokenizer.eos_token_ids(), *read_eos_token_ids(config.model_path, config.model_config)]
-                )
-            )
+            eos_token_ids = self._tokenizer.eos_token_ids()
+            eos_token_ids += read_eos_token_ids(config.model_path, config.model_config)
             from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
             num_blocks = self.model_runner.num_kvcache_blocks
@@ -109,7 +104,7 @@ class LLMEngine:
         self._require_running()
         (text,), (token_ids,) = self._encode([prompt])
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self._requests.make(text, token_ids, snapshot(params))
+        request = self._requests.make(text, token_ids, self._requests.snapshot(params))
         self._add(request, self._added)
         return request.request_id
 
@@ -169,23 +164,24 @@ class LLMEngine:
             texts.append(text)
             given.append(token_ids)
         is_text = [text is not None and ids is None for text, ids in zip(texts, given, strict=True)]
-        encoded = iter(self._tokenizer.encode([text if to_do else None for text, to_do in zip(texts, is_text, strict=True)]))
+        to_encode = [text if to_do else None for text, to_do in zip(texts, is_text, strict=True)]
+        encoded = iter(self._tokenizer.encode(to_encode))
         return texts, [next(encoded) if to_do else ids for ids, to_do in zip(given, is_text, strict=True)]
 
-    def _run(self, feed: Iterable[Request], num_requests: int | None = None, use_tqdm: bool | Callable = False,
-             window: int | None = None) -> Iterator[Request]:
+    def _run(self, feed: Iterable[Request], window: int | None = None, num_completions: int = 0,
+             use_tqdm: bool | Callable = False) -> Iterator[Request]:
         """Run requests; yields each as it is finished. Closed early, it aborts its own and no others.
 
         Args:
             feed: made as they are taken; at most ``window`` are unfinished at a time.
-            num_requests: for the progress bar.
+            num_completions: for the progress bar.
         """
-        call, feed, is_exhausted = Call(), iter(feed), False
-        progress = Progress(num_requests, use_tqdm)
+        call, requests, is_exhausted = Call(), iter(feed), False
+        progress = Progress(num_completions, use_tqdm)
         try:
             while True:
                 while not is_exhausted and (window is None or len(call.unfinished) < window):
-                    request = next(feed, None)
+                    request = next(requests, None)
                     if request is None:
                         is_exhausted = True
                     else:

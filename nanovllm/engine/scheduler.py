@@ -82,7 +82,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
-        known = [i for i in eos_token_ids if i < vocab_size]  # larger ids are never sampled
+        known = [i for i in dict.fromkeys(eos_token_ids) if i < vocab_size]  # larger ids are never sampled
         self.eos_token_id = known[0] if known else None
         self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
@@ -123,7 +123,8 @@ class Scheduler:
 
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int]] = []
-        new_seqs, sampled, sampled_from, block_copies, unsampled = [], [], [], [], []
+        new_seqs, sampled, sampled_from, unsampled = [], [], [], []
+        block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]

@@ -20,7 +20,6 @@ import numpy as np
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-
 INT32_MAX = 2**31 - 1
 
 

@@ -4,6 +4,7 @@ Owns the tokenizer. Importing transformers takes seconds, and so does detokenizi
 that the device should wait for.
 """
 
+import re
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -47,10 +48,10 @@ class AsyncTokenizer:
             raise RequestError("text needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
         return self._loading.result()
 
-    def eos_token_ids(self) -> set[int]:
+    def eos_token_ids(self) -> list[int]:
         tokenizer = self.tokenizer
         eos = None if tokenizer is None else tokenizer.eos_token_id
-        return set() if eos is None else {eos}
+        return [] if eos is None else [eos]
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text; None, a prompt given as token ids, is left out.
@@ -87,18 +88,11 @@ class AsyncTokenizer:
             raise RequestError(f"the model's chat template cannot take these messages: {error}") from error
 
     def template_variables(self, chat_template: str | None) -> set[str]:
-        """Names that the chat template reads, such as "enable_thinking"."""
-        from jinja2 import Environment, TemplateSyntaxError, meta
-
+        """Names in the code of the chat template, such as "enable_thinking"."""
         template = chat_template or self._required().chat_template
-        environment = Environment(extensions=["jinja2.ext.loopcontrols", GENERATION_TAG])
-        names: set[str] = set()
-        for source in template.values() if isinstance(template, dict) else [template or ""]:
-            try:
-                names |= meta.find_undeclared_variables(environment.parse(source))
-            except TemplateSyntaxError:
-                continue  # applying it tells what is wrong
-        return names
+        sources = template.values() if isinstance(template, dict) else [template or ""]
+        code = (block for source in sources for block in re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))
+        return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}
 
     def decode_later(self, token_ids: list[int], params: SamplingParams) -> "Future[str]":
         """The text of the ids; "" without a tokenizer or with ``detokenize=False``."""

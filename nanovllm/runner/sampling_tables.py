@@ -111,5 +111,5 @@ def adjustment_entries(seq: Sequence) -> tuple[int, np.ndarray, np.ndarray, np.n
     others = np.setdiff1d(np.array(list(bias_of), np.int64), ids)
     ids = np.concatenate([ids, others]).astype(np.int32)
     counts = np.concatenate([counts, np.full(len(others), BIAS_ONLY)]).astype(np.int32)
-    bias = np.array([bias_of.get(i, 0.0) for i in ids.tolist()], np.float32) if bias_of else np.zeros(len(ids), np.float32)
+    bias = np.array([bias_of.get(i, 0.0) for i in ids.tolist()], np.float32)
     return num_counted, ids, counts, bias

@@ -85,13 +85,13 @@ def read_model_config(model_path: str) -> ModelConfig:
     return ModelConfig.from_json(read_json(Path(model_path, "config.json")))
 
 
-def read_eos_token_ids(model_path: str, config: ModelConfig) -> set[int]:
+def read_eos_token_ids(model_path: str, config: ModelConfig) -> list[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path, raw = _read_generation_config(model_path)
     eos = raw.get("eos_token_id")
     if eos is None:
-        return set(config.eos_token_ids)
-    return set(check(str(path), "eos_token_id", eos, TOKEN_IDS, CheckpointError))
+        return list(config.eos_token_ids)
+    return list(check(str(path), "eos_token_id", eos, TOKEN_IDS, CheckpointError))
 
 
 def read_generation_config(model_path: str) -> dict[str, Any]:
