@@ -7,8 +7,10 @@ and they import no vLLM.
     sampling  SamplingParams and structured outputs
     options   engine keywords: passed on, or accepted at values that change nothing
     launch    from keywords to a running engine
+    prompts   the forms of prompts
     llm       LLM
     engine    LLMEngine, with requests named by strings
+    views     its configuration, as scripts read it
     workers   what code that reaches into a worker finds: the model, its weights, sleep
     helpers   small functions and types of vLLM's modules
 

@@ -1,4 +1,4 @@
-"""vLLM's ``LLMEngine``: requests with string ids, driven step by step; and the views of its configuration."""
+"""vLLM's ``LLMEngine``: requests with string ids, driven step by step."""
 
 import copy
 from collections.abc import Callable
@@ -6,47 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.as_vllm import launch, options, sampling
-from nanovllm.as_vllm.helpers import refuse_lora
+from nanovllm.as_vllm.prompts import as_prompts, refuse, refuse_lora
 from nanovllm.as_vllm.sampling import RequestOutputKind
-from nanovllm.config import Config
+from nanovllm.as_vllm.views import ModelConfig, vllm_config
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.utils import checkpoint
-
-
-class ModelConfig:
-    """``model_config`` of an engine, read by scripts for the context length and the vocabulary."""
-
-    def __init__(self, config: Config, keywords: dict[str, Any]):
-        self.model = str(keywords.get("model") or config.model)
-        self.tokenizer = str(keywords.get("tokenizer") or self.model)
-        self.max_model_len = config.max_model_len
-        self.trust_remote_code = config.trust_remote_code
-        self.seed = config.seed
-        self.max_logprobs = config.max_logprobs
-        self.logprobs_mode = config.logprobs_mode
-        self.enforce_eager = config.enforce_eager
-        self.runner_type = self.task = "generate"
-        self.is_multimodal_model = self.is_encoder_decoder = False
-        self.dtype: Any = None  # set when the runner is there
-        self._config = config
-
-    @property
-    def hf_config(self) -> Any:
-        """transformers' view of config.json."""
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self.trust_remote_code)
-
-    hf_text_config = hf_config
-
-    def get_vocab_size(self) -> int:
-        return self._config.model_config.vocab_size
-
-    def get_hidden_size(self) -> int:
-        return self._config.model_config.hidden_size
 
 
 class LLMEngine:
@@ -59,33 +26,17 @@ class LLMEngine:
     def __init__(self, model: str, keywords: dict[str, Any]):
         from nanovllm.as_vllm.workers import Executor, Memory, Profiler, worker_class  # imports torch
 
+        extended_worker = worker_class(keywords.get("worker_extension_cls") or "")
         self._llm = llm = launch.start(model, keywords)
         self._keywords = keywords
         self._profiler = Profiler(keywords.get("profiler_config"))
         self.model_config = ModelConfig(llm.config, {"model": model, **keywords})
         self.model_config.dtype = llm.model_runner.dtype
-        self.vllm_config = SimpleNamespace(
-            model_config=self.model_config,
-            cache_config=SimpleNamespace(
-                block_size=llm.config.kvcache_block_size, num_gpu_blocks=llm.model_runner.num_kvcache_blocks,
-                gpu_memory_utilization=llm.config.gpu_memory_utilization,
-                enable_prefix_caching=llm.config.enable_prefix_caching,
-            ),
-            scheduler_config=SimpleNamespace(
-                max_num_seqs=llm.config.max_num_seqs, max_num_batched_tokens=llm.config.max_num_batched_tokens,
-                max_model_len=llm.config.max_model_len,
-            ),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=llm.config.tensor_parallel_size, pipeline_parallel_size=1, data_parallel_size=1,
-                world_size=llm.config.tensor_parallel_size,
-            ),
-            lora_config=None,
-            speculative_config=None,
-        )  # fmt: skip
+        self.vllm_config = vllm_config(llm.config, self.model_config, llm.model_runner.num_kvcache_blocks)
         self.cache_config, self.scheduler_config = self.vllm_config.cache_config, self.vllm_config.scheduler_config
         self.parallel_config = self.vllm_config.parallel_config
         self._memory = Memory(llm)
-        worker = worker_class(keywords.get("worker_extension_cls") or "")(llm, self._memory, self.vllm_config)
+        worker = extended_worker(llm, self._memory, self.vllm_config)
         self.model_executor = Executor(worker, self._memory)
         self._requests: dict[str, Tracked] = {}
 
@@ -96,8 +47,8 @@ class LLMEngine:
 
     # ---------------------------------------------------------------- for LLM
 
-    def core(self) -> Any:
-        """nanovllm's ``LLM``; EngineError while it sleeps."""
+    def awake(self) -> launch.CoreLLM:
+        """nanovllm's engine; EngineError while it sleeps."""
         self._memory.require_awake()
         return self._llm
 
@@ -117,8 +68,6 @@ class LLMEngine:
                     lora_request: Any = None, tokenization_kwargs: dict | None = None, trace_headers: Any = None,
                     priority: int = 0, *_: Any, **__: Any) -> str:
         """Queue a prompt: text, token ids or a dictionary."""
-        from nanovllm.as_vllm.llm import as_prompts, refuse
-
         refuse_lora(lora_request)
         refuse("add_request", tokenization_kwargs=tokenization_kwargs, priority=priority)
         if not isinstance(request_id, str):
@@ -126,7 +75,7 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
         (prompt,) = as_prompts(prompt)
-        number = self.core().add_request(prompt, sampling.to_nanovllm(params))
+        number = self.awake().add_request(prompt, sampling.to_nanovllm(params))
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         self._requests[request_id] = Tracked(request_id, self._llm.request_of(number), kind)
         return request_id
@@ -147,7 +96,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
         try:
-            finished = {request.request_id for request in self.core().advance()}
+            finished = {request.request_id for request in self.awake().advance()}
         except EngineError:
             self._requests.clear()  # nanovllm has dropped them
             raise
@@ -201,8 +150,12 @@ class LLMEngine:
 
     @property
     def engine_core(self) -> Any:
-        core = SimpleNamespace(model_executor=self.model_executor)
-        return SimpleNamespace(model_executor=self.model_executor, engine_core=core)  # vLLM's client holds the core
+        core = SimpleNamespace(model_executor=self.model_executor, shutdown=self.shutdown)
+        return SimpleNamespace(**vars(core), engine_core=core)  # vLLM's client holds the core
+
+    def shutdown(self) -> None:
+        """Free the device's memory."""
+        self._llm.exit()
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         self._profiler.start(profile_prefix)
@@ -219,6 +172,7 @@ class Tracked:
 
     def __init__(self, name: str, request: Request, kind: RequestOutputKind):
         self.name, self.kind, self.request = name, kind, request
+        request.prompt_token_ids = request.seqs[0].prompt_token_ids  # nanovllm sets them at the end
         self._deltas = None if kind is RequestOutputKind.FINAL_ONLY else DeltaStream(request)
         self._so_far = [CompletionOutput(index, "", []) for index in range(len(request.seqs))]
 
@@ -244,5 +198,4 @@ class Tracked:
 
     def _named(self, output: RequestOutput) -> RequestOutput:
         output.request_id = self.name
-        output.prompt_token_ids = self.request.seqs[0].prompt_token_ids
         return output

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict
 
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
 
 
 class TextPrompt(TypedDict, total=False):
@@ -42,16 +42,6 @@ class LoRARequest:
     lora_path: str = ""
     long_lora_max_len: int | None = None
     base_model_name: str | None = None
-
-
-def refuse_lora(lora_request: Any) -> None:
-    """Raise RequestError unless it is None or a list of Nones."""
-    for request in lora_request if isinstance(lora_request, (list, tuple)) else [lora_request]:
-        if request is not None:
-            raise RequestError(
-                f"lora_request={request!r:.200}: LoRA adapters are not supported. Merge the adapter into the weights, "
-                "and pass None."
-            )
 
 
 def unsupported(name: str) -> type:
@@ -159,8 +149,17 @@ def register(*_: Any, **__: Any) -> None:
 ModelRegistry = SimpleNamespace(register_model=register)
 
 
-class Settings(SimpleNamespace):
-    """``CompilationConfig`` and its like: any fields. They are hints on speed."""
+class Names(type):
+    """A class each of whose attributes is its own name, as of an enumeration."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return name
+
+
+class Settings(SimpleNamespace, metaclass=Names):
+    """``CompilationConfig``, ``UsageContext`` and their like: any fields. They are hints on speed."""
 
 
 class _Platform:

@@ -1,16 +1,14 @@
 """vLLM's ``LLM``: its signatures over nanovllm's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 from nanovllm.as_vllm import options, sampling
 from nanovllm.as_vllm.engine import LLMEngine
-from nanovllm.as_vllm.helpers import refuse_lora
+from nanovllm.as_vllm.prompts import as_prompts, refuse, refuse_lora
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
-
-PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 class LLM:
@@ -42,7 +40,7 @@ class LLM:
         refuse("generate", prompt_adapter_request=prompt_adapter_request, tokenization_kwargs=tokenization_kwargs,
                guided_options_request=guided_options_request, priority=priority)  # fmt: skip
         prompts = as_prompts(prompts, prompt_token_ids)
-        outputs = self.llm_engine.core().generate(prompts, self._params(sampling_params), use_tqdm)
+        outputs = self.llm_engine.awake().generate(prompts, self._params(sampling_params), use_tqdm)
         return flatten_logprobs(outputs, sampling_params)
 
     def chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
@@ -58,18 +56,18 @@ class LLM:
                 "chat: add_generation_prompt and continue_final_message cannot both be True; give "
                 "add_generation_prompt=False to continue the final message."
             )
-        template = {
+        template: dict[str, Any] = {
             "chat_template": chat_template, "tools": tools, "chat_template_kwargs": chat_template_kwargs,
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
-        outputs = self.llm_engine.core().chat(messages, self._params(sampling_params), use_tqdm, **template)
+        outputs = self.llm_engine.awake().chat(messages, self._params(sampling_params), use_tqdm, **template)
         return flatten_logprobs(outputs, sampling_params)
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
         """``concurrency_limit`` changes no result: the engine batches by its memory."""
         refuse_lora(lora_request)
-        return self.llm_engine.core().beam_search(as_prompts(prompts), params)
+        return self.llm_engine.awake().beam_search(as_prompts(prompts), params)
 
     def _params(self, params: Any) -> Any:
         if params is None:
@@ -116,6 +114,9 @@ class LLM:
     def apply_model(self, func: Callable) -> list[Any]:
         return self.llm_engine.apply_model(func)
 
+    def shutdown(self) -> None:
+        self.llm_engine.shutdown()
+
     def get_metrics(self) -> list[Any]:
         return []  # as with disable_log_stats, the default
 
@@ -124,15 +125,6 @@ class LLM:
 
     def stop_profile(self) -> None:
         self.llm_engine.stop_profile()
-
-
-def refuse(method: str, **values: Any) -> None:
-    """Raise RequestError for arguments that would change the result and are not supported."""
-    for name, value in values.items():
-        if isinstance(value, (list, tuple)) and not any(value):
-            continue  # priorities of 0
-        if value:
-            raise RequestError(f"{method}: {name}={value!r:.200} is not supported by nanovllm; leave it out.")
 
 
 class FlatLogprobs(list):
@@ -159,35 +151,3 @@ def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestO
                 if getattr(holder, name) is not None:
                     setattr(holder, name, FlatLogprobs(getattr(holder, name)))
     return outputs
-
-
-def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> list[Any]:
-    """One prompt or many, in any form that vLLM takes, as a list of nanovllm's."""
-    if prompt_token_ids is not None:
-        ids = prompt_token_ids if len(prompt_token_ids) and hasattr(prompt_token_ids[0], "__len__") else [
-            prompt_token_ids
-        ]  # fmt: skip
-        texts = [None] * len(ids) if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
-        if len(texts) != len(ids):
-            raise RequestError(f"{len(texts)} prompts but {len(ids)} prompt_token_ids.")
-        return [{"prompt": t, "prompt_token_ids": i} if t is not None else i for t, i in zip(texts, ids, strict=True)]
-    if prompts is None:
-        raise RequestError("generate: give prompts.")
-    if isinstance(prompts, (str, Mapping)):
-        prompts = [prompts]
-    prompts = list(prompts)
-    if prompts and not isinstance(prompts[0], (str, Mapping)) and not hasattr(prompts[0], "__len__"):
-        prompts = [prompts]  # the ids of one
-    return [as_prompt(prompt) for prompt in prompts]
-
-
-def as_prompt(prompt: Any) -> Any:
-    if not isinstance(prompt, Mapping):
-        return prompt
-    for key, value in prompt.items():
-        if key not in PROMPT_KEYS and value and key not in ("cache_salt", "type"):
-            raise RequestError(
-                f"a prompt dictionary with {key!r} is not supported by nanovllm; allowed: "
-                f"{', '.join(sorted(PROMPT_KEYS))}."
-            )
-    return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}

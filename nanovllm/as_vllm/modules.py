@@ -153,7 +153,7 @@ def resolve(name: str) -> Any:
     from nanovllm.as_vllm import helpers
 
     if name in SETTINGS:
-        return type(name, (helpers.Settings,), {})
+        return helpers.Names(name, (helpers.Settings,), {})
     return Any if name in ANY else helpers.unsupported(name)
 
 

@@ -205,7 +205,7 @@ class _EngineArgs:
 
     def create_model_config(self) -> Any:
         """What ``llm_engine.model_config`` will be; starts no engine."""
-        from nanovllm.as_vllm.engine import ModelConfig
+        from nanovllm.as_vllm.views import ModelConfig
         from nanovllm.config import Config
 
         keywords = keywords_of(self)

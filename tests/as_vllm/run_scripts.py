@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def run(name: str, model: str) -> str:
-    """"" or the traceback."""
+    """The traceback; empty if it ran to its end."""
     try:
         main([str(SCRIPTS / f"{name}.py"), model])
     except BaseException:

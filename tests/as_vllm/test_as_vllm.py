@@ -3,16 +3,21 @@
 They are in ``scripts/``, know vLLM's names only, and check what they get. Each takes a model's path.
 """
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT
 
 from nanovllm.as_vllm import launch, options
+from nanovllm.as_vllm.llm import LLM
+from nanovllm.as_vllm.sampling import SamplingParams
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -92,18 +97,17 @@ def test_bad_command_lines(argv, said):
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_every_name_of_the_module_tree_resolves():
-    code = """
-import importlib
-from nanovllm.as_vllm import modules
-modules.install()
-for module, names in modules.MODULES.items():
-    found = importlib.import_module(f"vllm.{module}".rstrip("."))
-    for name in names.split():
-        getattr(found, name)
-"""
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
+def test_an_engine_without_references_frees_its_memory():
+    """Scripts free it by ``del llm``, and make the next one."""
+    llm = LLM(str(DEMO_MODEL), device="cpu")
+    llm.apply_model(lambda model: model.load_weights([]))
+    core = weakref.ref(llm.llm_engine.awake())
+    gc.disable()
+    try:
+        del llm
+        assert core() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -146,3 +150,28 @@ def test_engine_keywords_at_other_values_are_refused(name):
         options.check({name: value})
     with pytest.raises(ConfigError, match=rf"LLM: {name}='something else' is not supported; nanovllm allows "):
         options.check({name: "something else"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_the_devices_memory_back(level):
+    """The weights and the KV cache get other addresses, which the graphs must know."""
+    llm = LLM(str(DEMO_MODEL), gpu_memory_utilization=0.3, enable_sleep_mode=True)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    prompts = [f"<|im_start|>user\nWhat is {i} + 45?<|im_end|>\n<|im_start|>assistant\n" for i in range(20)]
+    runner = llm.llm_engine.awake().model_runner
+    try:
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+        kv_bytes, free = runner.kv_cache.nbytes, torch.cuda.mem_get_info()[0]
+        llm.sleep(level)
+        assert torch.cuda.mem_get_info()[0] - free > 0.95 * kv_bytes
+        between = torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(255)  # takes the old addresses
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        assert runner.graphs is not None
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == expected
+        del between
+    finally:
+        llm.shutdown()

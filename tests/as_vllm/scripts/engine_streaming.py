@@ -5,8 +5,10 @@ from itertools import chain, pairwise
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 
-engine = LLMEngine.from_engine_args(EngineArgs(model=sys.argv[1], disable_log_stats=True))
+args = EngineArgs(model=sys.argv[1], disable_log_stats=True)
+engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
 
 
@@ -35,3 +37,4 @@ assert ids == list(seen["cumulative"][-1].outputs[0].token_ids)
 assert [o.outputs[0].text for o in seen["final"]] == [text]
 assert len(seen["aborted"]) == 3 and not seen["aborted"][-1].finished
 assert [len(seen[name]) and seen[name][-1].finished for name in ("cumulative", "delta", "final")] == [True] * 3
+engine.engine_core.shutdown()

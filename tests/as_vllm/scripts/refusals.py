@@ -36,7 +36,7 @@ assert current_platform.is_cuda() != current_platform.is_cpu() and not current_p
 llm = LLM(model=sys.argv[1])
 with pytest.raises(ValueError, match="LoRA adapters are not supported"):
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
-with pytest.raises(ValueError, match="'multi_modal_data' is not supported"):
+with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
 with pytest.raises(RuntimeError, match="pooling model"):
     llm.embed("x")
