@@ -123,7 +123,7 @@ class LLMEngine:
         return self.tokenizer
 
     def get_tokenizer_group(self) -> Any:
-        return SimpleNamespace(tokenizer=self.tokenizer)
+        return SimpleNamespace(tokenizer=self.tokenizer, get_lora_tokenizer=self.get_tokenizer)
 
     def get_model_config(self) -> ModelConfig:
         return self.model_config

@@ -34,6 +34,8 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
     """
     given = options.to_nanovllm({"model": model, **keywords})
     claim_devices(given.get("tensor_parallel_size", 1))
+    if keywords.get("download_dir") and not Path(model).is_dir():
+        model = download(model, given.get("revision"), keywords["download_dir"])
     path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
     overrides = config_overrides(keywords)
     overlay = overlaid(path, overrides) if overrides else None
@@ -48,6 +50,14 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
         # the engine's tables are wider than needed now, and every check of a request reads this value
         vars(llm.config).update(max_model_len=capacity)
     return llm
+
+
+def download(model: str, revision: str | None, directory: str) -> str:
+    """The path of a hub model in a cache of the user's choice."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*checkpoint.SMALL_FILES, "*.safetensors"]
+    return snapshot_download(model, revision=revision, cache_dir=directory, allow_patterns=patterns)
 
 
 def config_overrides(keywords: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ UNSUPPORTED = (
     "LogitsProcessor", "BatchUpdate", "MoveDirectionality", "AdapterLogitsProcessor", "RequestLogitsProcessor",
     "PyNcclCommunicator", "StatelessProcessGroup", "WorkerWrapperBase", "MultiModalDataDict", "ImagePrompt",
     "RepetitionDetectionParams", "Counter", "Gauge", "Histogram", "Vector", "Metric", "RequestMetrics",
-    "RequestStateStats", "MergedColumnParallelLinear", "GroupCoordinator",
+    "RequestStateStats", "MergedColumnParallelLinear", "GroupCoordinator", "PromptAdapterRequest",
 )  # fmt: skip
 
 PARALLEL = "destroy_model_parallel destroy_distributed_environment cleanup_dist_env_and_memory " \
@@ -108,6 +108,8 @@ MODULES = {  # module below vllm -> its names
     "inputs": INPUTS,
     "inputs.data": INPUTS,
     "inputs.llm": INPUTS,
+    "prompt_adapter": "",
+    "prompt_adapter.request": "PromptAdapterRequest",
     "lora": "",
     "lora.request": "LoRARequest",
     "tokenizers": TOKENIZERS,

@@ -42,10 +42,11 @@ PASSED: dict[str, Any] = {
     "rope_theta": None,
     "override_generation_config": None,
     "profiler_config": None,
+    "download_dir": None,
 }
 # handled by the adapters themselves
 OWN = ("model", "max_model_len", "worker_extension_cls", "enable_sleep_mode", "hf_overrides", "rope_scaling",
-       "rope_theta", "generation_config", "override_generation_config", "profiler_config")  # fmt: skip
+       "rope_theta", "generation_config", "override_generation_config", "profiler_config", "download_dir")  # fmt: skip
 
 # keyword -> values that change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
@@ -57,7 +58,7 @@ NEUTRAL: dict[str, tuple] = {
     "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"),
     "hf_config_path": (None,),
-    "hf_token": (None,),
+    "hf_token": (None, True, False),
     "task": (None, "auto", "generate"),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none", None),
@@ -89,13 +90,13 @@ NEUTRAL: dict[str, tuple] = {
     "scheduling_policy": ("fcfs",),
     "enable_return_routed_experts": (False,),
     "additional_config": (None, {}),
-    "download_dir": (None,),
     "model_loader_extra_config": (None, {}),
 }
 
 # keyword -> default. Hints on speed, memory and logs, and options of other models: no value changes an output.
 HINTS: dict[str, Any] = {
     "disable_log_stats": True,
+    "disable_async_output_proc": False,
     "disable_log_requests": True,
     "enable_log_requests": False,
     "served_model_name": None,

@@ -110,10 +110,13 @@ class SamplingParams:
         self.stop, self.bad_words = _strings(self.stop), _strings(self.bad_words)
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.seed = None if self.seed == -1 else self.seed
-        self.to_nanovllm()
+        self.to_nanovllm(is_new=True)
 
-    def to_nanovllm(self) -> core.SamplingParams:
-        """nanovllm's parameters; raises RequestError for a value that it cannot honour."""
+    def to_nanovllm(self, is_new: bool = False) -> core.SamplingParams:
+        """nanovllm's parameters; raises RequestError for a value that it cannot honour.
+
+        vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions.
+        """
         for name, neutral in NEUTRAL.items():
             value = getattr(self, name)
             if value not in neutral and not (name == "best_of" and value == self.n):
@@ -125,6 +128,8 @@ class SamplingParams:
             raise RequestError("SamplingParams: max_tokens=0 must be an integer >= 1 or None.")
         values = {name: getattr(self, name) for name in core.DEFAULTS}
         values["structured_outputs"] = self.structured_outputs or self.guided_decoding
+        if not is_new and self.n > 1 and self.temperature < core.MIN_TEMPERATURE:
+            values.update(temperature=1.0, top_k=1)
         params = core.SamplingParams(**values)
         if not params.is_greedy:
             params.temperature = max(params.temperature, MIN_TEMPERATURE)

@@ -13,6 +13,7 @@ class ModelConfig:
         self.model = str(keywords.get("model") or config.model)
         self.tokenizer = str(keywords.get("tokenizer") or self.model)
         self.max_model_len = config.max_model_len
+        self.max_seq_len_to_capture = min(8192, config.max_model_len)
         self.trust_remote_code = config.trust_remote_code
         self.seed = config.seed
         self.max_logprobs = config.max_logprobs

@@ -21,12 +21,17 @@ for output in llm.generate(prompts=prompts, sampling_params=params, use_tqdm=Tru
     assert len(output.outputs) == 3
     assert all(len(completion.logprobs) == len(completion.token_ids) for completion in output.outputs)
 
+params.temperature, params.max_tokens = 0, 3
+texts = [completion.text for completion in llm.generate(prompts[:1], params)[0].outputs]
+assert len(texts) == 3 and len(set(texts)) == 1, "greedy samples are equal, not refused"
+
 params.n, params.temperature, params.prompt_logprobs, params.max_tokens = 1, 0, 1, 1
 params.stop, params.detokenize = None, False
 for output in llm.generate(prompts=prompts, sampling_params=params):
     at = output.prompt_logprobs[-2]
     assert next(iter(at)) == ids[-2] and at[ids[-2]].rank == 1
     assert all(1 <= len(at) <= 2 for at in output.prompt_logprobs[1:])
+assert llm.llm_engine.model_config.max_seq_len_to_capture == 4096
 destroy_model_parallel()
 del llm.llm_engine.model_executor
 destroy_distributed_environment()

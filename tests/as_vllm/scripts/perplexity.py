@@ -6,7 +6,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 
-llm = LLM(sys.argv[1], max_model_len=512, download_dir=None)
+llm = LLM(sys.argv[1], max_model_len=512, download_dir="/no/such/directory")
 tokenizer = llm.get_tokenizer()
 texts = ["The days are Monday, Tuesday, Wednesday, Thursday", "qzx vv Monday kkk Thursday"]
 inputs = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text)} for text in texts]
