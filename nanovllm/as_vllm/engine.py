@@ -98,7 +98,8 @@ class LLMEngine:
         try:
             finished = {request.request_id for request in self.awake().advance()}
         except EngineError:
-            self._requests.clear()  # nanovllm has dropped them
+            if self._llm.is_finished():
+                self._requests.clear()  # they were dropped
             raise
         outputs = []
         for tracked in list(self._requests.values()):
@@ -193,8 +194,9 @@ class Tracked:
 
     def last(self) -> RequestOutput:
         """Of the finished request."""
-        is_delta = self.kind is RequestOutputKind.DELTA and self._deltas is not None
-        return self._named(self._deltas.last() if is_delta else self.request.output())  # type: ignore[union-attr]
+        if self.kind is RequestOutputKind.DELTA and self._deltas is not None:
+            return self._named(self._deltas.last())
+        return self._named(self.request.output())
 
     def _named(self, output: RequestOutput) -> RequestOutput:
         output.request_id = self.name

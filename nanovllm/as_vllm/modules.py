@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,7 +56,7 @@ UNSUPPORTED = (
     "LogitsProcessor", "BatchUpdate", "MoveDirectionality", "AdapterLogitsProcessor", "RequestLogitsProcessor",
     "PyNcclCommunicator", "StatelessProcessGroup", "WorkerWrapperBase", "MultiModalDataDict", "ImagePrompt",
     "RepetitionDetectionParams", "Counter", "Gauge", "Histogram", "Vector", "Metric", "RequestMetrics",
-    "RequestStateStats", "MergedColumnParallelLinear", "GroupCoordinator", "PromptAdapterRequest",
+    "RequestStateStats", "GroupCoordinator", "PromptAdapterRequest",
 )  # fmt: skip
 
 PARALLEL = "destroy_model_parallel destroy_distributed_environment cleanup_dist_env_and_memory " \
@@ -147,8 +148,9 @@ VALUES: dict[tuple[str, str], Any] = {
 }
 
 
+@cache
 def resolve(name: str) -> Any:
-    """The object that stands for vLLM's ``name``."""
+    """The object that stands for vLLM's ``name``; the same under all its paths."""
     name = ALIASES.get(name, name)
     if name in SOURCE_OF:
         return getattr(importlib.import_module(f"nanovllm.{SOURCE_OF[name]}"), name)
@@ -175,7 +177,7 @@ class StandIn(ModuleType):
         elif f"{below}.{name}".strip(".") in MODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
         elif name in MODULES[below].split():
-            value = KNOWN[name] = KNOWN[name] if name in KNOWN else resolve(name)
+            value = resolve(name)
         else:
             raise AttributeError(f"nanovllm's stand-in for the module {self.__name__!r} has no {name!r}")
         setattr(self, name, value)
@@ -187,9 +189,6 @@ class StandIn(ModuleType):
     @property
     def __all__(self) -> list[str]:
         return MODULES[self.__name__.partition(".")[2]].split()
-
-
-KNOWN: dict[str, Any] = {}  # what ``resolve`` gave: a class must be the same under all its paths
 
 
 class Distribution(importlib.metadata.Distribution):

@@ -102,24 +102,25 @@ class Memory:
             raise ConfigError(f"sleep: level={level!r} must be 0, 1 or 2.")
         self.require_idle("sleep")
         self._llm.reset_prefix_cache()
-        self.asleep.add("scheduling")
-        if level == 0 or "weights" in self.asleep:
-            return
+        parts = {"scheduling"} if level == 0 else {"scheduling", "weights", "kv_cache"} - self.asleep
         runner = self._llm.model_runner
         runner.synchronize()
-        runner.graphs = None  # they hold addresses of both
-        del runner.kv_cache
-        for layer in attention_layers(runner.model):
-            layer.k_cache = layer.v_cache = torch.empty(0)
-        with torch.inference_mode():
-            for name, param in runner.model.named_parameters():
-                if level == 1:
-                    self._on_host[name] = param.to("cpu", copy=True)
-                self._num_bytes[name] = param.untyped_storage().nbytes()
-                param.untyped_storage().resize_(0)
+        if level > 0:
+            runner.graphs = None  # they hold addresses of both
+        if "kv_cache" in parts:
+            del runner.kv_cache
+            for layer in attention_layers(runner.model):
+                layer.k_cache = layer.v_cache = torch.empty(0)
+        if "weights" in parts:
+            with torch.inference_mode():
+                for name, param in runner.model.named_parameters():
+                    if level == 1:
+                        self._on_host[name] = param.to("cpu", copy=True)
+                    self._num_bytes[name] = param.untyped_storage().nbytes()
+                    param.untyped_storage().resize_(0)
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.asleep |= {"weights", "kv_cache"}
+        self.asleep |= parts
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory of ``tags`` again; None is all. After level 2 the weights must be loaded."""

@@ -54,6 +54,8 @@ llm.collective_rpc("reload_weights")
 (output,) = llm.chat([{"role": "user", "content": "2 + 3"}], SamplingParams(temperature=0))
 assert output.outputs[0].text == "5"
 llm.sleep(level=1)
+llm.wake_up(tags=["weights"])
+llm.sleep(level=1)
 llm.wake_up()
 (output,) = llm.chat([{"role": "user", "content": "2 + 3"}], SamplingParams(temperature=0))
 assert output.outputs[0].text == "5"
