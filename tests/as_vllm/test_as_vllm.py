@@ -28,7 +28,7 @@ SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("*.py"))
 def run(*argv: str, path: str = "", **more) -> subprocess.CompletedProcess:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{path}"}
     command = [sys.executable, "-W", "error", *argv]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, **more)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=480, **more)
 
 
 @pytest.fixture(scope="module")
