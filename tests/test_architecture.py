@@ -24,6 +24,7 @@ FLOORS = [
     ["runner"],
     ["engine.progress", "engine.request", "engine.llm_engine"],
     ["llm"],
+    ["as_vllm"],
 ]
 
 
