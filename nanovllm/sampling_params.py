@@ -1,5 +1,6 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
+from array import array
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,6 +23,13 @@ MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the G
 
 # Bits of `SamplingParams.features`. The first four are logits steps (layers/sampler.py).
 TOKEN_MASK, MIN_TOKENS, LOGIT_ADJUSTMENTS, FILTERS, LOGPROBS, GUIDED = (1 << i for i in range(6))
+
+
+def _are_token_ids(values: Any) -> bool:
+    try:
+        return min(array("q", values)) >= 0  # there may be as many as the vocabulary has
+    except (TypeError, OverflowError):
+        return False
 
 
 def _is_bias(value: Any) -> bool:
@@ -77,8 +85,8 @@ RULES = {
     ),
     "allowed_token_ids": Rule(
         "a non-empty list of token ids >= 0, or None",
-        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(at_least(0).accepts, x))),
-        lambda x: None if x is None else [int(i) for i in x],
+        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
+        lambda x: None if x is None else array("q", x).tolist(),
     ),
     "bad_words": STRINGS,
     "detokenize": BOOLEAN,

@@ -3,6 +3,7 @@
 Plain requests have no ``Watch``, and cost a step nothing.
 """
 
+from array import array
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class WatchMaker:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._compiler: GuideCompiler | None = None
         self._candidates = StopCandidates(self._vocab_size)
-        self._allowed: dict[tuple[int, ...], np.ndarray] = {}
+        self._allowed: dict[bytes, np.ndarray] = {}
 
     def make(self, seq: Sequence) -> Watch | None:
         """The watch of a sequence, if it needs one. Sets its ``allowed_mask``.
@@ -90,9 +91,9 @@ class WatchMaker:
         """
         params = seq.sampling_params
         if params.allowed_token_ids is not None:
-            key = tuple(params.allowed_token_ids)
+            key = array("q", params.allowed_token_ids).tobytes()
             if key not in self._allowed:
-                self._allowed = {key: mask_of(key, self._vocab_size)}  # one is kept: usually all requests have it
+                self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}  # one is kept: usually all requests have it
             seq.allowed_mask = self._allowed[key]
         if params.logprobs is None and not params.stop and not params.features & GUIDED:
             return None
