@@ -19,14 +19,15 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.beam_search import BeamSearchParams
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "BeamSearchParams", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob", "NanoVLLMError",
-    "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "Score", "StructuredOutputsParams", "WorkerError",
-    "__version__",
+    "LLM", "BeamSearchParams", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob",
+    "NanoVLLMError", "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "Score",
+    "StructuredOutputsParams", "WorkerError", "__version__",
 ]  # fmt: skip
 
 

@@ -92,8 +92,8 @@ class WatchMaker:
         params = seq.sampling_params
         if params.allowed_token_ids is not None:
             key = array("q", params.allowed_token_ids).tobytes()
-            if key not in self._allowed:
-                self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}  # one is kept: usually all requests have it
+            if key not in self._allowed:  # one is kept: usually all requests have the same
+                self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
         if params.logprobs is None and not params.stop and not params.features & GUIDED:
             return None
