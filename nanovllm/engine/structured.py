@@ -134,13 +134,14 @@ class Guide:
     def accept(self, token_id: int) -> None:
         if self._ended:
             return
+        is_eos = token_id in self._compiler.eos_token_ids
         failed = self.matcher.is_error()  # in fill: a dead end, or a limit; its mask has end-of-sequence tokens only
         if not failed and not self.matcher.consume_token(token_id):
-            failed = self.matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
+            failed = is_eos or self.matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
             assert failed, f"token {token_id} was not allowed: {_first_line(self.matcher)}"
         if failed:
             logger.warning("a structured output ends early, before its grammar does: %s", _first_line(self.matcher))
-        self._ended = failed or token_id in self._compiler.eos_token_ids
+        self._ended = failed or is_eos
 
     def fork(self) -> "Guide":
         other = Guide(self.matcher.deep_copy(), self._compiler)

@@ -260,8 +260,8 @@ class ModelRunner:
         self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, output, self.workers)
         return self._last_handle
 
-    def sample_guided(self, handle: StepHandle, req_indices: list[int], masks: list[np.ndarray]) -> None:
-        """Sample the guided batch that was launched last, with these token masks (int32 words)."""
+    def sample_guided(self, handle: StepHandle, req_indices: np.ndarray, masks: np.ndarray) -> None:
+        """Sample the guided batch that was launched last; masks int32 [n, ceil(V / 32)] of these request slots."""
         handle.output = self._launch(*prepare_masks(req_indices, masks))
 
     def _launch(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:

@@ -446,6 +446,16 @@ def test_guides_compose(compiler, tokenizer):
     assert fork.finished and allowed_by(fork) == set(EOS)
 
 
+def test_guides_that_leave_nothing_end_the_text(compiler, tokenizer, caplog):
+    """In the middle of the grammar, too: the other guides allow none of the tokens that it needs."""
+    (c,) = tokenizer.encode("c")
+    guides = Guides([AllowedTokens([c], VOCAB), compiler.compile(Params(regex="ab"))], EOS, VOCAB)
+    assert allowed_by(guides) == set(EOS)
+    guides.accept(2)
+    assert guides.finished and allowed_by(guides) == set(EOS)
+    assert "a structured output ends early, before its grammar does: " in caplog.text
+
+
 def test_mask_of():
     words = mask_of([0, 31, 32, 69], 70)
     assert words.dtype == np.int32 and words.tolist() == [1 - 2**31, 1, 1 << 5]
