@@ -126,7 +126,9 @@ class FakeDevice:
             self.seen |= {"chunk"} if unfinished else set()
             self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
             self.seen |= {"hit" for seq in batch.seqs if seq in batch.new_seqs and seq.num_cached_tokens}
-            self.seen |= {"hit below targets" for seq in batch.seqs if seq.targets is not None and seq.num_cached_tokens}
+            self.seen |= {
+                "hit below targets" for seq in batch.seqs if seq.targets is not None and seq.num_cached_tokens
+            }
             self.seen |= {"again" for seq in batch.new_seqs if seq.num_completion_tokens}
             self.seen |= {"chunk to a block's end" for _, stop in unfinished if stop % self.block_size == 0}
             self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()

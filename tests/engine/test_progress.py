@@ -30,7 +30,8 @@ class Bar:
 
 
 def prefill(*num_tokens: int) -> PrefillBatch:
-    return PrefillBatch([], [0] * len(num_tokens), list(num_tokens), [], np.empty(0, np.int32), np.empty(0, np.int64))
+    none = np.empty(0, np.int32)
+    return PrefillBatch([], [0] * len(num_tokens), list(num_tokens), [], none, np.empty(0, np.int64), none, [], [], [])
 
 
 def decode(num_seqs: int) -> DecodeBatch:

@@ -31,7 +31,7 @@ from nanovllm.engine.request import Call, RequestProcessor
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.engine.watch import Watch, trimmed
+from nanovllm.engine.watch import Watch, WatchMaker, trimmed
 
 
 class CountingStop:
@@ -45,7 +45,7 @@ class CountingStop:
         return (STOP_TEXT, 4) if self.n == 0 else None
 
 
-class FakeWatchMaker:
+class FakeWatchMaker(WatchMaker):
     """Stop strings are numbers here: of tokens."""
 
     def make(self, seq):
@@ -54,7 +54,7 @@ class FakeWatchMaker:
             return None
         stop = CountingStop(int(params.stop[0])) if params.stop else None
         no_tokenizer = SimpleNamespace(tokenizer=None)
-        return Watch(seq, no_tokenizer, SimpleNamespace(text_now="text, cut"), stop, None, num_mask_words=1)
+        return Watch(seq, no_tokenizer, SimpleNamespace(text_now="text, cut"), stop, guide=None)
 
 
 class Harness:
@@ -95,7 +95,7 @@ class Harness:
         no_tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
         engine._tokenizer = no_tokenizer
         engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
-        engine._requests._watch_maker = FakeWatchMaker()
+        engine._requests._watch_maker = FakeWatchMaker(self.config, no_tokenizer, (EOS,))
         engine._in_flight, engine._added, engine._stepping = deque(), Call(detokenize=False), Lock()
         self.num_steps = 0
 
