@@ -31,7 +31,7 @@ from nanovllm.engine.request import Call, RequestProcessor
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.engine.watch import Watch, WatchMaker, trimmed
+from nanovllm.engine.watch import Watch, WatchMaker
 
 
 class CountingStop:
@@ -245,7 +245,7 @@ class Harness:
         if len(expected.targets) == len(expected.prompt) - 1 and first == 0:
             entries = [fake_entry(token, i, k) for i, token in enumerate(expected.targets)]
             assert request.output().prompt_logprobs == [None, *entries]
-        rows = np.concatenate([trimmed(rows, k) for rows in request.prompt_logprobs])
+        rows = np.concatenate(request.prompt_logprobs)
         places = range(first, first + len(expected.targets))
         assert rows.tolist() == fake_logprobs(expected.targets, places, k).tolist()
 
@@ -297,6 +297,7 @@ class Harness:
             device = self.device
             assert device.block_tables[seq.req_idx, : len(seq.block_table)].tolist() == seq.block_table
             assert device.length[seq.req_idx] == scheduled
+            assert seq.num_registered_blocks <= known // config.kvcache_block_size
             if seq in running:
                 assert seq.num_computed_tokens <= scheduled - 1 <= len(seq.block_table) * config.kvcache_block_size
                 assert device.last_token[seq.req_idx] == request.known[scheduled - 1]
