@@ -50,7 +50,7 @@ class Request:
         index: the place of the prompt in its call.
         call: who waits for it.
         token_ids, texts: of finished sequences, by seq_id; a text is a future, and absent if nobody waits for it.
-        prompt_logprobs: of ``seqs[0].targets``, packed as by ``reference.token_logprobs``.
+        prompt_logprobs: of ``seqs[0].targets`` chunk by chunk, packed as by ``reference.token_logprobs``.
     """
 
     prompt: str | None
@@ -100,17 +100,16 @@ class Request:
 
     def score(self) -> Score:
         rows = np.concatenate(self.prompt_logprobs)
-        values = np.ascontiguousarray(trimmed(rows, 1)).view(np.float32)  # logprob, rank, best id, best logprob
+        values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
 
     def _prompt_logprobs(self) -> list | None:
-        num_logprobs = self.params.prompt_logprobs
-        if num_logprobs is None:
+        if self.params.prompt_logprobs is None:
             return None
         if not self.prompt_logprobs:  # a prompt of one token
             return [None]
         rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_token_ids[1:]
-        return [None, *logprobs_at(trimmed(rows, num_logprobs), ids, self.params.detokenize and self.tokenizer)]
+        return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
 
 
 class RequestProcessor:
@@ -251,7 +250,9 @@ class RequestProcessor:
             for seq, num_targets in batch.scored:
                 start, stop = stop, stop + num_targets
                 if seq.seq_id in self._requests:
-                    self._requests[seq.seq_id].prompt_logprobs.append(result.prompt_logprobs[start:stop])
+                    # trimmed here: the prompt's next chunk may run beside requests that want fewer
+                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs)
+                    self._requests[seq.seq_id].prompt_logprobs.append(rows)
         if not self._watches:
             return []
         stopped = []

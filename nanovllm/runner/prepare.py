@@ -110,7 +110,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_masks=len(mask_req_indices),
         num_mask_words=len(masks),
         num_targets=len(targets[0]),
-        num_prompt_logprobs=max((seq.sampling_params.prompt_logprobs or 0 for seq in batch.seqs), default=0),
+        num_prompt_logprobs=max(staged.num_alternatives(seq.sampling_params.prompt_logprobs) for seq in batch.seqs),
         num_block_copies=len(copies),
     )
     size = next((size for size in short_sizes if size >= header.num_tokens), None)

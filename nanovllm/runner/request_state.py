@@ -112,12 +112,16 @@ class StagedWrites:
         """Most alternatives that one of the requests wants reported."""
         return int(self._num_logprobs[req_indices].max(initial=0))
 
+    def num_alternatives(self, num_logprobs: int | None) -> int:
+        """What a request that gives this asks for; -1 is the whole vocabulary."""
+        return self.tables.vocab_size if num_logprobs == -1 else num_logprobs or 0
+
     def add(self, seq: Sequence) -> None:
         """Stage everything about a sequence that was given a request slot."""
         params = seq.sampling_params
         features = params.features
         self._features[seq.req_idx] = features
-        self._num_logprobs[seq.req_idx] = params.logprobs or 0
+        self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
         self.tables.add(seq, features)
         stop_ids = seq.min_tokens_stop_ids
         temperature, *rest = _bits(
