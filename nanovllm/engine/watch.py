@@ -69,6 +69,8 @@ class Watch:
         params = self.seq.sampling_params
         if params.logprobs is None:
             return None, None
+        if not token_ids:
+            return 0.0, lambda: []
         rows, ids = np.array(self._logprobs[:stop], np.int32).reshape(len(token_ids), -1), token_ids
         total = float(np.ascontiguousarray(rows[:, 0]).view(np.float32).sum(dtype=np.float64))
         tokenizer = params.detokenize and self._tokenizer
