@@ -1,0 +1,117 @@
+"""Plain twins of the logits steps and of log-probabilities, written from vLLM's semantics, on numpy float64 rows [V]."""
+
+import numpy as np
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+FP32_TOLERANCE = 1e-4  # absolute, of a log-probability
+BF16_TOLERANCE = 0.25  # the same: logits up to 20 with 8 bits of mantissa, through a whole model
+
+
+def adjusted(logits, prompt, generated, params, stop_ids=()):
+    """Logits after masks, min_tokens, bias and penalties, in this order.
+
+    Args:
+        prompt, generated: the tokens before this one.
+        stop_ids: what min_tokens holds back.
+    """
+    x = np.array(logits, np.float64)
+    if params.allowed_token_ids is not None:
+        x[np.setdiff1d(np.arange(len(x)), params.allowed_token_ids)] = -np.inf
+    if len(generated) < params.min_tokens:
+        x[list(stop_ids)] = -np.inf
+    for token_id, bias in (params.logit_bias or {}).items():
+        x[token_id] += bias
+    if params.repetition_penalty != 1:
+        processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        seen = torch.tensor([[*prompt, *generated]])
+        x = processor(seen, torch.from_numpy(x)[None])[0].numpy()
+    counts = np.bincount(generated, minlength=len(x)) if len(generated) else np.zeros(len(x))
+    x -= params.frequency_penalty * counts
+    x -= params.presence_penalty * (counts > 0)
+    return x
+
+
+def filtered(logits, params):
+    """Logits over the temperature; -inf where top-k, top-p or min-p cut. Greedy requests are not filtered."""
+    if params.is_greedy:
+        return logits
+    x = logits / params.temperature
+    p = np.exp(log_softmax(x))
+    order = np.argsort(-p, kind="stable")
+    keep = order[: params.top_k if params.top_k > 0 else len(p)]
+    if params.top_p < 1:
+        cumulative = np.cumsum(p[keep]) / p[keep].sum()
+        keep = keep[: np.searchsorted(cumulative, params.top_p) + 1]
+    keep = [i for i in keep if p[i] >= params.min_p * p[order[0]]]
+    out = np.full_like(x, -np.inf)
+    out[keep] = x[keep]
+    return out
+
+
+def log_softmax(logits):
+    x = np.asarray(logits, np.float64)
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+class GreedyTwin:
+    """Greedy text of transformers' model with the steps in between."""
+
+    def __init__(self, reference):
+        self.model = reference.model
+
+    @torch.inference_mode()
+    def __call__(self, prompt, params, stop_ids=()):
+        tokens, cache, new = [], None, prompt
+        while len(tokens) < params.max_tokens:
+            out = self.model(torch.tensor([new]), past_key_values=cache)
+            cache = out.past_key_values
+            logits = adjusted(out.logits[0, -1].double().numpy(), prompt, tokens, params, stop_ids)
+            tokens.append(int(logits.argmax()))
+            new = tokens[-1:]
+        return tokens
+
+
+def close(a, b, tolerance):
+    """Equal, both -inf included."""
+    return a == b or abs(a - b) <= tolerance
+
+
+def check_entry(entry, token_id, row, k, tolerance):
+    """One position's dict against the whole row of log-probabilities, float64 [V].
+
+    Where two are closer than the tolerance, either order is right, and their ranks are.
+    """
+    k = len(row) if k == -1 else min(k, len(row))
+    ids = list(entry)
+    assert ids[0] == token_id, "the token itself comes first"
+    assert len(set(ids)) == len(ids)
+    own, ordered = row[token_id], np.sort(row)[::-1]
+    for i in ids:
+        assert close(entry[i].logprob, row[i], tolerance), (i, entry[i], row[i])
+        at_least, at_most = (row > row[i] + tolerance).sum() + 1, (row >= row[i] - tolerance).sum()
+        assert at_least <= entry[i].rank <= at_most, (i, entry[i], at_least, at_most)
+    if k == 0:
+        assert len(ids) == 1
+        return
+    in_top = len(ids) == k
+    if in_top:
+        assert own >= ordered[k - 1] - tolerance, "the token was counted among the top"
+    else:
+        assert len(ids) == k + 1 and own <= ordered[k - 1] + tolerance
+        ids = ids[1:]
+    top = sorted(ids, key=lambda i: entry[i].rank)
+    if not in_top:
+        assert top == ids, "in the order of their ranks"
+    else:
+        assert [i for i in top if i != token_id] == ids[1:]
+    assert [entry[i].rank for i in top] == list(range(1, k + 1)) or in_top
+    for i, value in zip(top, ordered, strict=False):  # the top k, and no others
+        assert close(row[i], value, tolerance), (i, row[i], value)
+
+
+def check_all(entries, token_ids, rows, k, tolerance=FP32_TOLERANCE):
+    assert len(entries) == len(token_ids) == len(rows)
+    for entry, token_id, row in zip(entries, token_ids, rows, strict=True):
+        check_entry(entry, token_id, row, k, tolerance)
