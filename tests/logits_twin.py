@@ -8,16 +8,20 @@ FP32_TOLERANCE = 1e-4  # absolute, of a log-probability
 BF16_TOLERANCE = 0.25  # the same: logits up to 20 with 8 bits of mantissa, through a whole model
 
 
-def adjusted(logits, prompt, generated, params, stop_ids=()):
+def adjusted(logits, prompt, generated, params, stop_ids=(), bad=()):
     """Logits after masks, min_tokens, bias and penalties, in this order.
 
     Args:
         prompt, generated: the tokens before this one.
         stop_ids: what min_tokens holds back.
+        bad: lists of token ids; the last is forbidden where the generated ones end in those before it.
     """
     x = np.array(logits, np.float64)
     if params.allowed_token_ids is not None:
         x[np.setdiff1d(np.arange(len(x)), params.allowed_token_ids)] = -np.inf
+    for *before, last in bad:
+        if generated[len(generated) - len(before) :] == before:
+            x[last] = -np.inf
     if len(generated) < params.min_tokens:
         x[list(stop_ids)] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
@@ -26,7 +30,7 @@ def adjusted(logits, prompt, generated, params, stop_ids=()):
         processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
         seen = torch.tensor([[*prompt, *generated]])
         x = processor(seen, torch.from_numpy(x)[None])[0].numpy()
-    counts = np.bincount(generated, minlength=len(x)) if len(generated) else np.zeros(len(x))
+    counts = np.bincount(np.array(generated, int), minlength=len(x))
     x -= params.frequency_penalty * counts
     x -= params.presence_penalty * (counts > 0)
     return x
@@ -62,12 +66,12 @@ class GreedyTwin:
         self.model = reference.model
 
     @torch.inference_mode()
-    def __call__(self, prompt, params, stop_ids=()):
+    def __call__(self, prompt, params, stop_ids=(), bad=()):
         tokens, cache, new = [], None, prompt
         while len(tokens) < params.max_tokens:
             out = self.model(torch.tensor([new]), past_key_values=cache)
             cache = out.past_key_values
-            logits = adjusted(out.logits[0, -1].double().numpy(), prompt, tokens, params, stop_ids)
+            logits = adjusted(out.logits[0, -1].double().numpy(), prompt, tokens, params, stop_ids, bad)
             tokens.append(int(logits.argmax()))
             new = tokens[-1:]
         return tokens

@@ -239,7 +239,7 @@ class RequestProcessor:
             for seq, num_targets in batch.scored:
                 start, stop = stop, stop + num_targets
                 if seq.seq_id in self._requests:
-                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs)
+                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs or 0)
                     self._requests[seq.seq_id].prompt_logprobs.append(rows)
         if not self._watches:
             return []
