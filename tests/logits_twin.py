@@ -1,6 +1,9 @@
-"""Plain twins of the logits steps and of log-probabilities, written from vLLM's semantics, on numpy float64 rows [V]."""
+"""Plain twins of the logits steps and of log-probabilities, after vLLM's semantics, on numpy float64 rows [V]."""
+
+from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -129,3 +132,38 @@ def check_same(entries, others, tolerance=FP32_TOLERANCE):
         both = x.keys() & y.keys()
         assert len(both) >= len(x) - 1
         assert all(close(x[i].logprob, y[i].logprob, tolerance) for i in both)
+
+
+@cache
+def all_logits(tiny, tokens):
+    """float64 [len(tokens), V]; most texts occur in several tests."""
+    return tiny.logits(tokens)[0].double().numpy()
+
+
+def logits_of(tiny, prompt, token_ids):
+    """What the model gives each generated token, float64 [n, V]."""
+    return all_logits(tiny, (*prompt, *token_ids))[len(prompt) - 1 : -1]
+
+
+def raw_rows(tiny, prompt, token_ids):
+    return log_softmax(logits_of(tiny, prompt, token_ids))
+
+
+def check_request(tiny, output, params, tolerance=FP32_TOLERANCE):
+    """Raw log-probabilities of every completion, and of the prompt."""
+    prompt = output.prompt_token_ids
+    for completion in output.outputs:
+        if params.logprobs is None:
+            assert completion.logprobs is None and completion.cumulative_logprob is None
+            continue
+        rows = raw_rows(tiny, prompt, completion.token_ids)
+        check_all(completion.logprobs, completion.token_ids, rows, params.logprobs, tolerance)
+        total = sum(entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-6)
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+        return
+    assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
+    if len(prompt) > 1:
+        rows = raw_rows(tiny, prompt[:1], prompt[1:])
+        check_all(output.prompt_logprobs[1:], prompt[1:], rows, params.prompt_logprobs, tolerance)

@@ -1,4 +1,4 @@
-"""Penalties, biases, allowed tokens and bad words through the whole engine, against plain twins on transformers' logits.
+"""Penalties, biases, allowed tokens and bad words through the engine against plain twins on transformers' logits.
 
 Greedy text token for token, in fp32 (a rounding decides once in many thousands of tokens; in bf16 it would do so often,
 and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test.
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from helpers import Reference, generate, gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
 from logits_twin import GreedyTwin, adjusted, check_same, filtered, log_softmax
-from test_sampling import SMALL, p_value
+from test_sampling import p_value
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 DEVICES = ["cpu", gpu_param("cuda")]
-NUM_TOKENS = 36
+NUM_TOKENS = 32
 MIXES = {
     "none": {},
     "repetition": {"repetition_penalty": 1.4},
@@ -35,9 +35,9 @@ MIXES = {
     "allowed": {"allowed_token_ids": [7, 31, 32, 63, 64, 255, 256, 300, 510, 511]},
     "allowed and penalties": {"allowed_token_ids": list(range(90, 130)), "frequency_penalty": 1.0,
                               "repetition_penalty": 1.3, "logit_bias": {100: 2.0, 5: 100.0}},
-    "min_tokens": {"min_tokens": 30, "stop_token_ids": [7, 300], "logit_bias": {7: 100.0, 300: 100.0},
+    "min_tokens": {"min_tokens": 26, "stop_token_ids": [7, 300], "logit_bias": {7: 100.0, 300: 100.0},
                    "presence_penalty": 1.0},
-    "max_tokens": {"max_tokens": 5, "repetition_penalty": 2.0},
+    "few tokens": {"max_tokens": 9, "repetition_penalty": 3.0, "presence_penalty": 2.0},
 }  # fmt: skip
 SAME = ("none", "none again")
 
@@ -61,17 +61,15 @@ def test_every_mix_changes_the_text(requests, reference):
     for name, (prompt, params, tokens) in zip(MIXES, requests, strict=True):
         assert (tokens == reference(prompt, NUM_TOKENS)[: params.max_tokens]) == (name in SAME), name
     _, _, tokens = requests[list(MIXES).index("min_tokens")]
-    assert len(tokens) == 31 and tokens[-1] in (7, 300)
+    assert len(tokens) == 27 and tokens[-1] in (7, 300)
 
 
 WAYS = {
     "plain": ({}, []),
     "large batch": ({"max_num_seqs": 16}, []),
-    "one at a time": ({"max_num_seqs": 1}, []),
     "chunked": ({"max_num_batched_tokens": 13}, []),
     "preempted": ({"num_kvcache_blocks": 10}, []),
-    "graphs": ({"max_num_batched_tokens": 300, "max_num_seqs": 5}, [use_graphs_on_cpu]),
-    "run-ahead": ({}, [run_ahead]),
+    "graphs": ({"max_num_batched_tokens": 300, "max_num_seqs": 5}, [use_graphs_on_cpu, run_ahead]),
     "all at once": ({"num_kvcache_blocks": 10, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
 }
 PREEMPTED = ("preempted", "all at once")
@@ -88,11 +86,11 @@ def on_device(make_llm, device, changes, **options):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy(way, device, requests, make_llm):
-    """Batch mates with other values and with none; request slots used again; again with a warm prefix cache."""
+    """Batch mates with other values and with none; request slots used again; prompts found in the prefix cache."""
     options, changes = WAYS[way]
     llm = on_device(make_llm, device, changes, **options)
     prompts, params, expected = map(list, zip(*requests, strict=True))
-    for order in (1, -1):
+    for order in (1, -1) if way == "plain" else (1,):
         got = generate(llm, prompts[::order], params[::order])[::order]
         for name, ids, tokens in zip(MIXES, got, expected, strict=True):
             assert ids == tokens, name
@@ -164,10 +162,8 @@ def test_bias_of_a_hundred(make_llm):
     assert not set(tokens) & set(favourites)
 
 
-@pytest.mark.parametrize("changes", ([], [run_ahead, use_graphs_on_cpu]))
-def test_a_bias_stays_on_a_token_that_was_generated(changes, make_llm, tiny):
+def test_a_bias_stays_on_a_token_that_was_generated(make_llm, tiny):
     """Counting a biased token keeps its bias; and a bias alone is no occurrence."""
-    llm = on_device(make_llm, "cpu", changes)
     twin, prompt = GreedyTwin(tiny), [3, 9, 4]
     mixes = [
         {"logit_bias": {11: 15.0, 12: 14.0, 13: 14.0}, "frequency_penalty": 2.0},
@@ -175,10 +171,11 @@ def test_a_bias_stays_on_a_token_that_was_generated(changes, make_llm, tiny):
         {"logit_bias": {3: 15.0, 9: 14.0, 4: -5.0}, "repetition_penalty": 1.5},
         {"logit_bias": {11: 10.0, 12: 10.0}, "repetition_penalty": 3.0},
     ]
-    params = [greedy(40, **mix) for mix in mixes]
+    params = [greedy(24, **mix) for mix in mixes]
     expected = [twin(prompt, p) for p in params]
     assert any(tokens.count(11) > 3 for tokens in expected[:2])
-    assert generate(llm, [prompt] * len(params), params) == expected
+    for changes in [], [run_ahead, use_graphs_on_cpu]:
+        assert generate(on_device(make_llm, "cpu", changes), [prompt] * len(params), params) == expected
 
 
 @pytest.mark.parametrize("temperature", (0, 1.0, 30.0))
@@ -214,18 +211,18 @@ def test_an_end_of_sequence_that_is_not_allowed(make_llm, make_checkpoint, refer
     assert generate(llm, [prompt], params) == [[9] * 4 + [tokens[0]]]
 
 
-@pytest.mark.parametrize("options", ({}, {"num_kvcache_blocks": 10}, {"max_num_seqs": 2}))
-def test_each_of_several_completions_counts_its_own(options, make_llm):
+def test_each_of_several_completions_counts_its_own(make_llm):
     """Completion i is the request seeded with seed + i."""
     mixes = [{"frequency_penalty": 2.0, "repetition_penalty": 1.3}, {"logit_bias": {5: 3.0}, "presence_penalty": 1.0},
              {"allowed_token_ids": [4, 5, 6, 7, 8]}, {}]  # fmt: skip
-    common = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.2}
+    common = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.2}
     prompts = [prompt_of(17, seed=i) for i in range(4)]
-    llm = make_llm(**options)
-    outputs = llm.generate(prompts, [SamplingParams(n=3, seed=50, **common, **mix) for mix in mixes], use_tqdm=False)
-    for i in range(3):
-        alone = generate(make_llm(), prompts, [SamplingParams(seed=50 + i, **common, **mix) for mix in mixes])
-        assert [output.outputs[i].token_ids for output in outputs] == alone
+    llm = make_llm()
+    alone = [generate(llm, prompts, [SamplingParams(seed=50 + i, **common, **mix) for mix in mixes]) for i in range(3)]
+    for options in ({}, {"num_kvcache_blocks": 8}, {"max_num_seqs": 2}):
+        params = [SamplingParams(n=3, seed=50, **common, **mix) for mix in mixes]
+        outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)
+        assert [[output.outputs[i].token_ids for output in outputs] for i in range(3)] == alone
 
 
 def test_sampled_text_survives_preemption(make_llm):
@@ -251,18 +248,18 @@ def test_neutral_values_are_no_values(make_llm):
 
 # -------------------------------------------------------------------- frequencies
 
+SMALL = {"vocab_size": 8, "num_hidden_layers": 1}  # 64 pairs of tokens
 SAMPLED = (
-    {"temperature": 0.8, "logit_bias": {3: 1.5, 9: -100.0}},
-    {"temperature": 1.5, "repetition_penalty": 1.8},
-    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 0.8, "logit_bias": {3: 1.5, 7: -100.0}},
+    {"temperature": 1.5, "repetition_penalty": 3.0},
+    {"temperature": 0.6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
     {"presence_penalty": -2.0, "logit_bias": {5: 2.0}},
-    {"allowed_token_ids": [1, 4, 5, 11, 15], "temperature": 2.0},
-    {"temperature": 1.2, "repetition_penalty": 0.7, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
-     "allowed_token_ids": list(range(1, 14)), "top_k": 8, "top_p": 0.9},
-    {},
+    {"temperature": 1.2, "repetition_penalty": 0.5, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
+     "allowed_token_ids": list(range(1, 7)), "top_k": 5, "top_p": 0.9},
+    {"temperature": 0.6},
 )  # fmt: skip
-SAMPLED_PROMPT = [3, 9, 4, 1, 5, 4, 4]
-NUM_DRAWS = 1500
+SAMPLED_PROMPT = [3, 6, 4, 1, 5, 4, 4]
+NUM_DRAWS = 900
 
 
 def pair_distribution(small, mix):
@@ -293,14 +290,17 @@ def test_frequencies(device, make_checkpoint, make_llm):
         assert p_value(drawn, exact[i]) > 1e-4, mix
         for j in range(len(SAMPLED)):
             assert i == j or p_value(drawn, exact[j]) < 1e-6, "a test that tells nothing apart"
-    forgetful = {**SAMPLED[2], "frequency_penalty": 0.0}
-    assert p_value(pairs[2 :: len(SAMPLED)], pair_distribution(small, forgetful)) < 1e-6
 
 
 # -------------------------------------------------------------------- bad words
 
-QUESTIONS = ("Who are you?", "What can you do?", "Hello, nanovllm.")
-WORDS = (["nanovllm"], ["demo model", "capital", "I"], ["nanovllm demo", "the"], ["capital of", "help you", "inference engine."])
+QUESTIONS = ("Who are you?", "What can you do?")
+WORDS = (
+    ["nanovllm"],
+    ["demo model", "capital", "I"],
+    ["nanovllm demo", "the"],
+    ["capital of", "help you", "inference engine."],
+)
 
 
 @pytest.fixture(scope="module")
@@ -330,9 +330,9 @@ def worded(demo_twin):
         prompt = tokenizer.encode(text, add_special_tokens=False)
         for words in ([], *WORDS):
             bad = [tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " ")]
-            for more in {}, {"frequency_penalty": 0.5, "logit_bias": {prompt[3]: 2.0}}:
-                params = greedy(24, bad_words=words, **more)
-                made.append((prompt, params, demo_twin(prompt, params, bad=bad), bad))
+            more = {"frequency_penalty": 0.5, "logit_bias": {prompt[3]: 2.0}} if "the" in words else {}
+            params = greedy(20, bad_words=words, **more)
+            made.append((prompt, params, demo_twin(prompt, params, bad=bad), bad))
     return made
 
 
@@ -344,16 +344,16 @@ def test_bad_words_are_what_the_model_would_say(worded):
     """The twin itself forbids what it should, single and several tokens, and there was something to forbid."""
     changed = 0
     for i, (_, params, tokens, bad) in enumerate(worded):
-        free = worded[i - i % (2 * (1 + len(WORDS)))][2]
+        free = worded[i - i % (1 + len(WORDS))][2]
         changed += any(contains(free, sequence) for sequence in bad)
         assert not any(contains(tokens, sequence) for sequence in bad)
         assert params.bad_words or not bad
-    assert changed >= 10
+    assert changed >= 5
     assert {len(sequence) for *_, bad in worded for sequence in bad} >= {1, 2}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ("plain", "chunked", "preempted", "run-ahead", "all at once"))
+@pytest.mark.parametrize("way", ("plain", "preempted", "all at once"))
 def test_bad_words(way, device, worded):
     """Beside requests without any."""
     options, changes = WAYS[way]
@@ -401,7 +401,7 @@ def test_tensor_parallel(worded):
              {"logit_bias": {ids[0]: 5.0, ids[-1]: 4.0, 1000: -100.0}}, {"allowed_token_ids": ids}, {},
              {"bad_words": WORDS[1], "repetition_penalty": 1.2}, {"top_k": 9, "allowed_token_ids": ids}]  # fmt: skip
     cases = [(p, {**mix, "temperature": t}) for mix in mixes for p, t in ((prompt, 0), (other, 1.3))]
-    cases += [(p, dataclasses.asdict(params)) for p, params, *_ in worded[::7]]
+    cases += [(p, dataclasses.asdict(params)) for p, params, *_ in worded[1::4]]
     params = [
         SamplingParams(**{**mix, "max_tokens": 16, "ignore_eos": True, "seed": i, "logprobs": 3})
         for i, (_, mix) in enumerate(cases)

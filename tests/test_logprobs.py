@@ -8,12 +8,22 @@ import copy
 import dataclasses
 import math
 import pickle
-from functools import cache
 
 import numpy as np
 import pytest
 from helpers import gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
-from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE, adjusted, check_all, check_same, filtered, log_softmax
+from logits_twin import (
+    BF16_TOLERANCE,
+    FP32_TOLERANCE,
+    adjusted,
+    check_all,
+    check_request,
+    check_same,
+    filtered,
+    log_softmax,
+    logits_of,
+    raw_rows,
+)
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.outputs import Logprob
@@ -42,66 +52,30 @@ def run(llm, prompts, params):
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-@cache
-def all_logits(tiny, tokens):
-    """float64 [len(tokens), V]; most texts occur in several tests."""
-    return tiny.logits(tokens)[0].double().numpy()
-
-
-def logits_of(tiny, prompt, token_ids):
-    """What the model gives each generated token, float64 [n, V]."""
-    return all_logits(tiny, (*prompt, *token_ids))[len(prompt) - 1 : -1]
-
-
-def raw_rows(tiny, prompt, token_ids):
-    return log_softmax(logits_of(tiny, prompt, token_ids))
-
-
-def check_request(tiny, output, params, tolerance=FP32_TOLERANCE):
-    """Raw log-probabilities of every completion, and of the prompt."""
-    prompt = output.prompt_token_ids
-    for completion in output.outputs:
-        if params.logprobs is None:
-            assert completion.logprobs is None and completion.cumulative_logprob is None
-            continue
-        rows = raw_rows(tiny, prompt, completion.token_ids)
-        check_all(completion.logprobs, completion.token_ids, rows, params.logprobs, tolerance)
-        total = sum(entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True))
-        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-6)
-    if params.prompt_logprobs is None:
-        assert output.prompt_logprobs is None
-        return
-    assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
-    if len(prompt) > 1:
-        rows = raw_rows(tiny, prompt[:1], prompt[1:])
-        check_all(output.prompt_logprobs[1:], prompt[1:], rows, params.prompt_logprobs, tolerance)
-
-
 # -------------------------------------------------------------------- every way of computing
 
 WAYS = {  # options, and what changes the engine
     "plain": ({}, []),
-    "one at a time": ({"max_num_seqs": 1}, []),
+    "two at a time": ({"max_num_seqs": 2}, []),
     "chunked": ({"max_num_batched_tokens": 17, "max_num_seqs": 5}, []),
     "preempted": ({"num_kvcache_blocks": 9}, []),
     "without a cache": ({"enable_prefix_caching": False}, []),
-    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu]),
-    "run-ahead": ({}, [run_ahead]),
+    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu, run_ahead]),
     "all at once": ({"num_kvcache_blocks": 9, "max_num_batched_tokens": 17}, [use_graphs_on_cpu, run_ahead]),
 }
 PREEMPTED = ("preempted", "all at once")
 
 
 def mixed_requests():
-    """Prompts that share a prefix of two blocks, and one of one token; greedy and sampled; every number of top tokens."""
-    shared = prompt_of(35, seed=1)
-    prompts = [shared, PROMPT, shared[:33] + [7, 8, 9], prompt_of(70), [4], shared + prompt_of(20), shared, prompt_of(50)]
+    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens."""
+    shared, long = prompt_of(35, seed=1), prompt_of(70)
+    prompts = [shared, PROMPT, [*shared[:33], 7, 8, 9], long, [4], shared + prompt_of(20), shared, prompt_of(50)]
     asked = [(5, None), (0, 2), (None, 5), (20, 20), (1, 0), (None, None), (3, 1), (None, 0)]
     params = []
     for i, (k, prompt_k) in enumerate(asked):
         sampled = {"temperature": 1.3, "seed": i} if i % 2 else {"temperature": 0}
         params.append(
-            SamplingParams(max_tokens=16 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
+            SamplingParams(max_tokens=30 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
         )
     return prompts, params
 
@@ -350,8 +324,11 @@ def test_processed_prompts_stay_raw(make_llm, tiny):
 
 
 def test_processed_survives_preemption(make_llm, tiny):
-    params = [SamplingParams(temperature=0.9, seed=i, repetition_penalty=1.3, frequency_penalty=0.4, top_k=20,
-                             logit_bias={7: 1.0}, max_tokens=36, ignore_eos=True, logprobs=5) for i in range(5)]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.9, seed=i, repetition_penalty=1.3, frequency_penalty=0.4, top_k=20,
+                       logit_bias={7: 1.0}, max_tokens=36, ignore_eos=True, logprobs=5)
+        for i in range(5)
+    ]  # fmt: skip
     llm = make_llm(num_kvcache_blocks=8, logprobs_mode="processed_logprobs")
     outputs = run(llm, [prompt_of(20, seed=i) for i in range(5)], params)
     assert llm.scheduler.num_preemptions > 2

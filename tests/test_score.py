@@ -338,7 +338,7 @@ def test_numpy_is_taken(make_llm, lists, tiny):
     llm = make_llm()
     arrays = [np.array(ids, np.int64) for ids in lists]
     check(tiny, lists, llm.score(arrays, start=np.int64(1)))
-    check(tiny, lists, llm.score((tuple(ids) for ids in lists)))
+    check(tiny, lists, llm.score(tuple(ids) for ids in lists))
 
 
 def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
