@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from nanovllm import SamplingParams
+
 FP32_TOLERANCE = 1e-4  # absolute, of a log-probability
 BF16_TOLERANCE = 0.25  # the same: logits up to 20 with 8 bits of mantissa, through a whole model
 
@@ -167,3 +169,36 @@ def check_request(tiny, output, params, tolerance=FP32_TOLERANCE):
     if len(prompt) > 1:
         rows = raw_rows(tiny, prompt[:1], prompt[1:])
         check_all(output.prompt_logprobs[1:], prompt[1:], rows, params.prompt_logprobs, tolerance)
+
+
+STOP_IDS = [17, 23]
+STEPS = {  # name -> sampling parameters, each of which changes what is sampled
+    "temperature": {"temperature": 0.5},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "filters": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    "repetition": {"repetition_penalty": 1.7},
+    "below 1": {"repetition_penalty": 0.6, "temperature": 0.8},
+    "frequency": {"frequency_penalty": 1.5, "presence_penalty": -1.0},
+    "presence": {"presence_penalty": 2.0},
+    "bias": {"logit_bias": {5: 6.0, 400: 5.0, 9: -100.0}},
+    "allowed": {"allowed_token_ids": list(range(0, 512, 40))},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": STOP_IDS, "logit_bias": {17: 4.0}},
+    "all": {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "allowed_token_ids": list(range(100)), "min_tokens": 20,
+            "stop_token_ids": STOP_IDS, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3,
+            "logit_bias": {3: 2.5, 17: 100.0}},
+    "greedy": {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    "plain": {},
+}  # fmt: skip
+
+
+def stepped_requests(k):
+    """Prompts and parameters, one for each of ``STEPS``, with ``logprobs=k``."""
+    prompts = [[3, 9, 4, 1, 5, i + 20, 5, 17] for i in range(len(STEPS))]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, logprobs=k, seed=i, **changes)
+        for i, changes in enumerate(STEPS.values())
+    ]
+    return prompts, params

@@ -15,6 +15,7 @@ from helpers import gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_grap
 from logits_twin import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
+    STEPS,
     adjusted,
     check_all,
     check_request,
@@ -23,6 +24,7 @@ from logits_twin import (
     log_softmax,
     logits_of,
     raw_rows,
+    stepped_requests,
 )
 
 from nanovllm import LLM, RequestError, SamplingParams
@@ -221,37 +223,6 @@ def test_bad_numbers(value):
 
 
 # -------------------------------------------------------------------- raw
-
-STOP_IDS = [17, 23]
-STEPS = {  # name -> sampling parameters, each of which changes what is sampled
-    "temperature": {"temperature": 0.5},
-    "hot": {"temperature": 3.0},
-    "top_k": {"top_k": 4},
-    "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.2},
-    "filters": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-    "repetition": {"repetition_penalty": 1.7},
-    "below 1": {"repetition_penalty": 0.6, "temperature": 0.8},
-    "frequency": {"frequency_penalty": 1.5, "presence_penalty": -1.0},
-    "presence": {"presence_penalty": 2.0},
-    "bias": {"logit_bias": {5: 6.0, 400: 5.0, 9: -100.0}},
-    "allowed": {"allowed_token_ids": list(range(0, 512, 40))},
-    "min_tokens": {"min_tokens": 20, "stop_token_ids": STOP_IDS, "logit_bias": {17: 4.0}},
-    "all": {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "allowed_token_ids": list(range(100)), "min_tokens": 20,
-            "stop_token_ids": STOP_IDS, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.3,
-            "logit_bias": {3: 2.5, 17: 100.0}},
-    "greedy": {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
-    "plain": {},
-}  # fmt: skip
-
-
-def stepped_requests(k):
-    prompts = [[*PROMPT, i + 20, 5, 17] for i in range(len(STEPS))]
-    params = [
-        SamplingParams(max_tokens=20, ignore_eos=True, logprobs=k, seed=i, **changes)
-        for i, changes in enumerate(STEPS.values())
-    ]
-    return prompts, params
 
 
 @pytest.mark.parametrize("changes", ([], [use_graphs_on_cpu, run_ahead]))
