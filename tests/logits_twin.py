@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from nanovllm import SamplingParams
 
 FP32_TOLERANCE = 1e-4  # absolute, of a log-probability
-BF16_TOLERANCE = 0.25  # the same: logits up to 20 with 8 bits of mantissa, through a whole model
+BF16_TOLERANCE = 0.1  # the same, of the tiny checkpoint; 0.06 was seen
 
 
 def adjusted(logits, prompt, generated, params, stop_ids=(), bad=()):
@@ -90,8 +90,9 @@ def close(a, b, tolerance):
 def check_entry(entry, token_id, row, k, tolerance):
     """One position's dict against the whole row of log-probabilities, float64 [V].
 
-    Where two are closer than the tolerance, either order is right, and their ranks are.
+    Where two are closer than both may be off, either order is right, and so are their ranks.
     """
+    slack = 2 * tolerance
     k = len(row) if k == -1 else min(k, len(row))
     ids = list(entry)
     assert ids[0] == token_id, "the token itself comes first"
@@ -99,16 +100,16 @@ def check_entry(entry, token_id, row, k, tolerance):
     own, ordered = row[token_id], np.sort(row)[::-1]
     for i in ids:
         assert close(entry[i].logprob, row[i], tolerance), (i, entry[i], row[i])
-        at_least, at_most = (row > row[i] + tolerance).sum() + 1, (row >= row[i] - tolerance).sum()
+        at_least, at_most = (row > row[i] + slack).sum() + 1, (row >= row[i] - slack).sum()
         assert at_least <= entry[i].rank <= at_most, (i, entry[i], at_least, at_most)
     if k == 0:
         assert len(ids) == 1
         return
     in_top = len(ids) == k
     if in_top:
-        assert own >= ordered[k - 1] - tolerance, "the token was counted among the top"
+        assert own >= ordered[k - 1] - slack, "the token was counted among the top"
     else:
-        assert len(ids) == k + 1 and own <= ordered[k - 1] + tolerance
+        assert len(ids) == k + 1 and own <= ordered[k - 1] + slack
         ids = ids[1:]
     top = sorted(ids, key=lambda i: entry[i].rank)
     if not in_top:
@@ -117,7 +118,7 @@ def check_entry(entry, token_id, row, k, tolerance):
         assert [i for i in top if i != token_id] == ids[1:]
     assert [entry[i].rank for i in top] == list(range(1, k + 1)) or in_top
     for i, value in zip(top, ordered, strict=False):  # the top k, and no others
-        assert close(row[i], value, tolerance), (i, row[i], value)
+        assert close(row[i], value, slack), (i, row[i], value)
 
 
 def check_all(entries, token_ids, rows, k, tolerance=FP32_TOLERANCE):
