@@ -1,0 +1,458 @@
+"""Penalties, biases, allowed tokens and bad words through the engine against plain twins on transformers' logits.
+
+Greedy text token for token, in fp32 (a rounding decides once in many thousands of tokens; in bf16 it would do so often,
+and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test.
+"""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers import Reference, generate, gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
+from logits_twin import GreedyTwin, adjusted, check_same, filtered, log_softmax
+from test_sampling import p_value
+
+from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.utils.checkpoint import DEMO_MODEL
+
+DEVICES = ["cpu", gpu_param("cuda")]
+NUM_TOKENS = 32
+MIXES = {
+    "none": {},
+    "repetition": {"repetition_penalty": 1.4},
+    "repetition below 1": {"repetition_penalty": 0.7},
+    "frequency": {"frequency_penalty": 0.9},
+    "negative frequency": {"frequency_penalty": -1.0},
+    "presence": {"presence_penalty": 1.7},
+    "negative presence": {"presence_penalty": -2.0},
+    "all penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.5},
+    "none again": {},
+    "bias": {"logit_bias": {7: 4.0, 300: 6.0, 511: -3.0}},
+    "bias of all": {"logit_bias": {i: (i * 37 % 101 - 50) / 20 for i in range(512)}},
+    "bias and penalties": {"logit_bias": {7: 9.0, 300: 7.0, 20: 8.0}, "frequency_penalty": 1.5,
+                           "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "allowed": {"allowed_token_ids": [7, 31, 32, 63, 64, 255, 256, 300, 510, 511]},
+    "allowed and penalties": {"allowed_token_ids": list(range(90, 130)), "frequency_penalty": 1.0,
+                              "repetition_penalty": 1.3, "logit_bias": {100: 2.0, 5: 100.0}},
+    "min_tokens": {"min_tokens": 26, "stop_token_ids": [7, 300], "logit_bias": {7: 100.0, 300: 100.0},
+                   "presence_penalty": 1.0},
+    "few tokens": {"max_tokens": 9, "repetition_penalty": 3.0, "presence_penalty": 2.0},
+}  # fmt: skip
+SAME = ("none", "none again")
+
+
+@pytest.fixture(scope="module")
+def requests(tiny):
+    """[(prompt, params, expected tokens)]: a mix each, behind prompts of several lengths that repeat tokens."""
+    twin = GreedyTwin(tiny)
+    made = []
+    for i, mix in enumerate(MIXES.values()):
+        prompt = [*prompt_of(3 + 5 * i, seed=i), 7, 300, 7, 20, 100, 7]
+        params = greedy(**{"max_tokens": NUM_TOKENS, **mix})
+        tokens = twin(prompt, params, stop_ids=params.stop_token_ids)
+        stops = [n for n, token in enumerate(tokens) if n >= params.min_tokens and token in params.stop_token_ids]
+        made.append((prompt, params, tokens[: stops[0] + 1] if stops else tokens))
+    return made
+
+
+def test_every_mix_changes_the_text(requests, reference):
+    """Or its test would show nothing; penalties must do so late in the text too."""
+    for name, (prompt, params, tokens) in zip(MIXES, requests, strict=True):
+        assert (tokens == reference(prompt, NUM_TOKENS)[: params.max_tokens]) == (name in SAME), name
+    _, _, tokens = requests[list(MIXES).index("min_tokens")]
+    assert len(tokens) == 27 and tokens[-1] in (7, 300)
+
+
+WAYS = {
+    "plain": ({}, []),
+    "large batch": ({"max_num_seqs": 16}, []),
+    "chunked": ({"max_num_batched_tokens": 13}, []),
+    "preempted": ({"num_kvcache_blocks": 10}, []),
+    "graphs": ({"max_num_batched_tokens": 300, "max_num_seqs": 5}, [use_graphs_on_cpu, run_ahead]),
+    "all at once": ({"num_kvcache_blocks": 10, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
+}
+PREEMPTED = ("preempted", "all at once")
+
+
+def on_device(make_llm, device, changes, **options):
+    llm = make_llm(device=device, dtype="float32", **{"num_kvcache_blocks": 256, **options})
+    for change in changes:
+        if device == "cpu" or change is run_ahead:
+            change(llm)
+    return llm
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy(way, device, requests, make_llm):
+    """Batch mates with other values and with none; request slots used again; prompts found in the prefix cache."""
+    options, changes = WAYS[way]
+    llm = on_device(make_llm, device, changes, **options)
+    prompts, params, expected = map(list, zip(*requests, strict=True))
+    for order in (1, -1) if way == "plain" else (1,):
+        got = generate(llm, prompts[::order], params[::order])[::order]
+        for name, ids, tokens in zip(MIXES, got, expected, strict=True):
+            assert ids == tokens, name
+    assert (llm.scheduler.num_preemptions > 2) == (way in PREEMPTED)
+
+
+@pytest.mark.parametrize("changes", ([], [run_ahead]))
+def test_arriving_while_others_run(changes, requests, make_llm):
+    """Prefills and decode steps alternate; an aborted request leaves its slot to another."""
+    llm = on_device(make_llm, "cpu", changes, max_num_seqs=5)
+    ids, finished, waiting = [], {}, list(requests)
+    while waiting or not llm.is_finished():
+        if waiting:
+            prompt, params, _ = waiting.pop(0)
+            ids.append(llm.add_request(prompt, params))
+            if len(waiting) % 4 == 0:
+                gone = llm.add_request(prompt_of(4), greedy(50, frequency_penalty=2.0, logit_bias={9: 50.0}))
+                done, _ = llm.step()
+                finished.update(done)
+                llm.abort(gone)
+        done, _ = llm.step()
+        finished.update(done)
+    assert [finished[i] for i in ids] == [tokens for _, _, tokens in requests]
+
+
+# -------------------------------------------------------------------- one by one
+
+
+@cache
+def raw_logits(tiny, tokens):
+    return tiny.logits(tokens)[0, -1].double().numpy()
+
+
+def processed_row(llm, prompt, **changes):
+    """Processed log-probabilities of the whole vocabulary behind the prompt, [V]."""
+    params = SamplingParams(max_tokens=1, logprobs=512, **changes)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (entry,) = output.outputs[0].logprobs
+    return np.array([entry[i].logprob for i in range(512)])
+
+
+def test_prompt_tokens_count_for_repetition_only(make_llm, tiny):
+    llm = make_llm(logprobs_mode="processed_logprobs", max_logprobs=-1)
+    prompt = [*prompt_of(30), 7, 7, 7]
+    logits = raw_logits(tiny, tuple(prompt))
+    plain = log_softmax(logits)
+    for changes in ({}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+        assert np.abs(processed_row(llm, prompt, **changes) - plain).max() < 1e-4, changes
+    expected = logits.copy()
+    for i in set(prompt):
+        expected[i] = logits[i] / 1.5 if logits[i] > 0 else logits[i] * 1.5
+    assert {logits[i] > 0 for i in prompt} == {True, False}
+    assert np.abs(processed_row(llm, prompt, repetition_penalty=1.5) - log_softmax(expected)).max() < 1e-4
+
+
+def test_bias_of_a_hundred(make_llm):
+    """+100 is always taken, and -100 never while anything else is allowed."""
+    llm = make_llm()
+    params = [
+        SamplingParams(logit_bias={5: 100.0}, max_tokens=20, ignore_eos=True, seed=1),
+        greedy(20, logit_bias={6: 100}),
+        greedy(20, logit_bias={6: 100, 7: -100.0, 8: 99.0}, presence_penalty=2.0),
+    ]
+    a, b, c = generate(llm, [prompt_of(9)] * 3, params)
+    assert a == [5] * 20 and b == [6] * 20 and c[0] == 6 and 7 not in c
+    assert set(c) == {6, 8} or c == [6] * 20
+    favourites = generate(llm, [prompt_of(9)], greedy(20))[0]
+    (tokens,) = generate(llm, [prompt_of(9)], greedy(20, logit_bias=dict.fromkeys(favourites, -100.0)))
+    assert not set(tokens) & set(favourites)
+
+
+def test_a_bias_stays_on_a_token_that_was_generated(make_llm, tiny):
+    """Counting a biased token keeps its bias; and a bias alone is no occurrence."""
+    twin, prompt = GreedyTwin(tiny), [3, 9, 4]
+    mixes = [
+        {"logit_bias": {11: 15.0, 12: 14.0, 13: 14.0}, "frequency_penalty": 2.0},
+        {"logit_bias": {11: 15.0, 12: 14.5}, "presence_penalty": 2.0},
+        {"logit_bias": {3: 15.0, 9: 14.0, 4: -5.0}, "repetition_penalty": 1.5},
+        {"logit_bias": {11: 10.0, 12: 10.0}, "repetition_penalty": 3.0},
+    ]
+    params = [greedy(24, **mix) for mix in mixes]
+    expected = [twin(prompt, p) for p in params]
+    assert any(tokens.count(11) > 3 for tokens in expected[:2])
+    for changes in [], [run_ahead, use_graphs_on_cpu]:
+        assert generate(on_device(make_llm, "cpu", changes), [prompt] * len(params), params) == expected
+
+
+@pytest.mark.parametrize("temperature", (0, 1.0, 30.0))
+@pytest.mark.parametrize("changes", ([], [run_ahead, use_graphs_on_cpu]))
+def test_only_allowed_tokens(changes, temperature, make_llm):
+    """Words of the mask are 32 bits wide; different masks in a batch, and none."""
+    llm = on_device(make_llm, "cpu", changes)
+    allowed = [[0, 31, 32, 511], [7], list(range(32, 64)), list(range(511)), None, [5, 5, 5, 6]]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, allowed_token_ids=ids, seed=i)
+        for i, ids in enumerate(allowed)
+    ]
+    for ids, tokens in zip(allowed, generate(llm, [prompt_of(5)] * 6, params), strict=True):
+        assert len(tokens) == 60 and (ids is None or set(tokens) <= set(ids))
+        if temperature == 30 and ids is not None and len(ids) < 5:
+            assert set(tokens) == set(ids), "all of them, when it is hot"
+
+
+def test_an_end_of_sequence_that_is_not_allowed(make_llm, make_checkpoint, reference):
+    """It is not generated; nor is it brought back by allowing it with min_tokens."""
+    prompt = prompt_of(5)
+    tokens = reference(prompt, 10)
+    llm = make_llm(model=make_checkpoint(eos_token_id=tokens[0]))
+    others = [i for i in range(512) if i != tokens[0]]
+    free, without = llm.generate(
+        [prompt] * 2, [greedy(10, ignore_eos=False), greedy(10, ignore_eos=False, allowed_token_ids=others)],
+        use_tqdm=False,
+    )  # fmt: skip
+    assert free["finish_reason"] == "stop" and len(free["token_ids"]) == 1
+    assert without["finish_reason"] == "length" and tokens[0] not in without["token_ids"]
+    both = [tokens[0], 9]
+    params = greedy(10, ignore_eos=False, min_tokens=4, allowed_token_ids=both, logit_bias={tokens[0]: 100.0})
+    assert generate(llm, [prompt], params) == [[9] * 4 + [tokens[0]]]
+
+
+def test_each_of_several_completions_counts_its_own(make_llm):
+    """Completion i is the request seeded with seed + i."""
+    mixes = [{"frequency_penalty": 2.0, "repetition_penalty": 1.3}, {"logit_bias": {5: 3.0}, "presence_penalty": 1.0},
+             {"allowed_token_ids": [4, 5, 6, 7, 8]}, {}]  # fmt: skip
+    common = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.2}
+    prompts = [prompt_of(17, seed=i) for i in range(4)]
+    llm = make_llm()
+    alone = [generate(llm, prompts, [SamplingParams(seed=50 + i, **common, **mix) for mix in mixes]) for i in range(3)]
+    for options in ({}, {"num_kvcache_blocks": 8}, {"max_num_seqs": 2}):
+        params = [SamplingParams(n=3, seed=50, **common, **mix) for mix in mixes]
+        outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)
+        assert [[output.outputs[i].token_ids for output in outputs] for i in range(3)] == alone
+
+
+def test_sampled_text_survives_preemption(make_llm):
+    """The counts are made anew from the known tokens."""
+    params = [
+        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, frequency_penalty=1.0, repetition_penalty=1.2,
+                       presence_penalty=-0.5, logit_bias={9: 4.0}, allowed_token_ids=list(range(i, i + 30)))
+        for i in range(6)
+    ]  # fmt: skip
+    prompts = [prompt_of(20, seed=i) for i in range(6)]
+    few = make_llm(num_kvcache_blocks=8)
+    assert generate(few, prompts, params) == generate(make_llm(), prompts, params)
+    assert few.scheduler.num_preemptions > 2
+
+
+def test_neutral_values_are_no_values(make_llm):
+    neutral = SamplingParams(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, bad_words=[])
+    assert neutral.features == SamplingParams().features
+    llm = make_llm()
+    generate(llm, [prompt_of(5)], dataclasses.replace(neutral, max_tokens=2))
+    assert llm.model_runner.tables.adjustments is None and llm.model_runner.tables.token_mask is None
+
+
+# -------------------------------------------------------------------- frequencies
+
+SMALL = {"vocab_size": 8, "num_hidden_layers": 1}  # 64 pairs of tokens
+SAMPLED = (
+    {"temperature": 0.8, "logit_bias": {3: 1.5, 7: -100.0}},
+    {"temperature": 1.5, "repetition_penalty": 3.0},
+    {"temperature": 0.6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+    {"presence_penalty": -2.0, "logit_bias": {5: 2.0}},
+    {"temperature": 1.2, "repetition_penalty": 0.5, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
+     "allowed_token_ids": list(range(1, 7)), "top_k": 5, "top_p": 0.9},
+    {"temperature": 0.6},
+)  # fmt: skip
+SAMPLED_PROMPT = [3, 6, 4, 1, 5, 4, 4]
+NUM_DRAWS = 900
+
+
+def pair_distribution(small, mix):
+    """Probabilities of the first two tokens, [V, V]."""
+    params = SamplingParams(**mix)
+
+    def row(generated):
+        logits = small.logits([*SAMPLED_PROMPT, *generated])[0, -1].double().numpy()
+        return np.exp(log_softmax(filtered(adjusted(logits, SAMPLED_PROMPT, generated, params), params)))
+
+    return np.stack([p * row([first]) for first, p in enumerate(row([]))])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frequencies(device, make_checkpoint, make_llm):
+    """Pairs of successive tokens; the second sees the first in its counts. Seeds are fixed, and so the p-values."""
+    path = make_checkpoint(**SMALL)
+    small = Reference(path)
+    llm = make_llm(model=path, device=device, dtype="float32", max_num_seqs=512, max_num_batched_tokens=4096,
+                   max_model_len=16, num_kvcache_blocks=1024)  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=2, ignore_eos=True, seed=seed, **mix) for seed in range(NUM_DRAWS) for mix in SAMPLED
+    ]
+    pairs = generate(llm, [SAMPLED_PROMPT] * len(params), params)
+    exact = [pair_distribution(small, mix) for mix in SAMPLED]
+    for i, mix in enumerate(SAMPLED):
+        drawn = pairs[i :: len(SAMPLED)]
+        assert p_value(drawn, exact[i]) > 1e-4, mix
+        for j in range(len(SAMPLED)):
+            assert i == j or p_value(drawn, exact[j]) < 1e-6, "a test that tells nothing apart"
+
+
+# -------------------------------------------------------------------- bad words
+
+QUESTIONS = ("Who are you?", "What can you do?")
+WORDS = (
+    ["nanovllm"],
+    ["demo model", "capital", "I"],
+    ["nanovllm demo", "the"],
+    ["capital of", "help you", "inference engine."],
+)
+
+
+@pytest.fixture(scope="module")
+def demo_twin():
+    return GreedyTwin(Reference(DEMO_MODEL))
+
+
+def demo(device="cpu", changes=(), **options):
+    llm = LLM(**{"device": device, "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 64,
+                 "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512, **options})  # fmt: skip
+    for change in changes:
+        if device == "cpu" or change is run_ahead:
+            change(llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def worded(demo_twin):
+    """[(prompt, params, expected tokens, sequences that may not occur)]."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(DEMO_MODEL))
+    made = []
+    for question in QUESTIONS:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False,
+                                             add_generation_prompt=True)  # fmt: skip
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        for words in ([], *WORDS):
+            bad = [tokenizer.encode(space + word, add_special_tokens=False) for word in words for space in ("", " ")]
+            more = {"frequency_penalty": 0.5, "logit_bias": {prompt[3]: 2.0}} if "the" in words else {}
+            params = greedy(20, bad_words=words, **more)
+            made.append((prompt, params, demo_twin(prompt, params, bad=bad), bad))
+    return made
+
+
+def contains(tokens, sequence):
+    return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
+
+
+def test_bad_words_are_what_the_model_would_say(worded):
+    """The twin itself forbids what it should, single and several tokens, and there was something to forbid."""
+    changed = 0
+    for i, (_, params, tokens, bad) in enumerate(worded):
+        free = worded[i - i % (1 + len(WORDS))][2]
+        changed += any(contains(free, sequence) for sequence in bad)
+        assert not any(contains(tokens, sequence) for sequence in bad)
+        assert params.bad_words or not bad
+    assert changed >= 5
+    assert {len(sequence) for *_, bad in worded for sequence in bad} >= {1, 2}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ("plain", "preempted", "all at once"))
+def test_bad_words(way, device, worded):
+    """Beside requests without any."""
+    options, changes = WAYS[way]
+    if "num_kvcache_blocks" in options:
+        options = {**options, "num_kvcache_blocks": 14}
+    with demo(device, changes, **options) as llm:
+        got = generate(llm, [prompt for prompt, *_ in worded], [params for _, params, *_ in worded])
+        assert got == [tokens for _, _, tokens, _ in worded]
+        assert (llm.scheduler.num_preemptions > 0) == (way in PREEMPTED)
+
+
+@pytest.mark.parametrize("changes", ((), (run_ahead, use_graphs_on_cpu)))
+def test_bad_words_in_sampled_text(changes, worded):
+    with demo(changes=changes) as llm:
+        prompts, params = [], []
+        for seed, (prompt, p, *_) in enumerate(worded):
+            prompts.append(prompt)
+            params.append(dataclasses.replace(p, temperature=1.5, seed=seed, n=2))
+        for output, (*_, bad) in zip(llm.generate(prompts, params, use_tqdm=False), worded, strict=True):
+            for completion in output.outputs:
+                assert not any(contains(completion.token_ids, sequence) for sequence in bad)
+
+
+def test_bad_words_and_allowed_tokens(worded, demo_twin):
+    """Both hold."""
+    prompt, *_ = worded[0]
+    with demo() as llm:
+        ids = sorted({*demo_twin(prompt, greedy(24)), 40, 41})
+        word = llm.tokenizer.decode([ids[-1]]).strip()
+        bad = [llm.tokenizer.encode(space + word, add_special_tokens=False) for space in ("", " ")]
+        params = greedy(24, allowed_token_ids=ids, bad_words=word)
+        (tokens,) = generate(llm, [prompt], params)
+        assert tokens == demo_twin(prompt, params, bad=bad)
+        assert set(tokens) <= set(ids) and not any(contains(tokens, sequence) for sequence in bad)
+
+
+# -------------------------------------------------------------------- tensor parallel
+
+
+def test_tensor_parallel(worded):
+    """Two ranks give the tokens and the processed log-probabilities of one."""
+    prompt, other = worded[0][0], worded[-1][0]
+    ids = sorted({*worded[0][2], *worded[-1][2]})
+    mixes = [{"repetition_penalty": 1.5}, {"frequency_penalty": 1.0, "presence_penalty": -0.5},
+             {"logit_bias": {ids[0]: 5.0, ids[-1]: 4.0, 1000: -100.0}}, {"allowed_token_ids": ids}, {},
+             {"bad_words": WORDS[1], "repetition_penalty": 1.2}, {"top_k": 9, "allowed_token_ids": ids}]  # fmt: skip
+    cases = [(p, {**mix, "temperature": t}) for mix in mixes for p, t in ((prompt, 0), (other, 1.3))]
+    cases += [(p, dataclasses.asdict(params)) for p, params, *_ in worded[1::4]]
+    params = [
+        SamplingParams(**{**mix, "max_tokens": 16, "ignore_eos": True, "seed": i, "logprobs": 3})
+        for i, (_, mix) in enumerate(cases)
+    ]
+    results = []
+    for size in 1, 2:
+        with demo(tensor_parallel_size=size, logprobs_mode="processed_logprobs", num_kvcache_blocks=40) as llm:
+            results.append(llm.generate([p for p, _ in cases], params, use_tqdm=False))
+    assert tokens_of(results[0]) == tokens_of(results[1])
+    for a, b in zip(*results, strict=True):
+        check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("given", "message"), (
+    ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be in [-2, 2]."),
+    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must be in [-2, 2]."),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be > 0."),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be > 0."),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias={-1: 1.0} must be a dict of at most 1024 token ids >= 0 to finite numbers, "
+                                "or None."),
+    ({"logit_bias": {1: float("nan")}}, "logit_bias={1: nan} must be a dict of at most 1024 token ids >= 0 to finite "
+                                        "numbers, or None."),
+    ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a non-empty list of token ids >= 0, or None."),
+    ({"bad_words": [""]}, "bad_words=[''] must be a non-empty string or a list of them."),
+))  # fmt: skip
+def test_bad_values(given, message):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**given)
+    assert str(error.value) == f"SamplingParams: {message}"
+
+
+@pytest.mark.parametrize(("given", "message"), (
+    ({"logit_bias": {3: 1.0, 512: 1.0}}, "logit_bias: 512 is outside the vocabulary [0, 512)."),
+    ({"logit_bias": {2**40: 1.0}}, "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
+    ({"allowed_token_ids": [3, 512]}, "allowed_token_ids: 512 is outside the vocabulary [0, 512)."),
+    ({"bad_words": "word"}, "bad_words needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
+))  # fmt: skip
+def test_refused_requests(given, message, make_llm):
+    """Before anything is queued."""
+    llm = make_llm()
+    with pytest.raises(RequestError) as error:
+        llm.generate([[3], [3]], [greedy(2), greedy(2, **given)], use_tqdm=False)
+    assert str(error.value) == f"prompt 1: {message}"
+    assert llm.is_finished()
+
+
+def test_more_biases_than_there_is_room_for(make_llm):
+    many = {i: 1.0 for i in range(1025)}
+    with pytest.raises(RequestError, match="at most 1024 token ids"):
+        SamplingParams(logit_bias=many)
+    assert len(SamplingParams(logit_bias={i: 1.0 for i in range(1024)}).logit_bias) == 1024

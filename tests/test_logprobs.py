@@ -1,0 +1,473 @@
+"""Log-probabilities of generated tokens and of prompts against transformers' log_softmax.
+
+Within 1e-4 in fp32. A bf16 engine is compared with transformers' fp32 model within ``BF16_TOLERANCE``; its own tokens
+are scored, so that a different choice does not matter.
+"""
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+from helpers import gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
+from logits_twin import (
+    BF16_TOLERANCE,
+    FP32_TOLERANCE,
+    STEPS,
+    adjusted,
+    check_all,
+    check_request,
+    check_same,
+    filtered,
+    log_softmax,
+    logits_of,
+    raw_rows,
+    stepped_requests,
+)
+
+from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.outputs import Logprob
+from nanovllm.sampling_params import FILTERS
+
+PROMPT = [3, 9, 4, 1, 5]
+DEVICES = [
+    ("cpu", "float32", FP32_TOLERANCE),
+    *(gpu_param(("cuda", *rest)) for rest in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE))),
+]
+
+
+@pytest.fixture(params=DEVICES, ids=lambda case: " ".join(map(str, case[:2])))
+def on(request, make_llm):
+    """on(**options) -> an engine on the device; its tolerance is ``on.tolerance``."""
+    device, dtype, tolerance = request.param
+
+    def make(**options):
+        return make_llm(device=device, dtype=dtype, **{"num_kvcache_blocks": 512, **options})
+
+    make.device, make.tolerance = device, tolerance
+    return make
+
+
+def run(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+# -------------------------------------------------------------------- every way of computing
+
+WAYS = {  # options, and what changes the engine
+    "plain": ({}, []),
+    "two at a time": ({"max_num_seqs": 2}, []),
+    "chunked": ({"max_num_batched_tokens": 17, "max_num_seqs": 5}, []),
+    "preempted": ({"num_kvcache_blocks": 9}, []),
+    "without a cache": ({"enable_prefix_caching": False}, []),
+    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu, run_ahead]),
+    "all at once": ({"num_kvcache_blocks": 9, "max_num_batched_tokens": 17}, [use_graphs_on_cpu, run_ahead]),
+}
+PREEMPTED = ("preempted", "all at once")
+
+
+def mixed_requests():
+    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens."""
+    shared, long = prompt_of(35, seed=1), prompt_of(70)
+    prompts = [shared, PROMPT, [*shared[:33], 7, 8, 9], long, [4], shared + prompt_of(20), shared, prompt_of(50)]
+    asked = [(5, None), (0, 2), (None, 5), (20, 20), (1, 0), (None, None), (3, 1), (None, 0)]
+    params = []
+    for i, (k, prompt_k) in enumerate(asked):
+        sampled = {"temperature": 1.3, "seed": i} if i % 2 else {"temperature": 0}
+        params.append(
+            SamplingParams(max_tokens=30 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
+        )
+    return prompts, params
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_computing(way, on, tiny):
+    """Requests with different numbers, and with none, in one batch; the second time with a warm prefix cache."""
+    options, changes = WAYS[way]
+    if on.device == "cuda":
+        changes = [change for change in changes if change is not use_graphs_on_cpu]
+    llm = on(**options)
+    for change in changes:
+        change(llm)
+    prompts, params = mixed_requests()
+    caching = llm.config.enable_prefix_caching
+    for _ in range(2):
+        outputs = run(llm, prompts, params)
+        for output, p in zip(outputs, params, strict=True):
+            check_request(tiny, output, p, on.tolerance)
+            if p.prompt_logprobs is not None:
+                assert output.num_cached_tokens == 0, "their logits would be missing"
+    if way not in PREEMPTED:  # its blocks may have been given away
+        assert outputs[0].num_cached_tokens == (32 if caching else 0)
+    assert (llm.scheduler.num_preemptions > 2) == (way in PREEMPTED)
+
+
+def test_batch_mates_change_nothing(make_llm):
+    """Tokens are those of the same requests without log-probabilities."""
+    prompts, params = mixed_requests()
+    plain = [dataclasses.replace(p, logprobs=None, prompt_logprobs=None) for p in params]
+    llm = make_llm()
+    assert tokens_of(run(llm, prompts, params)) == tokens_of(run(llm, prompts, plain))
+
+
+def test_longer_than_a_slice_of_logits(make_llm, tiny):
+    """A prompt is scored 256 rows at a time."""
+    params = greedy(2, logprobs=1, prompt_logprobs=3)
+    llm = make_llm(max_num_batched_tokens=1024)
+    prompts = [prompt_of(600), prompt_of(257), prompt_of(258)]
+    for output in run(llm, prompts, params):
+        check_request(tiny, output, params)
+
+
+def test_a_resumed_request_does_not_score_its_prompt_again(make_llm, tiny):
+    """It was scored before the preemption; its rows come once."""
+    params = greedy(60, logprobs=2, prompt_logprobs=2)
+    llm = make_llm(num_kvcache_blocks=8)
+    outputs = run(llm, [prompt_of(20, seed=i) for i in range(5)], params)
+    assert llm.scheduler.num_preemptions > 2
+    for output in outputs:
+        check_request(tiny, output, params)
+
+
+def test_tensor_parallel(make_llm):
+    """Two ranks: the tokens and log-probabilities of one, of prompts and scores too."""
+    prompts, params = mixed_requests()
+    one, two = make_llm(), make_llm(tensor_parallel_size=2)
+    for a, b in zip(run(one, prompts, params), run(two, prompts, params), strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)
+        check_same(a.prompt_logprobs and a.prompt_logprobs[1:], b.prompt_logprobs and b.prompt_logprobs[1:])
+    lists = [prompt for prompt in prompts if len(prompt) > 1]
+    for a, b in zip(one.score(lists), two.score(lists), strict=True):
+        assert np.abs(np.subtract(a.logprobs, b.logprobs)).max() < FP32_TOLERANCE
+        assert a.is_argmax == b.is_argmax
+
+
+# -------------------------------------------------------------------- how many
+
+
+def test_the_whole_vocabulary(on, tiny):
+    """-1 reports every token, beside batch mates that want few."""
+    llm = on(max_logprobs=-1)
+    params = [greedy(6, logprobs=-1, prompt_logprobs=-1), greedy(8, logprobs=2, prompt_logprobs=0), greedy(7)]
+    outputs = run(llm, [PROMPT, prompt_of(40), [8, 7]], params)
+    for output, p in zip(outputs, params, strict=True):
+        check_request(tiny, output, p, on.tolerance)
+    for entry in (*outputs[0].outputs[0].logprobs, *outputs[0].prompt_logprobs[1:]):
+        assert len(entry) == 512
+        assert sum(math.exp(x.logprob) for x in entry.values()) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
+def test_minus_one_alone(name, make_llm, tiny):
+    params = greedy(3, **{name: -1})
+    (output,) = run(make_llm(max_logprobs=-1), PROMPT, params)
+    check_request(tiny, output, params)
+
+
+@pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
+@pytest.mark.parametrize("k", (512, 513, 100_000))
+def test_more_than_the_vocabulary_is_the_vocabulary(k, name, make_llm, tiny):
+    params = greedy(3, **{name: k})
+    (output,) = run(make_llm(max_logprobs=-1), PROMPT, params)
+    check_request(tiny, output, params)
+
+
+def test_true_is_one(make_llm, tiny):
+    (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=True, prompt_logprobs=True))
+    check_request(tiny, output, greedy(3, logprobs=1, prompt_logprobs=1))
+
+
+def test_the_order_of_an_entry(make_llm):
+    """The sampled token first with its own rank, then the most probable ones: k entries or k + 1."""
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, logprobs=3, ignore_eos=True)
+    (output,) = run(make_llm(), PROMPT, params)
+    lengths = set()
+    for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        (first, own), *others = entry.items()
+        assert first == token_id and isinstance(own, Logprob)
+        ranks = [x.rank for _, x in others]
+        assert ranks == [rank for rank in (1, 2, 3) if rank != own.rank]
+        values = [x.logprob for x in sorted(entry.values(), key=lambda x: x.rank)]
+        assert values == sorted(values, reverse=True)
+        assert own.decoded_token is None  # there is no tokenizer
+        lengths.add(len(entry))
+    assert lengths == {3, 4}
+
+
+@pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
+def test_max_logprobs(name, make_llm):
+    """Refused before anything is queued."""
+    llm, few, none = make_llm(), make_llm(max_logprobs=3), make_llm(max_logprobs=0)
+    for engine, k, limit in (llm, 21, 20), (llm, -1, 20), (few, 4, 3), (few, -1, 3), (none, 1, 0):
+        with pytest.raises(RequestError) as error:
+            run(engine, [PROMPT, PROMPT], [greedy(2), greedy(2, **{name: k})])
+        assert str(error.value) == (
+            f"prompt 1: {name}={k} must be at most max_logprobs={limit}; LLM(max_logprobs=...)."
+        )
+        assert engine.is_finished()
+    assert len(run(llm, PROMPT, greedy(2, **{name: 20}))) == 1
+    assert len(run(none, PROMPT, greedy(2, **{name: 0}))) == 1
+
+
+@pytest.mark.parametrize("value", (-2, 1.5, "5", math.nan))
+def test_bad_numbers(value):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(logprobs=value)
+    assert str(error.value) == (
+        f"SamplingParams: logprobs={value!r} must be an integer >= 0 (top alternatives per token), "
+        "-1 for the whole vocabulary, or None."
+    )
+
+
+# -------------------------------------------------------------------- raw
+
+
+@pytest.mark.parametrize("changes", ([], [use_graphs_on_cpu, run_ahead]))
+def test_raw_is_what_the_model_gives(changes, on, tiny):
+    """Values and ranks before temperature, filters, penalties, biases and masks."""
+    llm = on(max_num_seqs=16)
+    for change in changes:
+        if on.device == "cpu" or change is run_ahead:
+            change(llm)
+    prompts, params = stepped_requests(4)
+    outputs = run(llm, prompts, params)
+    for output, p in zip(outputs, params, strict=True):
+        check_request(tiny, output, p, on.tolerance)
+    ranks = [
+        completion.logprobs[i][token_id].rank for completion in (outputs[11].outputs[0],)
+        for i, token_id in enumerate(completion.token_ids)
+    ]  # fmt: skip
+    assert max(ranks) > 30, "allowed_token_ids leaves raw ranks alone"
+
+
+# -------------------------------------------------------------------- processed
+
+
+def processed_rows(tiny, prompt, token_ids, params):
+    """log_softmax of what each token was sampled from, float64 [n, V]."""
+    logits = logits_of(tiny, prompt, token_ids)
+    steps = [
+        filtered(adjusted(row, prompt, token_ids[:i], params, params.stop_token_ids), params)
+        for i, row in enumerate(logits)
+    ]
+    return log_softmax(np.stack(steps))
+
+
+@pytest.mark.parametrize("changes", ([], [use_graphs_on_cpu, run_ahead]))
+def test_processed_is_what_is_sampled_from(changes, on, tiny):
+    """An explicit twin: masks, min_tokens, bias, penalties, temperature, filters; -inf where they cut."""
+    exact = on.tolerance == FP32_TOLERANCE
+    llm = on(max_num_seqs=16, logprobs_mode="processed_logprobs")
+    for change in changes:
+        if on.device == "cpu" or change is run_ahead:
+            change(llm)
+    prompts, params = stepped_requests(9)
+    cut = 0
+    for name, output, p in zip(STEPS, run(llm, prompts, params), params, strict=True):
+        if not exact and p.features & FILTERS:
+            continue  # rounding moves tokens across their edges
+        (completion,) = output.outputs
+        rows = processed_rows(tiny, output.prompt_token_ids, completion.token_ids, p)
+        scale = 1 / min(p.temperature or 1, 1)  # the temperature multiplies what logits are off by
+        try:
+            check_all(completion.logprobs, completion.token_ids, rows, 9, on.tolerance * scale)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+        values = [x.logprob for entry in completion.logprobs for x in entry.values()]
+        cut += -math.inf in values
+        assert all(entry[i].logprob > -math.inf for entry, i in
+                   zip(completion.logprobs, completion.token_ids, strict=True))  # fmt: skip
+        assert completion.cumulative_logprob == pytest.approx(
+            sum(entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)), abs=1e-6
+        )
+    assert cut >= 3 or not exact  # top_k, the filters, and all together
+
+
+def test_processed_prompts_stay_raw(make_llm, tiny):
+    params = SamplingParams(
+        temperature=0.5, top_k=3, logit_bias={5: 4.0}, repetition_penalty=2.0, max_tokens=3, prompt_logprobs=4
+    )
+    (output,) = run(make_llm(logprobs_mode="processed_logprobs"), PROMPT * 5, params)
+    check_request(tiny, output, params)
+
+
+def test_processed_survives_preemption(make_llm, tiny):
+    params = [
+        SamplingParams(temperature=0.9, seed=i, repetition_penalty=1.3, frequency_penalty=0.4, top_k=20,
+                       logit_bias={7: 1.0}, max_tokens=36, ignore_eos=True, logprobs=5)
+        for i in range(5)
+    ]  # fmt: skip
+    llm = make_llm(num_kvcache_blocks=8, logprobs_mode="processed_logprobs")
+    outputs = run(llm, [prompt_of(20, seed=i) for i in range(5)], params)
+    assert llm.scheduler.num_preemptions > 2
+    for output, p in zip(outputs, params, strict=True):
+        (completion,) = output.outputs
+        rows = processed_rows(tiny, output.prompt_token_ids, completion.token_ids, p)
+        check_all(completion.logprobs, completion.token_ids, rows, 5, 2 * FP32_TOLERANCE)
+
+
+# -------------------------------------------------------------------- with other features
+
+
+@pytest.mark.parametrize("options", ({}, {"num_kvcache_blocks": 10}, {"max_num_seqs": 2}))
+def test_several_completions(options, make_llm, tiny):
+    """Each of n has its own; the prompt is scored once."""
+    params = SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    prompts = [prompt_of(37), PROMPT]
+    outputs = run(make_llm(**options), prompts, params)
+    for output in outputs:
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+        check_request(tiny, output, params)
+
+
+def test_a_stop_token_has_an_entry(make_llm, make_checkpoint, reference, tiny):
+    """So has the end-of-sequence token, and nothing that runs ahead of them adds one."""
+    tokens = reference(PROMPT, 20)
+    i = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    for changes in [], [run_ahead]:
+        stop = make_llm()
+        eos = make_llm(model=make_checkpoint(eos_token_id=tokens[i]))  # the weights are the same
+        for llm, params in (stop, greedy(20, logprobs=2, stop_token_ids=[tokens[i]])), (
+            eos, greedy(20, logprobs=2, ignore_eos=False)
+        ):  # fmt: skip
+            for change in changes:
+                change(llm)
+            outputs = run(llm, [PROMPT, prompt_of(9)], [params, greedy(30)])
+            assert outputs[0].outputs[0].token_ids == tokens[: i + 1]
+            assert outputs[0].outputs[0].finish_reason == "stop"
+            check_request(tiny, outputs[0], params)
+
+
+def test_a_prompt_of_one_token(make_llm):
+    (output,) = run(make_llm(), [[7]], greedy(2, prompt_logprobs=3))
+    assert output.prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize("prompt_logprobs", (0, 2))
+def test_a_prompt_without_a_completion(prompt_logprobs, make_llm, tiny):
+    params = greedy(0, logprobs=1, prompt_logprobs=prompt_logprobs)
+    (output,) = run(make_llm(), prompt_of(40), params)
+    assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
+    assert output.outputs[0].logprobs == [] and output.outputs[0].cumulative_logprob == 0
+    rows = raw_rows(tiny, output.prompt_token_ids[:1], output.prompt_token_ids[1:])
+    check_all(output.prompt_logprobs[1:], output.prompt_token_ids[1:], rows, prompt_logprobs)
+
+
+def test_prompt_logprobs_of_a_truncated_prompt(make_llm, tiny):
+    params = greedy(2, prompt_logprobs=1, truncate_prompt_tokens=10)
+    prompt = prompt_of(30)
+    (output,) = run(make_llm(), prompt, params)
+    assert output.prompt_token_ids == prompt[-10:]
+    check_request(tiny, output, params)
+
+
+def test_an_abort_in_the_middle_of_a_scored_prompt(make_llm, tiny):
+    """Its rows are dropped, and those of its batch mates stay theirs."""
+    llm = run_ahead(make_llm(max_num_batched_tokens=16))
+    first = llm.add_request(prompt_of(50), greedy(2, prompt_logprobs=1))
+    llm.step()
+    llm.step()
+    llm.abort(first)
+    params = greedy(3, logprobs=1, prompt_logprobs=2)
+    for output in run(llm, [prompt_of(40, seed=2), PROMPT], params):
+        check_request(tiny, output, params)
+
+
+# -------------------------------------------------------------------- the objects
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_decoded_tokens(demo):
+    params = greedy(6, logprobs=2, prompt_logprobs=1, ignore_eos=False)
+    (output,) = run(demo, "2 + 3 = ", params)
+    for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:]):
+        assert {x.decoded_token for x in entry.values()} == {demo.tokenizer.decode([i]) for i in entry}
+        for i, x in entry.items():
+            assert x.decoded_token == demo.tokenizer.decode([i])
+    (output,) = run(demo, "2 + 3 = ", dataclasses.replace(params, detokenize=False))
+    assert output.outputs[0].text == ""
+    assert all(x.decoded_token is None for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:])
+               for x in entry.values())  # fmt: skip
+
+
+def test_a_stop_string_keeps_all_entries(demo):
+    """Of every token up to the one that completes it, though the text is cut."""
+    (free,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0))
+    text = free.outputs[0].text
+    stop = text[len(text) // 2 :][:2]
+    (output,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0, stop=[stop]))
+    completion = output.outputs[0]
+    n = len(completion.token_ids)
+    assert completion.stop_reason == stop and completion.text == text[: text.index(stop)] and n < 12
+    assert completion.logprobs == free.outputs[0].logprobs[:n]
+    assert completion.cumulative_logprob == pytest.approx(sum(
+        entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)
+    ))  # fmt: skip
+
+
+def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
+    from nanovllm.engine import request, watch
+
+    calls, original = [], watch.logprobs_at
+
+    def counted(*args):
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(watch, "logprobs_at", counted)
+    monkeypatch.setattr(request, "logprobs_at", counted)
+    (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=1, prompt_logprobs=1))
+    assert not calls
+    assert output.outputs[0].cumulative_logprob < 0 and not calls
+    first = output.outputs[0].logprobs
+    assert output.outputs[0].logprobs is first and len(calls) == 1
+    prompt = output.prompt_logprobs
+    assert output.prompt_logprobs is prompt and len(calls) == 2
+    output.outputs[0].logprobs = None
+    output.prompt_logprobs = [1]
+    assert output.outputs[0].logprobs is None and output.prompt_logprobs == [1] and len(calls) == 2
+
+
+def test_copies(make_llm):
+    """Pickled, copied and as plain dictionaries, before and after the lists were read."""
+    params = greedy(3, logprobs=1, prompt_logprobs=1)
+    llm = make_llm()
+    (expected,) = run(llm, PROMPT, params)
+    lists = expected.outputs[0].logprobs, expected.prompt_logprobs
+    for make_copy in (lambda x: pickle.loads(pickle.dumps(x))), copy.deepcopy, copy.copy:
+        (output,) = run(llm, PROMPT, params)
+        for again in make_copy(output), make_copy(make_copy(output)):
+            assert (again.outputs[0].logprobs, again.prompt_logprobs) == lists
+            assert again.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+            assert dict(again) == dict(expected)
+    (output,) = run(llm, PROMPT, params)
+    completion = pickle.loads(pickle.dumps(output.outputs[0]))
+    assert completion == expected.outputs[0]
+    (output,) = run(llm, PROMPT, params)
+    as_dict = dataclasses.asdict(output.outputs[0])
+    assert as_dict["logprobs"] == [
+        {i: dataclasses.asdict(x) for i, x in entry.items()} for entry in lists[0]
+    ]  # fmt: skip
+    assert as_dict["token_ids"] == expected.outputs[0].token_ids
+    assert "logprob" in repr(output.outputs[0])
+
+
+def test_a_stream_carries_them(make_llm, tiny):
+    """Deltas hold the entries of the new tokens; together those of generate."""
+    params = greedy(12, logprobs=2, prompt_logprobs=1)
+    llm = make_llm()
+    (expected,) = run(llm, PROMPT, params)
+    deltas = list(llm.stream(PROMPT, params))
+    assert [x for delta in deltas for x in delta.outputs[0].logprobs] == expected.outputs[0].logprobs
+    assert [i for delta in deltas for i in delta.outputs[0].token_ids] == expected.outputs[0].token_ids
+    assert all(len(d.outputs[0].logprobs) == len(d.outputs[0].token_ids) for d in deltas)
+    assert deltas[-1].finished and deltas[-1].prompt_logprobs == expected.prompt_logprobs
+    assert deltas[-1].outputs[0].cumulative_logprob == pytest.approx(expected.outputs[0].cumulative_logprob)

@@ -1,0 +1,363 @@
+"""``LLM.score`` against transformers' log_softmax: within 1e-4 in fp32, ``BF16_TOLERANCE`` in bf16 on a GPU."""
+
+import numpy as np
+import pytest
+from helpers import generate, gpu_param, greedy, prompt_of, run_ahead, use_graphs_on_cpu
+from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE, log_softmax
+
+from nanovllm import RequestError, SamplingParams
+from nanovllm.engine.scheduler import PrefillBatch
+from nanovllm.outputs import Score
+
+DEVICES = [
+    ("cpu", "float32", FP32_TOLERANCE),
+    *(gpu_param(("cuda", *rest)) for rest in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE))),
+]
+
+
+@pytest.fixture(params=DEVICES, ids=lambda case: " ".join(map(str, case[:2])))
+def on(request, make_llm):
+    """on(**options) -> an engine on the device; its tolerance is ``on.tolerance``."""
+    device, dtype, tolerance = request.param
+
+    def make(**options):
+        return make_llm(device=device, dtype=dtype, **{"num_kvcache_blocks": 512, **options})
+
+    make.device, make.tolerance = device, tolerance
+    return make
+
+
+def expected(tiny, ids, start=1):
+    """Log-probabilities and is-argmax, and how far each token is from being or not being the best."""
+    rows = log_softmax(tiny.logits(list(ids))[0].double().numpy())[start - 1 : -1]
+    own = rows[np.arange(len(rows)), list(ids)[start:]]
+    others = rows.copy()
+    others[np.arange(len(rows)), list(ids)[start:]] = -np.inf
+    return own, own >= rows.max(-1), np.abs(own - others.max(-1))
+
+
+def check(tiny, lists, scores, starts=1, tolerance=FP32_TOLERANCE):
+    starts = starts if isinstance(starts, list) else [starts] * len(lists)
+    assert len(lists) == len(scores)
+    for ids, score, start in zip(lists, scores, starts, strict=True):
+        logprobs, is_argmax, margin = expected(tiny, ids, start)
+        assert len(score.logprobs) == len(score.is_argmax) == len(ids) - start
+        assert np.abs(np.array(score.logprobs) - logprobs).max() <= tolerance
+        assert ((np.array(score.is_argmax) == is_argmax) | (margin <= 2 * tolerance)).all()
+        assert all(isinstance(x, float) for x in score.logprobs) and all(isinstance(x, bool) for x in score.is_argmax)
+        assert score.total == pytest.approx(logprobs.sum(), abs=len(ids) * tolerance)
+
+
+def count_launched(llm):
+    """The list of prompt tokens of each prefill from now on."""
+    launched, run = [], llm.model_runner.run
+
+    def counted(batch):
+        assert isinstance(batch, PrefillBatch), "a score needs no decode step"
+        launched.append(batch.num_tokens)
+        return run(batch)
+
+    llm.model_runner.run = counted
+    return launched
+
+
+def check_nothing_is_left(llm):
+    manager = llm.scheduler.block_manager
+    assert llm.is_finished() and manager.num_available == len(manager.blocks)
+    assert all(block.ref_count == 0 for block in manager.blocks)
+    assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
+    assert not llm._requests._requests and not llm._requests._watches and not llm._in_flight
+
+
+@pytest.fixture(scope="module")
+def lists(reference):
+    """Random ones, from two tokens on; one that the model itself has written; two with the same beginning."""
+    written = [*prompt_of(5), *reference(prompt_of(5), 40)]
+    shared = prompt_of(33, seed=5)
+    return [prompt_of(2), prompt_of(17), prompt_of(90), written, [*shared, 4, 5], [*shared, 6], prompt_of(16), [9, 9]]
+
+
+WAYS = {
+    "plain": ({}, []),
+    "one at a time": ({"max_num_seqs": 1}, []),
+    "one batch": ({"max_num_batched_tokens": 1024}, []),
+    "chunked": ({"max_num_batched_tokens": 9}, []),
+    "few blocks": ({"num_kvcache_blocks": 6}, []),
+    "without a cache": ({"enable_prefix_caching": False}, []),
+    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu]),
+    "all at once": ({"num_kvcache_blocks": 6, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_computing(way, on, lists, tiny):
+    """The second time with a warm prefix cache, which scored tokens are not taken from."""
+    options, changes = WAYS[way]
+    llm = on(**options)
+    for change in changes:
+        if on.device == "cpu" or change is run_ahead:
+            change(llm)
+    for _ in range(2):
+        check(tiny, lists, llm.score(lists), tolerance=on.tolerance)
+        check_nothing_is_left(llm)
+
+
+def test_what_the_model_wrote_is_the_argmax(lists, make_llm):
+    """Every generated token, and not every token of the prompt."""
+    (score,) = make_llm().score([lists[3]], start=5)
+    assert score.is_argmax == [True] * 40
+    (score,) = make_llm().score([lists[2]])
+    assert not all(score.is_argmax)
+
+
+def test_equal_to_what_generate_reports(make_llm):
+    """The log-probabilities of generated tokens and those of the same tokens as a prompt."""
+    llm = make_llm()
+    params = SamplingParams(temperature=1.5, seed=2, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    (output,) = llm.generate([prompt_of(20)], params, use_tqdm=False)
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    (score,) = llm.score([ids])
+    reported = [next(iter(x.values())).logprob for x in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)]
+    assert np.abs(np.subtract(score.logprobs, reported)).max() < FP32_TOLERANCE
+
+
+# -------------------------------------------------------------------- start
+
+
+@pytest.mark.parametrize("options", ({}, {"max_num_batched_tokens": 8}))
+def test_start_for_each_and_for_all(options, lists, make_llm, tiny):
+    llm = make_llm(**options)
+    starts = [1, 16, 89, 5, 34, 33, 2, 1]
+    for given in (starts, tuple(starts)):
+        check(tiny, lists, llm.score(lists, start=given), starts)
+    long = [ids for ids in lists if len(ids) > 16]
+    check(tiny, long, llm.score(long, start=16), 16)
+    check(tiny, long, llm.score(long, start=1), 1)
+    check(tiny, long, llm.score(long, start=None), 1)
+
+
+def test_what_stands_before_start_comes_from_the_cache(make_llm, tiny):
+    """Only what gives the logits is computed; and scores from the cache are those without it."""
+    llm = make_llm(max_num_batched_tokens=256)
+    context = prompt_of(64)
+    choices = [[*context, *prompt_of(n, seed=7)] for n in (3, 1, 9)]
+    llm.score([context])
+    launched = count_launched(llm)
+    check(tiny, choices, llm.score(choices, start=64), 64)
+    assert sum(launched) == 3 * 16 + 2 + 0 + 8  # the block of position 63, which gives the first logits, and the rest
+    launched.clear()
+    longer = [choices[0], choices[2]]
+    check(tiny, longer, llm.score(longer, start=65), 65)
+    assert sum(launched) == 2 + 8
+    launched.clear()
+    check(tiny, choices, llm.score(choices, start=1), 1)
+    assert sum(launched) == 3 * 64 + 2 + 0 + 8  # all give logits
+
+
+def test_generated_blocks_are_found(make_llm, tiny):
+    llm = make_llm(max_num_batched_tokens=256)
+    prompt = prompt_of(20)
+    (tokens,) = generate(llm, [prompt], greedy(30))
+    launched = count_launched(llm)
+    ids = [*prompt, *tokens, 5]
+    check(tiny, [ids], llm.score([ids], start=len(ids) - 1), len(ids) - 1)
+    assert launched == [len(ids) - 1 - 48]
+
+
+def test_without_a_cache_everything_is_computed(make_llm):
+    llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=256)
+    launched = count_launched(llm)
+    for _ in range(2):
+        llm.score([prompt_of(50)], start=49)
+    assert launched == [49, 49]
+
+
+def test_a_score_fills_the_cache_for_others(make_llm, reference):
+    llm = make_llm()
+    llm.score([[*prompt_of(40), 5]])
+    (output,) = llm.generate([prompt_of(40)], greedy(5), use_tqdm=False)
+    assert output.num_cached_tokens == 32 and output["token_ids"] == reference(prompt_of(40), 5)
+
+
+# -------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", (64, 7))
+def test_one_token_more_than_the_models_length(max_num_batched_tokens, make_llm, tiny):
+    """The last token needs no position of its own."""
+    llm = make_llm(max_model_len=40, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=4)
+    lists = [prompt_of(41), prompt_of(40)]
+    check(tiny, lists, llm.score(lists))
+    check(tiny, lists, llm.score(lists, start=40 - 1), 39)
+    with pytest.raises(RequestError) as error:
+        llm.score([prompt_of(5), prompt_of(42)])
+    assert str(error.value).startswith("list 1: ") and "max_model_len=40" in str(error.value)
+    check_nothing_is_left(llm)
+
+
+def test_as_long_as_the_cache(make_llm, tiny):
+    """Every block of it and one token more; then longer is refused, however long the model's length."""
+    llm = make_llm(num_kvcache_blocks=3)
+    check(tiny, [prompt_of(49)], llm.score([prompt_of(49)]))
+    with pytest.raises(RequestError, match=r"list 0: the prompt has 49 tokens; the KV cache has 3 blocks of 16"):
+        llm.score([prompt_of(50)])
+    check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("changes", ([], [run_ahead]))
+def test_many_lists_through_a_small_pool(changes, make_llm, tiny):
+    llm = make_llm(num_kvcache_blocks=4, max_num_seqs=3, max_num_batched_tokens=24)
+    for change in changes:
+        change(llm)
+    lists = [prompt_of(2 + i * 7 % 60, seed=i) for i in range(60)]
+    check(tiny, lists, llm.score(lists))
+    check_nothing_is_left(llm)
+
+
+def test_no_lists(make_llm):
+    assert make_llm().score([]) == []
+
+
+# -------------------------------------------------------------------- beside other requests
+
+
+@pytest.mark.parametrize("changes", ([], [run_ahead], [use_graphs_on_cpu, run_ahead]))
+@pytest.mark.parametrize("options", ({}, {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20}))
+def test_while_others_generate(options, changes, lists, make_llm, tiny, reference):
+    """Requests that were added before go on meanwhile, and are reported to step() afterwards."""
+    llm = make_llm(**options)
+    for change in changes:
+        change(llm)
+    prompts = [prompt_of(6), prompt_of(30)]
+    expected_tokens = {llm.add_request(prompt, greedy(40)): reference(prompt, 40) for prompt in prompts}
+    for _ in range(3):
+        llm.step()
+    check(tiny, lists, llm.score(lists))
+    late = llm.add_request(prompts[0], greedy(5))
+    expected_tokens[late] = reference(prompts[0], 5)
+    check(tiny, lists[:2], llm.score(lists[:2]))
+    finished = {}
+    while not llm.is_finished():
+        done, _ = llm.step()
+        finished.update(done)
+    assert finished == expected_tokens
+    check_nothing_is_left(llm)
+
+
+def test_while_others_report_more(make_llm, tiny):
+    """Beside requests with wider rows: what is not asked for is dropped."""
+    llm = make_llm(max_num_batched_tokens=32)
+    llm.add_request(prompt_of(50), greedy(3, prompt_logprobs=9, logprobs=4))
+    lists = [prompt_of(40, seed=3), prompt_of(30, seed=4)]
+    check(tiny, lists, llm.score(lists))
+
+
+@pytest.mark.parametrize("mode", ("raw_logprobs", "processed_logprobs"))
+@pytest.mark.parametrize("max_logprobs", (0, 20))
+def test_options_of_log_probabilities_do_not_matter(max_logprobs, mode, lists, make_llm, tiny):
+    check(tiny, lists[:3], make_llm(max_logprobs=max_logprobs, logprobs_mode=mode).score(lists[:3]))
+
+
+# -------------------------------------------------------------------- ties
+
+
+@pytest.fixture(scope="module")
+def twins(make_checkpoint, tmp_path_factory):
+    """A checkpoint that gives tokens 100 and 300 the same logits, always the largest; and transformers on it."""
+    from helpers import Reference
+
+    reference = Reference(make_checkpoint())
+    head = reference.model.lm_head.weight.data
+    head[:] *= 0.1
+    reference.model.model.norm.weight.data.fill_(0)
+    reference.model.model.norm.weight.data[0] = 1
+    # only the first coordinate of the last hidden state counts, and whatever its sign, the larger of two rows wins
+    head[100, 0] = head[300, 0] = 5.0
+    head[101, 0] = head[301, 0] = -5.0
+    path = tmp_path_factory.mktemp("twins")
+    reference.model.save_pretrained(path)
+    return str(path), reference
+
+
+def test_of_tied_tokens_both_are_the_argmax(twins, make_llm):
+    path, reference = twins
+    llm = make_llm(model=path)
+    prompt = prompt_of(10)
+    best = [i for i in (100, 101) if reference.logits(prompt)[0, -1].argmax() == i]
+    assert len(best) == 1, "the first of the tie"
+    first, second, other = best[0], best[0] + 200, 201 - best[0]
+    a, b, c = llm.score([[*prompt, i] for i in (first, second, other)], start=10)
+    assert a.logprobs == b.logprobs and a.logprobs > c.logprobs
+    assert (a.is_argmax, b.is_argmax, c.is_argmax) == ([True], [True], [False])
+    (output,) = llm.generate([[*prompt, second, 7]], greedy(1, prompt_logprobs=2, logprobs=2), use_tqdm=False)
+    entry = output.prompt_logprobs[10]
+    assert list(entry) == [second, first] and entry[second].rank == 2, "the number of logits >= its own"
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("lists", "start", "message"), (
+    ([[3]], None, "list 0: start=1 must be in [1, 0] for 1 token ids: the first has nothing before it, "
+                  "and one at least must be scored."),
+    ([[3, 4], [3, 4, 5]], [1, 3], "list 1: start=3 must be in [1, 2] for 3 token ids: the first has nothing before it, "
+                                  "and one at least must be scored."),
+    ([[3, 4]], 0, "list 0: start=0 must be in [1, 1] for 2 token ids: the first has nothing before it, "
+                  "and one at least must be scored."),
+    ([[3, 4]], -1, "list 0: start=-1 must be in [1, 1] for 2 token ids: the first has nothing before it, "
+                   "and one at least must be scored."),
+    ([[3, 4], [3, 512]], None, "list 1: token id 512 is outside the vocabulary [0, 512)."),
+    ([[3, 4], [512, 3]], None, "list 1: token id 512 is outside the vocabulary [0, 512)."),
+    ([[3, 4], [3, -1]], None, "list 1: token id -1 is outside the vocabulary [0, 512)."),
+    ([[3, 4.0]], None, "list 0: a prompt must be a string or a flat list of integer token ids, not [3, 4.0]."),
+    ([3, 4], None, "list 0: a prompt must be a string or a flat list of integer token ids, not 3."),
+    ("text", None, "token_id_lists must be a list of lists of token ids, not text."),
+    (7, None, "token_id_lists must be a list of lists of token ids, not 7."),
+))  # fmt: skip
+def test_errors(lists, start, message, make_llm):
+    """Nothing is computed, and nothing stays."""
+    llm = make_llm()
+    launched = count_launched(llm)
+    with pytest.raises(RequestError) as error:
+        llm.score(lists, start=start)
+    assert str(error.value) == message
+    assert not launched
+    check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("start", ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True))
+def test_a_start_that_is_none(start, make_llm):
+    """Of another length than the lists, or no integer: a RequestError that names it."""
+    llm = make_llm()
+    with pytest.raises(RequestError, match="start"):
+        llm.score([[3, 4, 5], [3, 4, 5]], start=start)
+    check_nothing_is_left(llm)
+
+
+def test_numpy_is_taken(make_llm, lists, tiny):
+    llm = make_llm()
+    arrays = [np.array(ids, np.int64) for ids in lists]
+    check(tiny, lists, llm.score(arrays, start=np.int64(1)))
+    check(tiny, lists, llm.score(tuple(ids) for ids in lists))
+
+
+def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
+    llm = make_llm(max_num_batched_tokens=16)
+    run, calls = llm.model_runner.run, []
+
+    def interrupted(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(batch)
+
+    llm.model_runner.run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.score(lists)
+    check_nothing_is_left(llm)
+    check(tiny, lists, llm.score(lists))
+
+
+def test_a_score_compares_as_a_value():
+    assert Score([-1.0, -2.0], [True, False]) == Score([-1.0, -2.0], [True, False])
+    assert Score([-1.0, -2.0], [True, False]).total == -3.0
