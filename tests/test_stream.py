@@ -408,7 +408,7 @@ def test_endless_prompts_in_constant_memory(make_llm, monkeypatch):
         return request
 
     monkeypatch.setattr(llm._requests, "make", recorded)
-    stream = llm.stream((([5 + i % 100], greedy(1 + i % 3, logprobs=0)) for i in count()))
+    stream = llm.stream(([5 + i % 100], greedy(1 + i % 3, logprobs=0)) for i in count())
     gc.disable()
     try:
         for num_yielded in range(20, 120, 20):

@@ -251,7 +251,7 @@ class RequestProcessor:
                 start, stop = stop, stop + num_targets
                 if seq.seq_id in self._requests:
                     # trimmed here: the prompt's next chunk may run beside requests that want fewer
-                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs)
+                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs or 0)
                     self._requests[seq.seq_id].prompt_logprobs.append(rows)
         if not self._watches:
             return []
