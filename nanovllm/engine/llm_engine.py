@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -66,7 +66,7 @@ class LLMEngine:
             raise
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
         self._added = Call(detokenize=False)  # by add_request
-        self._stepping = Lock()
+        self._stepping = RLock()  # Ctrl-C may strike before it is released: its thread can go on
         self._owner = os.getpid()
         self._why_shut_down = ""
 

@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections import Counter, deque
-from threading import Lock
+from threading import RLock
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ class Harness:
         engine._tokenizer = no_tokenizer
         engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
         engine._requests._watch_maker = FakeWatchMaker(self.config, no_tokenizer, (EOS,))
-        engine._in_flight, engine._added, engine._stepping = deque(), Call(detokenize=False), Lock()
+        engine._in_flight, engine._added, engine._stepping = deque(), Call(detokenize=False), RLock()
         self.num_steps = 0
 
     @property
@@ -430,15 +430,16 @@ THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
     "short prefill", "at max_model_len", "stop", "length", "fork", "block copy", "unsampled beside sampled",
     "hit below targets", "stop string", "prompt logprobs in chunks",
-    *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed", "running")),
+    *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip
-IN_FLIGHT = {f"{how} {state}" for how in ("aborted", "ended") for state in ("in flight", "unsampled")}
+# with a step in flight nobody but a sequence that has its last token just runs
+BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 def test_random_histories(max_in_flight):
     """Every step keeps the invariants; and enough of the histories hold what engines stumble over."""
-    things = THINGS | IN_FLIGHT if max_in_flight else THINGS
+    things = THINGS | {f"{how} {state}" for how in ("aborted", "ended") for state in BETWEEN_STEPS[max_in_flight]}
     seen = Counter(dict.fromkeys(things, 0))  # thing -> histories; they differ with the version of hypothesis
 
     @settings(max_examples=1200, derandomize=True, deadline=None, database=None)
@@ -458,7 +459,7 @@ def test_random_histories(max_in_flight):
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
-    assert seen.keys() == things and min(seen.values()) >= 20, seen
+    assert seen.keys() == things and min(seen.values()) >= 15, seen
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
@@ -523,6 +524,7 @@ def test_interrupted_at_any_line(max_in_flight):
             play(harness, first)
             while not harness.engine.is_finished():
                 harness.engine._step()
+                harness.engine._take(harness.engine._added)
             break  # it came to its end before the countdown did
         except KeyboardInterrupt:
             sys.settrace(previous)
@@ -608,6 +610,48 @@ def test_length_stop_is_known_before_it_happens():
     harness.add([1, 2, 1], max_tokens=3, ignore_eos=True)
     harness.run_to_end()
     assert harness.device.num_launches == 3  # no surplus one
+
+
+def test_completions_share_the_prompt():
+    """The prompt is computed once; each completion has a copy of its last block, which is not full."""
+    harness = Harness(block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
+    first = harness.add([1, 2, 1, 2, 2], max_tokens=3, ignore_eos=True, n=4)
+    batch = harness.step()
+    assert (batch.starts, batch.stops) == ([0], [5]) and batch.sampled_from.tolist() == [0, 0, 0]
+    assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
+    tables = [seq.block_table for seq in harness.scheduler.running]
+    assert len({table[0] for table in tables}) == 1 and len({table[1] for table in tables}) == 3
+    assert batch.block_copies == [(tables[0][1], table[1]) for table in tables[1:]]
+    harness.run_to_end()
+
+
+def test_a_full_last_block_needs_no_copy():
+    harness = Harness(block_size=4, num_blocks=12)
+    harness.add([1, 2, 1, 2], max_tokens=3, ignore_eos=True, n=3)
+    batch = harness.step()
+    assert len(batch.req_indices) == 3 and batch.block_copies == []
+    harness.run_to_end()
+
+
+def test_preempted_sequence_is_not_scored_again():
+    """Its prompt is computed again, from the cache if it is there; its log-probabilities are known."""
+    harness = Harness(block_size=2, num_blocks=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=10)
+    for token in (1, 2):
+        harness.add([token, 2, 1], max_tokens=5, ignore_eos=True, prompt_logprobs=1)
+    harness.run_to_end()
+    assert harness.scheduler.num_preemptions == 1
+    assert [len(request.prompt_logprobs) for request in harness.made.values()] == [1, 1]
+
+
+def test_scores_beside_samples():
+    """Sequences that are sampled come first in a launch, though one that is only scored came before them."""
+    harness = Harness(block_size=4, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=16)
+    score = harness.add_score([1, 2, 1, 2, 2], 2)
+    sampled = [harness.add([2] * n, max_tokens=2, ignore_eos=True) for n in (3, 2)]
+    batch = harness.step()
+    assert [seq.seq_id for seq in batch.seqs] == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
+    assert harness.outputs.keys() == {score}
+    harness.run_to_end()
 
 
 def test_refusals_leave_no_trace():
