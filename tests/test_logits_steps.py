@@ -238,6 +238,17 @@ def test_sampled_text_survives_preemption(make_llm):
     assert few.scheduler.num_preemptions > 2
 
 
+@pytest.mark.parametrize("name", ("logit_bias", "repetition_penalty"))
+def test_values_beyond_fp32(name, make_llm):
+    """They act like the largest ones, without a warning, and what is sampled has a log-probability."""
+    llm, prompt = make_llm(logprobs_mode="processed_logprobs"), prompt_of(9)
+    for value in 1e300, 1e-300 if name == "repetition_penalty" else -1e300:
+        given = {5: value} if name == "logit_bias" else value
+        (output,) = llm.generate([prompt], greedy(3, logprobs=0, **{name: given}), use_tqdm=False)
+        assert (output["token_ids"] == [5] * 3) == (given == {5: 1e300})
+        assert np.isfinite(output.outputs[0].cumulative_logprob)
+
+
 def test_neutral_values_are_no_values(make_llm):
     neutral = SamplingParams(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, bad_words=[])
     assert neutral.features == SamplingParams().features
