@@ -41,10 +41,14 @@ class ReturnsAtOnce:
     def __init__(self, sampled_tokens: np.ndarray, seed: int = 0):
         self.sampled_tokens = sampled_tokens
         self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, sampled_tokens.shape, dtype=np.int32)
+        from nanovllm.runner.model_runner import StepOutput
 
-    def __call__(self, header: Any, packed: np.ndarray) -> None:
+        self.output = StepOutput()
+
+    def __call__(self, header: Any, packed: np.ndarray) -> Any:
         self.token_ids ^= 1
         self.sampled_tokens[:] = self.token_ids
+        return self.output
 
 
 def make_engine(batch: int, directory: str) -> Any:
@@ -144,7 +148,7 @@ def churn(batch: int, step_us: float) -> dict[str, float]:
         while llm.scheduler.table.free_req_indices:
             llm._step()
         changes = Changes(llm)
-        while not llm.is_finished():
+        while not llm.scheduler.is_finished() or llm._in_flight:
             before, start = changes.changed, thread_time()
             llm._step()
             spent_us = (thread_time() - start) * 1e6

@@ -15,18 +15,19 @@ from nanovllm.errors import (
     RequestError,
     WorkerError,
 )
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.beam_search import BeamSearchParams
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob", "NanoVLLMError",
-    "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "WorkerError",
-    "__version__",
+    "LLM", "BeamSearchParams", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob",
+    "NanoVLLMError", "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "Score",
+    "StructuredOutputsParams", "WorkerError", "__version__",
 ]  # fmt: skip
 
 
@@ -35,6 +36,10 @@ def __getattr__(name: str):
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from nanovllm.engine.beam_search import BeamSearchParams
+
+        return BeamSearchParams
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.engine.request import Call, Request, as_list, snapshot
+from nanovllm.engine.request import Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, Score
@@ -106,6 +106,7 @@ class LLM(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are aborted.
         """
         self._require_running()
+        snapshot = self._requests.snapshot
         default = snapshot(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
             yield from self._stream_one(prompts, default)  # type: ignore[arg-type]
@@ -142,6 +143,7 @@ class LLM(LLMEngine):
             if call.unfinished and self._finalizer.alive:
                 self.scheduler.finish(self._requests.abort(request))
 
+    @no_full_gc()
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:
         """Log-probabilities of given tokens, each after those before it, in one prefill.
@@ -180,6 +182,7 @@ class LLM(LLMEngine):
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
+    @no_full_gc()
     def _generate(self, texts: ListLike[str | None], token_ids: list[Any], sampling_params: Params,
                   use_tqdm: bool | Callable) -> list[RequestOutput]:
         if sampling_params is None:
@@ -197,6 +200,13 @@ class LLM(LLMEngine):
         return [request.output() for request in requests]
 
     @no_full_gc()
+    def complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
+        num_prompts = len(token_ids)
+        requests = self._requests.make_all([None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True)
+        self._drain(requests, use_tqdm=False)
+        return [request.output() for request in requests]
+
     def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:
         num_completions = sum(len(request.seqs) for request in requests)
         for _ in self._run(requests, None, num_completions, use_tqdm):

@@ -1,7 +1,7 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
-import copy
-from dataclasses import dataclass, fields
+from array import array
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -23,6 +23,13 @@ MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the G
 
 # Bits of `SamplingParams.features`. The first four are logits steps (layers/sampler.py).
 TOKEN_MASK, MIN_TOKENS, LOGIT_ADJUSTMENTS, FILTERS, LOGPROBS, GUIDED = (1 << i for i in range(6))
+
+
+def _are_token_ids(values: Any) -> bool:
+    try:
+        return min(array("q", values)) >= 0  # there may be as many as the vocabulary has
+    except (TypeError, OverflowError):
+        return False
 
 
 def _is_bias(value: Any) -> bool:
@@ -78,8 +85,8 @@ RULES = {
     ),
     "allowed_token_ids": Rule(
         "a non-empty list of token ids >= 0, or None",
-        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(at_least(0).accepts, x))),
-        lambda x: None if x is None else [int(i) for i in x],
+        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
+        lambda x: None if x is None else array("q", x).tolist(),
     ),
     "bad_words": STRINGS,
     "detokenize": BOOLEAN,
@@ -136,7 +143,7 @@ class StructuredOutputsParams:
         return next(kind for kind in self.KINDS if getattr(self, kind) not in (None, False))
 
 
-@dataclass
+@dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
@@ -201,6 +208,8 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    # what a step must do for this request beyond plain sampling, as bits; as of the last ``verify``
+    features: int = field(init=False, repr=False, compare=False, default=0)
 
     def __new__(cls, *args: Any, **values: Any):
         for name in values:
@@ -211,17 +220,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.verify()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in DEFAULTS:
-            raise RequestError(f"SamplingParams has no parameter {name!r}.{did_you_mean(name, DEFAULTS)}")
-        object.__setattr__(self, name, value)
-
     def verify(self) -> None:
         """Check and normalise every value."""
-        values = vars(self)
         for name, default in DEFAULTS.items():
-            if values[name] is not default:
-                values[name] = check("SamplingParams", name, values[name], RULES[name], RequestError)
+            value = getattr(self, name)
+            if value is not default:
+                setattr(self, name, check("SamplingParams", name, value, RULES[name], RequestError))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"SamplingParams: min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
@@ -232,16 +236,17 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("SamplingParams: stop strings need detokenize=True; give stop_token_ids instead.")
+        self.features = self._features()
 
     def snapshot(self) -> "SamplingParams":
         """A checked copy, for the engine to keep."""
-        params = copy.copy(self)
+        params = object.__new__(type(self))
+        for name in DEFAULTS:
+            setattr(params, name, getattr(self, name))
         params.verify()
         return params
 
-    @property
-    def features(self) -> int:
-        """Bits of what a step must do for this request beyond plain sampling."""
+    def _features(self) -> int:
         bits = 0 if self.is_greedy else FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         bits |= MIN_TOKENS * (self.min_tokens > 0)
         bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
@@ -256,8 +261,13 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the host must look at its tokens one by one, or prepare a mask."""
+        return self.features & (LOGPROBS | TOKEN_MASK) != 0 or bool(self.stop)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
 
-DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
+DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams) if parameter.init}

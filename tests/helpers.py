@@ -76,8 +76,8 @@ def generate_with_logits(llm, prompts, max_tokens):
     logits_at = {}
 
     def record(_, inputs):
-        logits, req_indices, state = inputs[0].float().cpu(), inputs[1].tolist(), inputs[2]
-        lengths = state.length.tolist()
+        logits, requests = inputs[0].float().cpu(), inputs[1]
+        req_indices, lengths = requests.req_indices.tolist(), requests.state.length.tolist()
         for req_idx, values in zip(req_indices, logits, strict=True):
             logits_at[req_idx, lengths[req_idx]] = values.clone()
 

@@ -21,9 +21,12 @@ FLOORS = [
     ["layers"],
     ["models"],
     ["engine.sequence", "engine.block_manager", "engine.scheduler", "engine.tokenizer"],
+    ["engine.detokenizer", "engine.grammars", "engine.structured", "engine.watch"],
+    ["runner.request_state", "runner.sampling_tables", "runner.step", "runner.prepare"],
     ["runner"],
-    ["engine.progress", "engine.request", "engine.llm_engine"],
+    ["engine.progress", "engine.request", "engine.beam_search", "engine.stream", "engine.llm_engine"],
     ["llm"],
+    ["as_vllm"],
 ]
 
 
@@ -87,4 +90,4 @@ def test_the_reading_path_exists_and_fits_an_afternoon():
     section = text.split("## An afternoon's reading")[1].split("\n## ")[0]
     files = [PACKAGE / name for name in re.findall(r"`([\w/]+\.py)`", section.split("Appendices")[0])]
     assert len(files) >= 15
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 2_200
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 2_800

@@ -58,7 +58,7 @@ def requests(answers):
         # a question broken off: several continuations are probable
         start = prompt[: 4 if len(prompt) < 100 else -12]
         mix = {**mix, "ignore_eos": True}
-        pairs.append((start, SamplingParams(temperature=0.8, seed=-i, max_tokens=MAX_TOKENS, **mix)))
+        pairs.append((start, SamplingParams(temperature=0.8, seed=-2 - i, max_tokens=MAX_TOKENS, **mix)))
     return pairs
 
 

@@ -1,20 +1,29 @@
-"""RequestOutput as a mapping and as an object."""
+"""RequestOutput as a dictionary and as an object."""
+
+import copy
+import json
+import pickle
 
 import pytest
 
 from nanovllm import CompletionOutput, RequestOutput
+from nanovllm.outputs import Logprob
 
 
 def output() -> RequestOutput:
-    return RequestOutput("7", "2 + 4", [5, 6], [CompletionOutput("6", [9, 1], "stop")])
+    return RequestOutput("7", "2 + 4", [5, 6], [CompletionOutput(0, "6", [9, 1], finish_reason="stop")])
 
 
-def test_as_a_mapping():
+def test_as_a_dictionary():
+    """As nano-vllm gives it, and its users write it to files."""
     out = output()
     assert (out["text"], out["token_ids"], out["finish_reason"]) == ("6", [9, 1], "stop")
     assert dict(out) == {**out} == {"text": "6", "token_ids": [9, 1], "finish_reason": "stop"}
     assert "text" in out and "logprobs" not in out and list(out) == ["text", "token_ids", "finish_reason"]
     assert out.get("text") == "6" and len(out) == 3
+    assert isinstance(out, dict) and json.loads(json.dumps([out])) == [dict(out)]
+    out["score"] = 0.5
+    assert out["score"] == 0.5 and len(out) == 4
     for key in ("prompt", "index", 0):
         with pytest.raises(KeyError):
             out[key]
@@ -24,13 +33,41 @@ def test_as_an_object():
     out = output()
     assert (out.request_id, out.prompt, out.prompt_token_ids) == ("7", "2 + 4", [5, 6])
     assert (out.outputs[0].text, out.outputs[0].token_ids, out.outputs[0].stop_reason) == ("6", [9, 1], None)
-    assert out.finished and out.num_cached_tokens == 0
-    with pytest.raises(AttributeError):
-        out.prompt = ""
+    assert out.finished and out.num_cached_tokens == 0 and out.index == 0
+    assert out.metrics is out.lora_request is out.prompt_logprobs is out.outputs[0].logprobs is None
+    assert out.outputs[0].finished() and not CompletionOutput(0, "", []).finished()
+    out.prompt = "edited"
+    assert out.prompt == "edited"
 
 
 def test_equality_is_identity():
     """Outputs of two requests were equal if their texts were, and could not be kept in a set."""
     one, other = output(), output()
-    assert one == one and one != other and one != dict(one)
+    assert one == one and one != other and dict(one) == dict(other)
     assert len({one, other, one}) == 2
+
+
+def test_logprobs_are_made_when_they_are_read():
+    """Dictionaries of a million tokens cost seconds, and most callers read none of them."""
+    made = []
+
+    def logprobs():
+        made.append(1)
+        return [{9: Logprob(-0.5, 1, "6")}]
+
+    out = RequestOutput(
+        "7", None, [5, 6], [CompletionOutput(0, "6", [9], -0.5, logprobs)], prompt_logprobs=lambda: [None]
+    )
+    assert not made
+    assert out.outputs[0].logprobs == [{9: Logprob(-0.5, 1, "6")}] and out.prompt_logprobs == [None]
+    assert out.outputs[0].logprobs is out.outputs[0].logprobs and made == [1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda out: pickle.loads(pickle.dumps(out))])
+def test_copies(copied):
+    """Evaluation harnesses send outputs between processes."""
+    out = RequestOutput("7", None, [5], [CompletionOutput(0, "6", [9], -0.5, lambda: [{9: Logprob(-0.5, 1)}])],
+                        prompt_logprobs=lambda: [None])  # fmt: skip
+    again = copied(out)
+    assert dict(again) == dict(out) and again.outputs == out.outputs and again is not out
+    assert again.prompt_logprobs == [None] and again.outputs[0].logprobs == [{9: Logprob(-0.5, 1)}]

@@ -1,21 +1,30 @@
 """SamplingParams: accepted values and refusals."""
 
+import copy
 import re
 
 import numpy as np
 import pytest
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.sampling_params import FILTERS, MIN_TOKENS
+from nanovllm.sampling_params import (
+    DEFAULTS,
+    FILTERS,
+    GUIDED,
+    LOGIT_ADJUSTMENTS,
+    LOGPROBS,
+    MIN_TOKENS,
+    TOKEN_MASK,
+    StructuredOutputsParams,
+)
 
 REFUSED = [
     ({"temperature": -0.1}, "temperature=-0.1 must be a finite number >= 0 (0 is greedy)."),
     ({"temperature": float("nan")}, "temperature=nan must be a finite number"),
     ({"temperature": "hot"}, "temperature='hot' must be a finite number"),
     ({"temperature": None}, "temperature=None must be a finite number"),
-    ({"max_tokens": -1}, "max_tokens=-1 must be an integer >= 0."),
-    ({"max_tokens": 2.5}, "max_tokens=2.5 must be an integer >= 0."),
-    ({"max_tokens": None}, "max_tokens=None must be an integer >= 0."),
+    ({"max_tokens": -1}, "max_tokens=-1 must be an integer >= 0 or None."),
+    ({"max_tokens": 2.5}, "max_tokens=2.5 must be an integer >= 0 or None."),
     ({"ignore_eos": 1}, "ignore_eos=1 must be True or False."),
     ({"top_k": -2}, "top_k=-2 must be an integer >= 1, or 0 or -1 for no limit."),
     ({"top_p": 0}, "top_p=0 must be in (0, 1]."),
@@ -27,6 +36,28 @@ REFUSED = [
     ({"stop_token_ids": ["a"]}, "stop_token_ids=['a'] must be a list of token ids >= 0."),
     ({"min_tokens": 65}, "min_tokens=65 must be at most max_tokens=64."),
     ({"min_tokens": -1}, "min_tokens=-1 must be an integer >= 0."),
+    ({"n": 0}, "n=0 must be an integer from 1 to 16384."),
+    ({"n": 16385}, "n=16385 must be an integer from 1 to 16384."),
+    ({"n": 2, "temperature": 0}, "n=2 must be 1 when temperature is 0 (greedy): all completions would be equal."),
+    ({"stop": ""}, "stop='' must be a non-empty string or a list of them."),
+    ({"stop": ["a", ""]}, "stop=['a', ''] must be a non-empty string or a list of them."),
+    ({"stop": [5]}, "stop=[5] must be a non-empty string or a list of them."),
+    ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True; give stop_token_ids instead."),
+    ({"logprobs": -2}, "logprobs=-2 must be an integer >= 0 (top alternatives per token), -1 for the whole vocabulary"),
+    ({"prompt_logprobs": 0.5}, "prompt_logprobs=0.5 must be an integer >= 0"),
+    ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be in [-2, 2]."),
+    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must be in [-2, 2]."),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be > 0."),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias={-1: 1.0} must be a dict of at most 1024 token ids >= 0 to finite numbers"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias={'5': 1.0} must be a dict"),
+    ({"logit_bias": {5: float("inf")}}, "logit_bias={5: inf} must be a dict"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias={0: 1.0, 1: 1.0, "),
+    ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a non-empty list of token ids >= 0, or None."),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids=[-1] must be a non-empty list"),
+    ({"bad_words": [""]}, "bad_words=[''] must be a non-empty string or a list of them."),
+    ({"detokenize": 1}, "detokenize=1 must be True or False."),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be an integer >= 1, or -1 for max_model_len"),
+    ({"structured_outputs": "[a-z]"}, "structured_outputs='[a-z]' must be a StructuredOutputsParams or None."),
 ]
 
 
@@ -36,14 +67,66 @@ def test_refused(params, text):
         SamplingParams(**params)
 
 
-def test_frozen_and_hashable():
-    with pytest.raises(AttributeError):
-        SamplingParams().temperature = 0.5
-    with pytest.raises(TypeError, match="temprature"):
+def test_may_be_edited():
+    """Scripts for vLLM and nano-vllm do: ``params.n = 4``, or ``copy.deepcopy`` and then ``temperature = 0``."""
+    params = SamplingParams(stop_token_ids=[3, 4], stop="a")
+    again = copy.deepcopy(params)
+    again.temperature, again.stop = 0, None
+    assert again.is_greedy and not params.is_greedy and params == SamplingParams(stop_token_ids=(3, 4), stop=["a"])
+    again.max_tokens = -1
+    with pytest.raises(RequestError, match="max_tokens=-1 must be an integer >= 0 or None"):
+        again.snapshot()
+
+
+def test_a_snapshot_is_checked_and_independent():
+    params = SamplingParams(stop=["a"])
+    params.top_p, params.stop_token_ids = np.float32(0.5), [np.int8(3)]
+    kept = params.snapshot()
+    assert type(kept.top_p) is float and kept.stop_token_ids == (3,)
+    params.top_p = 0.25
+    assert kept.top_p == 0.5
+
+
+def test_unknown_names():
+    """A name that is no parameter was a bare TypeError, and an assignment to it was kept and ignored."""
+    text = "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?"
+    with pytest.raises(RequestError, match=re.escape(text)):
         SamplingParams(temprature=0.5)
-    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
-    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # vLLM's default
-    assert hash(SamplingParams(stop_token_ids=[3])) == hash(SamplingParams(stop_token_ids=(3,)))
+    with pytest.raises(RequestError, match=re.escape(text)):
+        SamplingParams().temprature = 0.5
+    with pytest.raises(RequestError, match=r"no parameter 'use_beam_search'\.$"):
+        SamplingParams(use_beam_search=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("stop", "a", ["a"]), ("stop", ("a", "b"), ["a", "b"]), ("bad_words", "a", ["a"]),
+        ("seed", -1, None), ("stop_token_ids", [3, 4], (3, 4)), ("stop_token_ids", None, ()),
+        ("max_tokens", None, None),
+        ("logprobs", True, 1), ("logprobs", False, None), ("logprobs", -1, -1), ("prompt_logprobs", np.int8(3), 3),
+        ("logit_bias", {np.int8(3): np.float32(0.5)}, {3: 0.5}), ("logit_bias", {}, None),
+        ("allowed_token_ids", (np.int8(3), 4), [3, 4]), ("truncate_prompt_tokens", -1, -1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_kept(name, given, kept):
+    """As vLLM means them."""
+    assert getattr(SamplingParams(**{name: given}), name) == kept
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({}, "none"),
+        ({"json_object": False}, "none"),
+        ({"json": "{}", "regex": "a"}, "json and regex"),
+    ],
+)
+def test_structured_outputs_are_one_thing(params, text):
+    one_of = "json, regex, choice, grammar, json_object, structural_tag"
+    with pytest.raises(RequestError, match=f"^StructuredOutputsParams: give exactly one of {one_of}, not {text}\\.$"):
+        StructuredOutputsParams(**params)
 
 
 NUMPY = {
@@ -56,8 +139,8 @@ NUMPY = {
 def test_numpys_numbers_become_pythons():
     """numpy's integers overflowed in sums with the prompt's length."""
     params = SamplingParams(**NUMPY)
-    assert vars(params) == {**NUMPY, "ignore_eos": False, "stop_token_ids": (3, 4)}
-    assert {type(value) for value in vars(params).values()} == {int, float, bool, tuple}
+    assert vars(params) == {**DEFAULTS, **NUMPY, "stop_token_ids": (3, 4)}
+    assert {type(getattr(params, name)) for name in NUMPY} == {int, float, tuple}
     assert {type(token_id) for token_id in params.stop_token_ids} == {int}
 
 
@@ -71,3 +154,16 @@ def test_features():
     assert all(SamplingParams(**{name: 0.5}).features == FILTERS for name in ("top_p", "min_p"))
     assert SamplingParams(top_k=5, min_tokens=1).features == FILTERS | MIN_TOKENS
     assert SamplingParams(temperature=0, top_k=5, min_tokens=1).features == MIN_TOKENS
+    penalties = (
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1}},
+    )
+    assert all(SamplingParams(**p).features == LOGIT_ADJUSTMENTS for p in penalties)
+    assert all(SamplingParams(logprobs=k).features == LOGPROBS for k in (0, 5, -1))
+    assert SamplingParams(allowed_token_ids=[1]).features == TOKEN_MASK
+    guided = ({"bad_words": ["a"]}, {"structured_outputs": StructuredOutputsParams(regex="a")})
+    assert all(SamplingParams(**p).features == TOKEN_MASK | GUIDED for p in guided)
+    free = ({"n": 3}, {"stop": "a"}, {"prompt_logprobs": 1}, {"repetition_penalty": 1}, {"truncate_prompt_tokens": 5})
+    assert not any(SamplingParams(**p).features for p in free)

@@ -1,3 +1,192 @@
-class BeamSearchParams: ...
-class BeamSearchOutput: ...
-def beam_search(*a): raise NotImplementedError
+"""Beam search, step by step over ``generate``: the prefix cache holds what the beams have in common.
+
+Owns which beams live on. What comes next after a list of tokens is asked in one place, ``_next_tokens``.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nanovllm.engine.detokenizer import decode
+from nanovllm.engine.request import as_token_ids
+from nanovllm.errors import RequestError
+from nanovllm.outputs import FinishReason, LogprobsAt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import BOOLEAN, at_least, check, number
+
+RULES = {
+    "beam_width": at_least(1),
+    "max_tokens": at_least(1),
+    "ignore_eos": BOOLEAN,
+    "temperature": number("a finite number >= 0", lambda temperature: temperature >= 0),
+    "length_penalty": number("in [-10, 10]", lambda penalty: -10 <= penalty <= 10),
+    "include_stop_str_in_output": BOOLEAN,
+}
+
+
+@dataclass
+class BeamSearchParams:
+    """What ``beam_search`` looks for. May be edited; checked when made and again when submitted.
+
+    A completion of n tokens, an end-of-sequence token counted, has the score ``cum_logprob / n**length_penalty``. The
+    result is that of transformers' ``generate(num_beams=beam_width, num_return_sequences=beam_width,
+    early_stopping="never")``: the search ends when no running beam can still win. Transformers' default,
+    ``early_stopping=False``, may end sooner if ``length_penalty`` is above 0. vLLM counts the prompt's tokens in n, and
+    lets any beam end that has an end-of-sequence token among its 2 * beam_width best.
+
+    Args:
+        beam_width: beams that live on after each step, and sequences in the result.
+        max_tokens: limit on generated tokens.
+        ignore_eos: continue past end-of-sequence tokens.
+        temperature: has no effect: log-probabilities are the model's own.
+        length_penalty: in [-10, 10]; above 0 favours long completions, below 0 short ones.
+        include_stop_str_in_output: keep the end-of-sequence token in ``tokens``.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Check and normalise every value."""
+        for name, rule in RULES.items():
+            setattr(self, name, check("BeamSearchParams", name, getattr(self, name), rule, RequestError))
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam.
+
+    Attributes:
+        tokens: the prompt's token ids and the generated ones.
+        logprobs: for each generated token, an end-of-sequence token included, the most probable ones at its place.
+        cum_logprob: sum of the generated tokens' log-probabilities.
+        text: of ``tokens``, special tokens included; None without a tokenizer.
+        finish_reason: "stop" (an end-of-sequence token) or "length".
+        stop_reason: the end-of-sequence token's id, or None.
+    """
+
+    tokens: list[int]
+    logprobs: list[LogprobsAt] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """Of one prompt: ``beam_width`` sequences, the best first (fewer, if the vocabulary has not as many)."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(llm: Any, texts: list[str | None], token_ids: list[Any],
+                params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """Search the completions of all prompts; a step of all their beams is one call of the engine.
+
+    Args:
+        llm: the engine.
+        texts: of the prompts; only their ids count.
+        token_ids: of the prompts.
+
+    Raises:
+        RequestError: a prompt can never be served; nothing was computed.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params must be a BeamSearchParams, not {type(params).__name__}.")
+    params = BeamSearchParams(*(getattr(params, f.name) for f in fields(params)))
+    eos = frozenset() if params.ignore_eos else frozenset(llm.scheduler.eos_token_ids)
+    searches = []
+    for i, ids in enumerate(token_ids):
+        try:
+            searches.append(_Search(as_token_ids(ids).tolist(), params, eos, llm.config.max_model_len))
+        except RequestError as error:
+            raise RequestError(f"prompt {i}: {error}") from None
+    # of one beam the step needs its best beam_width continuations and as many that do not end it
+    num_candidates = params.beam_width + len(eos)
+    while running := [search for search in searches if search.running]:
+        beams = [beam for search in running for beam in search.running]
+        candidates = iter(_next_tokens(llm, [beam.tokens for beam in beams], num_candidates))
+        for search in running:
+            search.step([next(candidates) for _ in search.running])
+    return [BeamSearchOutput(search.result(llm.tokenizer)) for search in searches]
+
+
+def _next_tokens(llm: Any, token_lists: list[list[int]], k: int) -> list[LogprobsAt]:
+    """The k most probable next tokens of each list, the best first."""
+    k = min(k, llm.config.model_config.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
+    return [output.outputs[0].logprobs[0] for output in llm.complete(token_lists, params)]
+
+
+class _Search:
+    """The beams of one prompt.
+
+    Attributes:
+        running: of equal length, the most probable first; empty when the search is over.
+    """
+
+    def __init__(self, prompt: list[int], params: BeamSearchParams, eos: frozenset[int], max_model_len: int):
+        self._params, self._eos = params, eos
+        # a prompt without room for one token is refused by the engine, at the first step
+        self._max_tokens = max(1, min(params.max_tokens, max_model_len - len(prompt)))
+        self._num_tokens = 0  # generated by each running beam
+        self._finished: list[tuple[float, BeamSearchSequence]] = []  # score, beam; the best first, at most beam_width
+        self.running = [BeamSearchSequence(prompt)]
+
+    def step(self, next_tokens: list[LogprobsAt]) -> None:
+        """One token more; ``next_tokens`` are the candidates of each running beam."""
+        width, self._num_tokens = self._params.beam_width, self._num_tokens + 1
+        candidates = [
+            (beam.cum_logprob + candidate.logprob, token, beam, logprobs)
+            for beam, logprobs in zip(self.running, next_tokens, strict=True)
+            for token, candidate in logprobs.items()
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        self.running = []
+        is_last = self._num_tokens == self._max_tokens
+        for place, (cum_logprob, token, parent, logprobs) in enumerate(candidates):
+            is_eos = token in self._eos
+            if is_eos or is_last:
+                if place < width:  # a worse one is no finished sequence, however short
+                    self._finish(_extended(parent, token, logprobs, cum_logprob), is_eos)
+            elif len(self.running) < width:
+                self.running.append(_extended(parent, token, logprobs, cum_logprob))
+        if self.running and len(self._finished) == width and self._best_possible() <= self._finished[-1][0]:
+            self.running = []
+
+    def _finish(self, beam: BeamSearchSequence, is_eos: bool) -> None:
+        beam.finish_reason, beam.stop_reason = ("stop", beam.tokens[-1]) if is_eos else ("length", None)
+        if is_eos and not self._params.include_stop_str_in_output:
+            beam.tokens.pop()
+        self._finished.append((self._score(beam.cum_logprob, self._num_tokens), beam))
+        self._finished.sort(key=lambda finished: -finished[0])
+        del self._finished[self._params.beam_width :]
+
+    def _best_possible(self) -> float:
+        """No running beam can get a higher score: log-probabilities are not above 0."""
+        longest = self._params.length_penalty > 0
+        return self._score(self.running[0].cum_logprob, self._max_tokens if longest else self._num_tokens)
+
+    def _score(self, cum_logprob: float, num_tokens: int) -> float:
+        return cum_logprob / num_tokens**self._params.length_penalty
+
+    def result(self, tokenizer: Any) -> list[BeamSearchSequence]:
+        beams = [beam for _, beam in self._finished]
+        if tokenizer is not None:
+            for beam in beams:
+                beam.text = decode(tokenizer, beam.tokens, skip_special_tokens=False)
+        return beams
+
+
+def _extended(beam: BeamSearchSequence, token: int, logprobs: LogprobsAt, cum_logprob: float) -> BeamSearchSequence:
+    return BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, logprobs], cum_logprob)

@@ -15,6 +15,8 @@ from nanovllm.sampling_params import StructuredOutputsParams
 
 HEADER = '%llguidance {"no_forcing": true}'  # allow every token that fits, not only the canonical one of a forced text
 ANY_TEXT = "/(?s:.)*/"
+# Bounded: a model that is unsure what comes next goes on with whitespace, as long as it may.
+JSON_WHITESPACE = r"\n?[ \t]{0,20}"
 JSON_OBJECT = {"type": "object"}
 
 
@@ -105,9 +107,9 @@ def _object(source: Any) -> dict:
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
     """llguidance's options for the whitespace that ``params`` ask for."""
     compact, pattern = params.disable_any_whitespace, params.whitespace_pattern
-    if not compact and pattern is None:
-        return {}
     is_json = params.kind in ("json", "json_object")
+    if not compact and pattern is None:
+        return {"whitespace_pattern": JSON_WHITESPACE} if is_json else {}
     _expect(is_json, "disable_any_whitespace and whitespace_pattern go with json or json_object")
     _expect(not compact or pattern is None, "give disable_any_whitespace or whitespace_pattern, not both")
     return {"whitespace_flexible": False} if compact else {"whitespace_pattern": pattern}

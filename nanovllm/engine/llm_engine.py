@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.request import Call, Request, RequestProcessor, snapshot
+from nanovllm.engine.request import Call, Request, RequestProcessor
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -104,7 +104,7 @@ class LLMEngine:
         self._require_running()
         (text,), (token_ids,) = self._encode([prompt])
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self._requests.make(text, token_ids, snapshot(params))
+        request = self._requests.make(text, token_ids, self._requests.snapshot(params))
         self._add(request, self._added)
         return request.request_id
 

@@ -4,7 +4,6 @@ Owns every check of a prompt and its parameters, the seeds, and the join of a re
 ``RequestOutput``. The scheduler sees sequences only.
 """
 
-import copy
 import logging
 from array import array
 from collections import deque
@@ -24,7 +23,7 @@ from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
-from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
+from nanovllm.sampling_params import GUIDED, MAX_STOP_IDS, SamplingParams
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 logger = logging.getLogger("nanovllm")
@@ -51,7 +50,7 @@ class Request:
         index: the place of the prompt in its call.
         call: who waits for it.
         token_ids, texts: of finished sequences, by seq_id; a text is a future, and absent if nobody waits for it.
-        prompt_logprobs: of ``seqs[0].targets``, packed as by ``reference.token_logprobs``.
+        prompt_logprobs: of ``seqs[0].targets`` chunk by chunk, packed as by ``reference.token_logprobs``.
     """
 
     prompt: str | None
@@ -101,17 +100,16 @@ class Request:
 
     def score(self) -> Score:
         rows = np.concatenate(self.prompt_logprobs)
-        values = np.ascontiguousarray(trimmed(rows, 1)).view(np.float32)  # logprob, rank, best id, best logprob
+        values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
 
     def _prompt_logprobs(self) -> list | None:
-        num_logprobs = self.params.prompt_logprobs
-        if num_logprobs is None:
+        if self.params.prompt_logprobs is None:
             return None
         if not self.prompt_logprobs:  # a prompt of one token
             return [None]
         rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_token_ids[1:]
-        return [None, *logprobs_at(trimmed(rows, num_logprobs), ids, self.params.detokenize and self.tokenizer)]
+        return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
 
 
 class RequestProcessor:
@@ -140,6 +138,21 @@ class RequestProcessor:
 
     # ---------------------------------------------------------------- requests
 
+    def snapshot(self, params: Any) -> SamplingParams:
+        """A checked copy of a user's parameters."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+        params, allowed = params.snapshot(), self._config.max_logprobs
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(params, name)
+            if ids:
+                self._check_ids(f"{name}:", np.fromiter(ids, np.int64, len(ids)))
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and allowed != -1 and not 0 <= asked <= allowed:
+                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; see LLM(max_logprobs=...).")
+        return params
+
     def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
         """A request that is sure to finish. It is not registered before ``start``.
 
@@ -151,17 +164,15 @@ class RequestProcessor:
         Raises:
             RequestError: it can never be served.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         ids = self._check_prompt(as_token_ids(token_ids), params)
         if params.max_tokens is None:
-            params = copy.copy(params)
+            params = params.snapshot()
             params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens)
         self._check_params(len(ids), params)
         return self._make(prompt, ids, params, num_before)
 
-    def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any],
-                 params: ListLike[SamplingParams]) -> list[Request]:
+    def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any], params: ListLike[SamplingParams],
+                 is_snapshot: bool = False) -> list[Request]:
         """All requests or, if one can never be served, a RequestError with its index."""
         requests: list[Request] = []
         num_before = 0
@@ -169,7 +180,7 @@ class RequestProcessor:
         for i, (prompt, ids, given) in enumerate(zip(prompts, token_ids, params, strict=True)):
             try:
                 if id(given) not in snapshots:
-                    snapshots[id(given)] = snapshot(given)
+                    snapshots[id(given)] = given if is_snapshot else self.snapshot(given)
                 requests.append(self.make(prompt, ids, snapshots[id(given)], num_before))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
@@ -197,22 +208,22 @@ class RequestProcessor:
     def _make(self, prompt: str | None, ids: np.ndarray, params: SamplingParams, num_before: int) -> Request:
         """The sequences of a request whose prompt and parameters are checked."""
         first_id, block_size = self._num_seqs + num_before, self._config.kvcache_block_size
-        stop_ids: tuple[int, ...] = ()
-        if params.min_tokens:
-            eos = () if params.ignore_eos else self._eos_token_ids
-            stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
-            if len(stop_ids) > MAX_STOP_IDS:
-                raise RequestError(
-                    f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, "
-                    f"not {len(stop_ids)}."
-                )
+        stop_ids = self._watch_maker.min_tokens_stop_ids(params)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, not {len(stop_ids)}."
+            )
+        if params.features & GUIDED:
+            stop_ids = ()  # the guide's mask holds them back
         seqs = [
             Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
         if params.prompt_logprobs is not None and len(ids) > 1:
             seqs[0].targets, seqs[0].first_target = ids[1:].astype(np.int32), 0
-        watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
+        watches = {}
+        if params.is_watched:
+            watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
         return Request(prompt, seqs, watches, self._tokenizer)
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
@@ -224,7 +235,7 @@ class RequestProcessor:
 
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
-        request.call = call
+        request.call, request.prompt_token_ids = call, request.seqs[0].prompt_token_ids
         call.unfinished[request.request_id] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
@@ -239,6 +250,7 @@ class RequestProcessor:
             for seq, num_targets in batch.scored:
                 start, stop = stop, stop + num_targets
                 if seq.seq_id in self._requests:
+                    # trimmed here: the prompt's next chunk may run beside requests that want fewer
                     rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs or 0)
                     self._requests[seq.seq_id].prompt_logprobs.append(rows)
         if not self._watches:
@@ -252,15 +264,15 @@ class RequestProcessor:
                     stopped.append(watch.seq)
         return stopped
 
-    def masks(self, batch: Batch) -> tuple[list[int], list[np.ndarray]]:
-        """Request slots of a guided batch, and the tokens that each of them may sample next."""
-        req_indices, masks = [], []
+    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Guided request slots of a batch, int32 [n], and the tokens each may sample next, int32 [n, ceil(V / 32)]."""
+        req_indices, watches = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
             watch = self._watches.get(seq_id)
             if watch is not None and watch.guide is not None:
                 req_indices.append(req_idx)
-                masks.append(watch.mask())
-        return req_indices, masks
+                watches.append(watch)
+        return np.array(req_indices, np.int32), self._watch_maker.masks(watches)
 
     def finish(self, seqs: list[Sequence]) -> None:
         """Take in finished sequences; requests that are complete now go to their calls.
@@ -276,7 +288,6 @@ class RequestProcessor:
             elif request.call.detokenize:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
-                request.prompt_token_ids = request.seqs[0].prompt_token_ids
                 del request.call.unfinished[request.request_id]
                 request.call.finished.append(request)
 
@@ -346,26 +357,12 @@ class RequestProcessor:
                 "max_tokens=%d is cut to %d by max_model_len=%d (the prompt has %d tokens). This is said once.",
                 params.max_tokens, config.max_model_len - n, config.max_model_len, n,
             )  # fmt: skip
-        self._check_ids("stop_token_ids:", np.array(params.stop_token_ids, np.int64))
-        self._check_ids("allowed_token_ids:", np.array(params.allowed_token_ids or [], np.int64))
-        self._check_ids("logit_bias:", np.array(list(params.logit_bias or {}), np.int64))
-        for name in ("logprobs", "prompt_logprobs"):
-            asked, allowed = getattr(params, name), config.max_logprobs
-            if asked is not None and allowed != -1 and (asked > allowed or asked == -1):
-                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; LLM(max_logprobs=...).")
 
 
 def finished_text(text: str) -> Future[str]:
     future: Future[str] = Future()
     future.set_result(text)
     return future
-
-
-def snapshot(params: Any) -> SamplingParams:
-    """A checked copy of a user's parameters."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-    return params.snapshot()
 
 
 def text_ids(seq: Sequence, token_ids: list[int]) -> list[int]:

@@ -30,10 +30,11 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
         RequestError: an id is not in the vocabulary.
     """
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token id {token_id} must be >= 0 and below the vocabulary's size, {vocab_size}.")
-        bits[token_id] = True
+    ids = np.array(list(token_ids), np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise RequestError(f"token id {bad} must be >= 0 and below the vocabulary's size, {vocab_size}.")
+    bits[ids] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

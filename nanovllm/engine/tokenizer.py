@@ -85,7 +85,7 @@ class AsyncTokenizer:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
-            raise RequestError(f"the model's chat template cannot take these messages: {error}") from error
+            raise RequestError(f"the model's chat template cannot take these messages: {error}") from None
 
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
@@ -125,7 +125,7 @@ def _load(model_path: str, trust_remote_code: bool) -> Any:
         try:
             return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         except Exception as error:  # a damaged file may raise anything
-            raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from error
+            raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from None
 
 
 def _as_text(content: Any) -> Any:

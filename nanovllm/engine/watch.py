@@ -3,6 +3,7 @@
 Plain requests have no ``Watch``, and cost a step nothing.
 """
 
+from array import array
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import Logprob, LogprobsAt
 from nanovllm.sampling_params import GUIDED, SamplingParams
 
+AnyGuide = Guide | Guides | BadWordsGuide
+
 
 class Watch:
     """One sequence whose every token the host looks at.
@@ -27,11 +30,11 @@ class Watch:
     """
 
     def __init__(self, seq: Sequence, tokenizer: AsyncTokenizer, detokenizer: IncrementalDetokenizer | None,
-                 stop: StopChecker | None, guide: Guide | Guides | BadWordsGuide | None, num_mask_words: int):
+                 stop: StopChecker | None, guide: AnyGuide | None):
         self.seq, self.guide = seq, guide
         self._detokenizer = detokenizer  # for the stop strings
         self.stop_text: str | None = None
-        self._tokenizer, self._num_mask_words = tokenizer, num_mask_words
+        self._tokenizer = tokenizer
         self._stop = stop
         self._logprobs: list[np.ndarray] = []  # a row of reference.token_logprobs for each token
 
@@ -54,13 +57,6 @@ class Watch:
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
 
-    def mask(self) -> np.ndarray:
-        """The tokens it may sample next, int32 [ceil(V / 32)]."""
-        assert self.guide is not None
-        words = np.zeros(self._num_mask_words, np.int32)
-        self.guide.fill(words)
-        return words if self.seq.allowed_mask is None else words & self.seq.allowed_mask
-
     def logprobs(self, token_ids: list[int], start: int = 0,
                  stop: int | None = None) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
         """Sum of the log-probabilities of the first ``stop`` tokens, and what makes the list of them from token
@@ -69,6 +65,8 @@ class Watch:
         params = self.seq.sampling_params
         if params.logprobs is None:
             return None, None
+        if not token_ids:
+            return 0.0, list
         rows, ids = np.array(self._logprobs[:stop], np.int32).reshape(len(token_ids), -1), token_ids
         total = float(np.ascontiguousarray(rows[:, 0]).view(np.float32).sum(dtype=np.float64))
         tokenizer = params.detokenize and self._tokenizer
@@ -83,7 +81,7 @@ class WatchMaker:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._compiler: GuideCompiler | None = None
         self._candidates = StopCandidates(self._vocab_size)
-        self._allowed: dict[tuple[int, ...], np.ndarray] = {}
+        self._allowed: dict[bytes, np.ndarray] = {}
 
     def make(self, seq: Sequence) -> Watch | None:
         """The watch of a sequence, if it needs one. Sets its ``allowed_mask``.
@@ -93,9 +91,9 @@ class WatchMaker:
         """
         params = seq.sampling_params
         if params.allowed_token_ids is not None:
-            key = tuple(params.allowed_token_ids)
-            if key not in self._allowed:
-                self._allowed = {key: mask_of(key, self._vocab_size)}  # one is kept: usually all requests have it
+            key = array("q", params.allowed_token_ids).tobytes()
+            if key not in self._allowed:  # one is kept: usually all requests have the same
+                self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
         if params.logprobs is None and not params.stop and not params.features & GUIDED:
             return None
@@ -106,18 +104,42 @@ class WatchMaker:
             include = params.include_stop_str_in_output
             stop = StopChecker(self._candidates, detokenizer, list(params.stop), include, params.min_tokens)
         guide = self._guide(params) if params.features & GUIDED else None
-        return Watch(seq, self._tokenizer, detokenizer, stop, guide, -(-self._vocab_size // 32))
+        return Watch(seq, self._tokenizer, detokenizer, stop, guide)
 
-    def _guide(self, params: SamplingParams) -> Guide | Guides | BadWordsGuide:
+    def masks(self, watches: list[Watch]) -> np.ndarray:
+        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]."""
+        words = np.zeros((len(watches), -(-self._vocab_size // 32)), np.int32)
+        if watches:
+            self._guides.fill_all([watch.guide for watch in watches], words)
+        for row, watch in zip(words, watches, strict=True):
+            seq, kept = watch.seq, row
+            if seq.allowed_mask is not None:
+                kept = kept & seq.allowed_mask
+            if seq.num_completion_tokens < seq.sampling_params.min_tokens:
+                kept = kept & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
+            if kept.any():  # else the guide goes first: it may say that the text must end
+                row[:] = kept
+        return words
+
+    def min_tokens_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Ids that ``min_tokens`` holds back."""
+        eos = () if params.ignore_eos else self._eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *eos))) if params.min_tokens else ()
+
+    @property
+    def _guides(self) -> GuideCompiler:
+        if self._compiler is None:
+            self._compiler = GuideCompiler(self._tokenizer.tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._compiler
+
+    def _guide(self, params: SamplingParams) -> AnyGuide:
         guides: list[Guide | BadWordsGuide] = []
+        if params.structured_outputs is not None:
+            self._required("structured_outputs")
+            guides.append(self._guides.compile(params.structured_outputs))
         if params.bad_words:
             ids = bad_word_ids(self._required("bad_words"), list(params.bad_words))
             guides.append(BadWordsGuide(ids, self._vocab_size))
-        if params.structured_outputs is not None:
-            if self._compiler is None:
-                tokenizer = self._required("structured_outputs")
-                self._compiler = GuideCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
-            guides.append(self._compiler.compile(params.structured_outputs))
         return guides[0] if len(guides) == 1 else Guides(guides, self._eos_token_ids, self._vocab_size)
 
     def _required(self, name: str) -> Any:

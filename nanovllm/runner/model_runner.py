@@ -22,7 +22,7 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
-from nanovllm.runner.device import model_defaults, select_device, select_dtype, translate_oom
+from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
 from nanovllm.runner.memory import (
     GRAPH_BYTES,
     allocate_kv_cache,
@@ -125,6 +125,7 @@ class ModelRunner:
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, tp.rank, tp.size)
         self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
+        self.step_threads = step_threads(config.model_config, self.device, tp.size)
         self.ops = kernels.select(self.device.type)
         heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
         self.backend = select_backend(
@@ -260,23 +261,25 @@ class ModelRunner:
         self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, output, self.workers)
         return self._last_handle
 
-    def sample_guided(self, handle: StepHandle, req_indices: list[int], masks: list[np.ndarray]) -> None:
-        """Sample the guided batch that was launched last, with these token masks (int32 words)."""
+    def sample_guided(self, handle: StepHandle, req_indices: np.ndarray, masks: np.ndarray) -> None:
+        """Sample the guided batch that was launched last; masks int32 [n, ceil(V / 32)] of these request slots."""
         handle.output = self._launch(*prepare_masks(req_indices, masks))
 
     def _launch(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
         """Run a step on every rank."""
         if self.workers is None:
-            return self.run_model(header, packed)
-        with self.workers.guard():
+            with self.step_threads:
+                return self.run_model(header, packed)
+        with self.workers.guard(), self.step_threads:
             self.workers.send(to_words(header, packed))
             return self.run_model(header, packed)
 
     def loop(self) -> None:
         """A worker's main loop: launch the steps of rank 0 until an empty message ends it."""
         assert self.channel is not None
-        while len(words := self.channel.receive()):
-            self.run_model(*from_words(words))
+        with self.step_threads:
+            while len(words := self.channel.receive()):
+                self.run_model(*from_words(words))
 
     @torch.inference_mode()
     def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:

@@ -47,15 +47,12 @@ def prepare_decode(batch: DecodeBatch, staged: StagedWrites) -> tuple[StepHeader
     return header, pack(header, StepInput(indices, values))
 
 
-def prepare_masks(req_indices: list[int], masks: list[np.ndarray]) -> tuple[StepHeader, np.ndarray]:
-    """The step that samples what the step before has computed, with these token masks."""
-    num_words = sum(map(len, masks))
+def prepare_masks(req_indices: np.ndarray, masks: np.ndarray) -> tuple[StepHeader, np.ndarray]:
+    """The step that samples what the step before has computed, with token masks int32 [n, words]."""
     header = StepHeader(
-        kind=StepKind.SAMPLE, num_updates=0, num_sampled=0, num_masks=len(masks), num_mask_words=num_words
+        kind=StepKind.SAMPLE, num_updates=0, num_sampled=0, num_masks=len(masks), num_mask_words=masks.size
     )
-    words = np.concatenate(masks) if masks else np.empty(0, np.int32)
-    step = StepInput((), (), mask_req_indices=np.array(req_indices, np.int32), mask_words=words)
-    return header, pack(header, step)
+    return header, pack(header, StepInput((), (), mask_req_indices=req_indices, mask_words=masks.ravel()))
 
 
 def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
@@ -113,7 +110,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_masks=len(mask_req_indices),
         num_mask_words=len(masks),
         num_targets=len(targets[0]),
-        num_prompt_logprobs=max((seq.sampling_params.prompt_logprobs or 0 for seq in batch.seqs), default=0),
+        num_prompt_logprobs=max(staged.num_alternatives(seq.sampling_params.prompt_logprobs) for seq in batch.seqs),
         num_block_copies=len(copies),
     )
     size = next((size for size in short_sizes if size >= header.num_tokens), None)

@@ -112,24 +112,32 @@ class StagedWrites:
         """Most alternatives that one of the requests wants reported."""
         return int(self._num_logprobs[req_indices].max(initial=0))
 
+    def num_alternatives(self, num_logprobs: int | None) -> int:
+        """What a request that gives this asks for; -1 is the whole vocabulary."""
+        return self.tables.vocab_size if num_logprobs == -1 else num_logprobs or 0
+
     def add(self, seq: Sequence) -> None:
         """Stage everything about a sequence that was given a request slot."""
         params = seq.sampling_params
         features = params.features
         self._features[seq.req_idx] = features
-        self._num_logprobs[seq.req_idx] = params.logprobs or 0
+        self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
         self.tables.add(seq, features)
         stop_ids = seq.min_tokens_stop_ids
+        temperature, *rest = _bits(
+            0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE),
+            params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty, params.repetition_penalty,
+        )  # fmt: skip
         words = [
             0,  # last token: prefill samples it
             seq.num_tokens,
-            *_bits(0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)),
+            temperature,
             min(max(params.top_k, 0), INT32_MAX),  # larger values have the same effect
-            *_bits(params.top_p, params.min_p),
+            *rest[:2],
             *np.array([seq.seed], np.uint64).view(np.int32).tolist(),
             min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
             *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)),
-            *_bits(params.presence_penalty, params.frequency_penalty, params.repetition_penalty),
+            *rest[2:],
             features & LOGIT_ADJUSTMENTS,
             features & TOKEN_MASK,
             *seq.block_table,

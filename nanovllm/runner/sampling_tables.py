@@ -61,6 +61,7 @@ class StagedTables:
     """Host side: rows of sequences that were given a request slot, until the next launch takes them along."""
 
     def __init__(self, max_model_len: int, vocab_size: int):
+        self.vocab_size = vocab_size
         self._capacity = table_capacity(max_model_len, vocab_size)
         self.reset()
 

@@ -39,8 +39,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
             cu_seqlens_k=cu_seqlens.clamp(max=context), logits_indices=ids[:1], sampled_req_indices=req_indices,
         )  # fmt: skip
         header = StepHeader(
-            StepKind.PREFILL, num_updates=0, num_sampled=1, num_tokens=num_tokens, num_seqs=1, max_seqlen_q=num_tokens,
-            max_context=context,
+            StepKind.PREFILL, num_updates=0, num_sampled=1, num_logits=1, num_tokens=num_tokens, num_seqs=1,
+            max_seqlen_q=num_tokens, max_context=context,
         )  # fmt: skip
         runner.run_prefill(header, step)
     for size in runner.decode_sizes:

@@ -1,7 +1,7 @@
 """A device whose KV slots hold hashes of token histories, and what each request must get from it.
 
 ``FakeDevice`` reads nothing but prepared steps and its request state, as a real one does. Every launch checks every
-slot that it attends. The next token is a hash of the history too.
+slot that it attends. The next token is a hash of the history and of the request's seed.
 """
 
 import numpy as np
@@ -9,32 +9,56 @@ import torch
 
 from nanovllm.engine.scheduler import PrefillBatch
 from nanovllm.kernels.reference import decode_inputs
-from nanovllm.runner.model_runner import StepHandle
+from nanovllm.outputs import Logprob
+from nanovllm.runner.model_runner import StepHandle, StepOutput
 from nanovllm.runner.prepare import prepare
 from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.sampling_tables import StagedTables
 from nanovllm.runner.step import StepInput, StepKind, from_words, to_words, unpack
+from nanovllm.sampling_params import LOGPROBS
 
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
+STOP_TEXT = "the stop string"
 
 
 def chain(parent: int, token: int) -> int:
     return hash((parent, token))
 
 
-def pick(state: int, forbidden=()) -> int:
-    """The fake model: the token after the history whose hash is ``state``."""
-    token = (state >> 8) % VOCAB
+def pick(state: int, seed: int, forbidden=()) -> int:
+    """The fake model and sampler: the token after the history whose hash is ``state``."""
+    token = (hash((state, seed)) >> 8) % VOCAB
     while token in forbidden:
         token = (token + 1) % VOCAB
     return token
 
 
-class Request:
-    """What a request must see and get, from the request alone."""
+def fake_logprobs(tokens, places, k):
+    """Rows packed as by ``reference.token_logprobs``, int32 [n, 2 + 2k]: the "log-probability" is the token, the
+    "rank" its place, and the alternatives are tokens that the vocabulary does not have."""
+    chosen, ranks = np.array(tokens, np.float32).view(np.int32), np.array(places, np.int32)
+    others = np.arange(VOCAB, VOCAB + k, dtype=np.int32)
+    others = np.concatenate([others, (-np.arange(1, k + 1, dtype=np.float32)).view(np.int32)])
+    return np.concatenate([chosen[:, None], ranks[:, None], np.tile(others, (len(chosen), 1))], axis=1)
 
-    def __init__(self, prompt, params, max_model_len, eos=(EOS,)):
-        self.prompt, self.params = prompt, params
+
+def fake_entry(token, place, k):
+    """The same as a user sees it."""
+    return {token: Logprob(token, place), **{VOCAB + i: Logprob(-1 - i, 1 + i) for i in range(k)}}
+
+
+class Request:
+    """What one completion must see and get, from its request alone.
+
+    Args:
+        seed: of the sequence.
+        stop_after: completion tokens at the last of which a stop string is complete; None for no stop string.
+        targets, first_target: of the sequence.
+    """
+
+    def __init__(self, prompt, params, max_model_len, seed, eos=(EOS,), stop_after=None, targets=None, first_target=0):
+        self.prompt, self.params, self.targets, self.first_target = prompt, params, targets, first_target
         self.tokens, self.finish_reason, self.stop_reason = list(prompt), None, None
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
         self.limit = min(len(prompt) + params.max_tokens, max_model_len)
@@ -45,14 +69,17 @@ class Request:
         known = list(prompt)
         while len(known) <= self.limit:
             too_short = len(known) < len(prompt) + params.min_tokens
-            known.append(pick(states[-1], stops if too_short else ()))
+            known.append(pick(states[-1], seed, stops if too_short else ()))
             states.append(chain(states[-1], known[-1]))
         self.known, self.states = np.array(known, np.int32), np.array(states[1:], np.int64)
         for token in known[len(prompt) : self.limit]:
             self.tokens.append(token)
             if token in stops:
-                self.finish_reason = "stop"
-                self.stop_reason = token if token in params.stop_token_ids else None
+                is_eos = token == eos[0] and not params.ignore_eos
+                self.finish_reason, self.stop_reason = "stop", None if is_eos else token
+                break
+            if len(self.completion) == stop_after:  # wins over "length"
+                self.finish_reason, self.stop_reason = "stop", STOP_TEXT
                 break
         else:
             self.finish_reason = "length"
@@ -60,6 +87,13 @@ class Request:
     @property
     def completion(self):
         return self.tokens[len(self.prompt) :]
+
+    def scored_rows(self, start, stop):
+        """Positions in [start, stop) whose logits are scored, and the tokens they are scored against."""
+        if self.targets is None:
+            return []
+        ends = zip(range(self.first_target, self.first_target + len(self.targets)), self.targets, strict=True)
+        return [(position, target) for position, target in ends if start <= position < stop]
 
 
 class FakeDevice:
@@ -71,12 +105,14 @@ class FakeDevice:
         max_blocks = -(-config.max_model_len // self.block_size)
         self.short_sizes = [4, 8] if short_prefills else []
         self.request_state = RequestState(config.max_num_seqs, max_blocks, torch.device("cpu"))
-        self.staged_writes = StagedWrites(config.max_num_seqs, max_blocks)
+        tables = StagedTables(config.max_model_len, VOCAB)
+        self.staged_writes = StagedWrites(config.max_num_seqs, max_blocks, tables)
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
         state = self.request_state
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
+        self.seeds = state.sampling.seed.numpy()
         self.fail_at = None
         self.num_launches = 0
         self.seen = set()  # what happened, as a check that histories hold what they should
@@ -85,14 +121,24 @@ class FakeDevice:
         assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
         self.batch = batch
         if isinstance(batch, PrefillBatch):
-            self.seen |= {"chunk"} if len(batch.req_indices) < len(batch.seqs) else set()
+            ends = list(zip(batch.seqs, batch.stops, strict=True))
+            unfinished = [(seq, stop) for seq, stop in ends if stop < seq.num_tokens]
+            self.seen |= {"chunk"} if unfinished else set()
             self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
-            self.seen |= {"hit" for seq in batch.new_seqs if seq.num_cached_tokens}
+            self.seen |= {"hit" for seq in batch.seqs if seq in batch.new_seqs and seq.num_cached_tokens}
+            self.seen |= {
+                "hit below targets" for seq in batch.seqs if seq.targets is not None and seq.num_cached_tokens
+            }
             self.seen |= {"again" for seq in batch.new_seqs if seq.num_completion_tokens}
-            ends = zip(batch.seqs, batch.stops, strict=True)
-            self.seen |= {"chunk to a block's end" for s, n in ends if n < s.num_tokens and n % self.block_size == 0}
-        self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes))
-        return StepHandle(self.request_state.sampled_tokens, batch, None, None)
+            self.seen |= {"chunk to a block's end" for _, stop in unfinished if stop % self.block_size == 0}
+            self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
+            self.seen |= {"block copy"} if batch.block_copies else set()
+            self.seen |= {"unsampled beside sampled"} if batch.unsampled and len(batch.req_indices) else set()
+            for seq in batch.new_seqs:
+                if self.requests[seq.seq_id].targets is not None and not seq.num_completion_tokens:
+                    assert seq.num_cached_tokens <= self.requests[seq.seq_id].first_target
+        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes))
+        return StepHandle(self.request_state.sampled_tokens, batch, output, None)
 
     def reset(self):
         self.staged_writes.reset()
@@ -106,13 +152,18 @@ class FakeDevice:
         assert len(set(step.indices.tolist())) == len(step.indices), "two writes of one element: the order is undefined"
         self.request_state.apply(step.indices, step.values)
         run = {StepKind.DECODE: self._decode, StepKind.PREFILL: self._prefill, StepKind.SHORT_PREFILL: self._short}
-        tokens, req_indices = run[header.kind](header, step)
+        tokens, req_indices, prompt_logprobs = run[header.kind](header, step)
         self.last_token[req_indices] = tokens
         self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
         self.length[req_indices] += 1
         assert header.num_sampled == len(tokens) == len(self.batch.req_indices)
-        wanted = [self.requests[i].params.features for i in self.batch.seq_ids.tolist()]
-        assert header.features == int(np.bitwise_or.reduce(np.array(wanted, int)))
+        wanted = [self.requests[i].params for i in self.batch.seq_ids.tolist()]
+        assert header.features == int(np.bitwise_or.reduce(np.array([params.features for params in wanted], int)))
+        assert header.num_logprobs == max((params.logprobs or 0 for params in wanted), default=0)
+        logprobs = None
+        if header.features & LOGPROBS:
+            logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], header.num_logprobs))
+        return StepOutput(None, logprobs, prompt_logprobs)
 
     def _slots(self, req_idx, start, stop):
         positions = np.arange(start, stop)
@@ -126,16 +177,22 @@ class FakeDevice:
         self.kv[slots] = request.states[start:stop]
 
     def _attend(self, request, req_idx, context):
+        """Hash of the history of ``context`` tokens, as the last of them sees it."""
         np.testing.assert_array_equal(self.kv[self._slots(req_idx, 0, context)], request.states[:context])
+        return request.states[context - 1].item()
+
+    def _sample(self, req_idx, context, state):
         sampling = self.request_state.sampling
+        seed = int(self.seeds[req_idx].view(np.uint64)[0])
         too_short = context < sampling.min_len[req_idx].item()
-        return pick(request.states[context - 1].item(), sampling.stop_ids[req_idx].tolist() if too_short else ())
+        return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, header, step):
         batch, step = self.batch, StepInput(*(segment.numpy() for segment in vars(step).values()))
         assert header.num_tokens == len(step.input_ids) == batch.num_tokens
-        requests = [self.requests[seq.seq_id] for seq in batch.seqs]
-        for i, request in enumerate(requests):
+        owners = []
+        for i, seq in enumerate(batch.seqs):
+            request = self.requests[seq.seq_id]
             packed = slice(step.cu_seqlens_q[i], step.cu_seqlens_q[i + 1])
             stop = int(step.context_lens[i])
             start = stop - (packed.stop - packed.start)
@@ -145,12 +202,12 @@ class FakeDevice:
             slots = self._slots(step.req_indices[i], start, stop)
             assert step.slot_mapping[packed].tolist() == slots.tolist()
             self._store(request, slots, start, stop, step.input_ids[packed])
-        sampled = len(step.sampled_req_indices)
-        assert step.logits_indices.tolist() == (step.cu_seqlens_q[1 : sampled + 1] - 1).tolist()
-        assert step.sampled_req_indices.tolist() == step.req_indices[:sampled].tolist()
-        contexts = zip(requests, step.req_indices, step.context_lens, strict=True)
-        tokens = [self._attend(request, req_idx, n) for request, req_idx, n in contexts]
-        return np.array(tokens[:sampled], np.int32), step.sampled_req_indices
+            owners += [(request, position) for position in range(start, stop)]
+        # every layer stores all keys and values of a launch before it attends
+        for seq, req_idx, stop in zip(batch.seqs, step.req_indices, step.context_lens, strict=True):
+            self._attend(self.requests[seq.seq_id], req_idx, stop)
+        states = [request.states[position].item() for request, position in owners]
+        return self._outputs(header, step, owners, states)
 
     def _short(self, header, step):
         """Each token as a single-query sequence: first all are stored, then all attend."""
@@ -171,9 +228,35 @@ class FakeDevice:
         padding = slice(num_tokens, size)
         assert (step.slot_mapping[padding] == -1).all() and (step.context_lens[padding] == 0).all()
         assert (step.req_indices[padding] == self.request_state.padding_req_idx).all()
-        next_tokens = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
-        tokens = [next_tokens[i] for i in step.logits_indices]
-        return np.array(tokens, np.int32), step.sampled_req_indices
+        states = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
+        return self._outputs(header, step, [(request, position) for request, _, position in owners], states)
+
+    def _outputs(self, header, step, owners, states):
+        """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
+        hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
+        batch, size = self.batch, self.block_size
+        for source, target in zip(step.copy_from.tolist(), step.copy_to.tolist(), strict=True):
+            self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
+        assert header.num_logits == len(step.logits_indices) <= len(batch.seqs)
+        logits = [states[i] for i in step.logits_indices]
+        sampled_from = step.sampled_from if len(step.sampled_from) else range(header.num_sampled)
+        tokens = []
+        for j, req_idx, seq_id in zip(sampled_from, step.sampled_req_indices, batch.seq_ids.tolist(), strict=True):
+            context = int(self.length[req_idx])
+            # what it will attend from now on is what its logits come from
+            assert self._attend(self.requests[seq_id], req_idx, context) == logits[j]
+            tokens.append(self._sample(req_idx, context, logits[j]))
+        chunks = zip(batch.seqs, batch.starts, batch.stops, strict=True)
+        wanted = [(self.requests[seq.seq_id], *row) for seq, start, stop in chunks if not seq.num_completion_tokens
+                  for row in self.requests[seq.seq_id].scored_rows(start, stop)]  # fmt: skip
+        scored = zip(step.target_indices, step.targets.tolist(), strict=True)
+        assert [(*owners[i], target) for i, target in scored] == wanted
+        assert header.num_targets == len(wanted)
+        if not wanted:
+            return np.array(tokens, np.int32), step.sampled_req_indices, None
+        places = [owners[i][1] for i in step.target_indices]
+        rows = fake_logprobs(step.targets, places, header.num_prompt_logprobs)
+        return np.array(tokens, np.int32), step.sampled_req_indices, torch.from_numpy(rows)
 
     def _decode(self, header, step):
         state, batch = self.request_state, self.batch
@@ -189,6 +272,6 @@ class FakeDevice:
             assert context_lens[i] == position + 1 <= header.max_context
             assert slots[i] == self._slots(req_indices[i], position, position + 1)[0]
             self._store(request, slots[i : i + 1], position, position + 1, input_ids[i : i + 1])
-        contexts = zip(requests, req_indices, context_lens, strict=True)
-        tokens = [self._attend(request, req_idx, n) for request, req_idx, n in contexts]
-        return np.array(tokens, np.int32), req_indices
+        contexts = zip(requests, req_indices, context_lens.tolist(), strict=True)
+        tokens = [self._sample(req_idx, n, self._attend(request, req_idx, n)) for request, req_idx, n in contexts]
+        return np.array(tokens, np.int32), req_indices, None

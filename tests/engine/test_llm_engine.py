@@ -1,6 +1,6 @@
 """The whole engine against transformers: limits, prefix cache, chunked prefill, preemption."""
 
-import re
+import threading
 
 import numpy as np
 import pytest
@@ -90,15 +90,55 @@ def test_max_tokens_zero_and_one(make_llm, reference):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_generate_between_steps(make_llm):
+def test_generate_between_steps(make_llm, reference):
+    """generate() was refused while requests of add_request() were under way. They run along, and stay the caller's."""
     llm = make_llm()
-    llm.add_request([1, 2], greedy(2))
-    text = "generate() needs an idle engine; finish the requests you added with step() first."
-    with pytest.raises(EngineError, match=re.escape(text)):
-        llm.generate([3])
+    added = llm.add_request(prompt_of(9), greedy(4))
+    llm.step()
+    later = llm.add_request(prompt_of(8), greedy(40))
+    assert generate(llm, [prompt_of(7)], greedy(12)) == [reference(prompt_of(7), 12)]
+    assert not llm.is_finished()
+    finished = {}
     while not llm.is_finished():
-        llm.step()
-    assert len(generate(llm, [3], greedy(1))) == 1
+        finished.update(llm.step()[0])
+    assert finished == {added: reference(prompt_of(9), 4), later: reference(prompt_of(8), 40)}
+
+
+def test_two_calls_at_a_time(make_llm, reference):
+    """A stream that is read while another runs: each gets its own outputs; the one closed early takes nobody along."""
+    llm, prompts = make_llm(max_num_seqs=3), [prompt_of(n) for n in (5, 6, 7, 8)]
+    first, second = (llm.stream(prompts, greedy(n)) for n in (6, 9))
+    outputs = [next(first), next(second), *first]
+    assert {output.index: output["token_ids"] for output in outputs if len(output["token_ids"]) == 6} == {
+        i: reference(prompt, 6) for i, prompt in enumerate(prompts)
+    }
+    assert outputs[1]["token_ids"] == reference(prompts[outputs[1].index], 9)
+    second.close()
+    assert generate(llm, prompts[:1], greedy(3)) == [reference(prompts[0], 3)]
+    assert llm.is_finished() and llm.scheduler.block_manager.num_available == len(llm.scheduler.block_manager.blocks)
+
+
+def test_from_another_thread(make_llm):
+    """Two threads stepped one engine, and each took the other's tokens."""
+    llm, errors = make_llm(), []
+
+    def intrude():
+        try:
+            llm.generate([3], greedy(1), use_tqdm=False)
+        except EngineError as error:
+            errors.append(str(error))
+
+    run = llm.model_runner.run
+
+    def slow_run(batch):
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        return run(batch)
+
+    llm.model_runner.run = slow_run
+    assert len(generate(llm, [[5]], greedy(1))[0]) == 1
+    assert errors == ["this engine is in use by another thread; give each thread an LLM of its own."]
 
 
 # ---------------------------------------------------------------- prefix cache

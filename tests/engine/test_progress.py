@@ -3,8 +3,8 @@
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
-import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
@@ -29,12 +29,12 @@ class Bar:
         self.closed = True
 
 
-def prefill(*num_tokens: int) -> PrefillBatch:
-    return PrefillBatch([], [0] * len(num_tokens), list(num_tokens), [], np.empty(0, np.int32), np.empty(0, np.int64))
+def prefill(num_tokens: int) -> PrefillBatch:
+    return create_autospec(PrefillBatch, instance=True, num_tokens=num_tokens)
 
 
 def decode(num_seqs: int) -> DecodeBatch:
-    return DecodeBatch(np.zeros(num_seqs, np.int32), np.zeros(num_seqs, np.int64), [], np.zeros(num_seqs, np.int32))
+    return create_autospec(DecodeBatch, instance=True, num_tokens=num_seqs)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_one_long_request_moves(clock, terminal):
     progress = Progress(1, Bar)
     bar = made_bar(progress)
     assert (bar.total, bar.n) == (1, 0)
-    run(clock, progress, (0.5, prefill(1500, 500), 0), *[(0.05, decode(1), 0)] * 100)
+    run(clock, progress, (0.5, prefill(2000), 0), *[(0.05, decode(1), 0)] * 100)
     assert len(bar.shown) > 30 and {n for n, _ in bar.shown} == {0}
     assert bar.shown[0][1] == "prefill 2,000 tok (4,000/s), decode 0 tok"
     assert len({postfix for _, postfix in bar.shown}) == len(bar.shown)

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import generate
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.engine.request import RequestProcessor
-from nanovllm.engine.sequence import Sequence, SequenceTable
+from nanovllm.engine.request import Call, RequestProcessor
+from nanovllm.engine.sequence import SequenceTable
 from nanovllm.engine.tokenizer import AsyncTokenizer
 
 
@@ -31,7 +32,21 @@ REQUESTS = [
     ([np.zeros((2, 2), np.int64)], None, FLAT),
     ([np.zeros(2)], None, FLAT),
     (torch.tensor([1, 2]), None, FLAT),
-    ([{"prompt_token_ids": [1]}], None, FLAT),
+    ([{"prompt_token_ids": [1, 2.5]}], None, FLAT),
+    ([{"prompt_token_ids": {1: 2}}], None, FLAT),
+    (
+        [{"text": "hi"}],
+        None,
+        'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; this one has '
+        "'text'.",
+    ),
+    ({}, None, "a list of integers; this one has neither."),
+    ([{"prompt": 5}], None, "this one has 'prompt'."),
+    (
+        [{"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}],
+        None,
+        "multi_modal_data: nanovllm runs text models",
+    ),
     ([b"12345678"], None, FLAT),
     ([None], None, FLAT),
     ([[1 << 70]], None, FLAT),
@@ -42,7 +57,7 @@ REQUESTS = [
     ([np.array(5)], None, FLAT),
     (5, None, "prompts must be a string or a list, not 5."),
     (None, None, "prompts must be a string or a list, not None."),
-    ({"prompt": "hi"}, None, "prompts must be a string or a list, not {'prompt': 'hi'}."),
+    ({"prompt": "hi"}, None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
     (b"hi", None, "prompts must be a string or a list, not b'hi'."),
     (bytearray(b"hi"), None, "prompts must be a string or a list, not bytearray(b'hi')."),
     (memoryview(b"hi"), None, "prompts must be a string or a list, not <memory at"),
@@ -66,6 +81,17 @@ REQUESTS = [
     ([[1]], {"temperature": 0.7}, "must be a SamplingParams or a list of them, not {'temperature': 0.7}."),
     ([[1]], [{"temperature": 0.7}], "prompt 0: sampling_params must be a SamplingParams, not dict."),
     ([[1]], SamplingParams(stop_token_ids=[600]), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
+    ([[1]], SamplingParams(allowed_token_ids=[600]), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
+    ([[1]], SamplingParams(logit_bias={600: 1}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
+    ([[1]], SamplingParams(logprobs=21), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
+    ([[1]], SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
+    ([[1]], SamplingParams(stop="a"), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
+    ([[1]], SamplingParams(bad_words="a"), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
+    (
+        [[1] * 100],
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+        "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, ",
+    ),
     (
         [[1]],
         SamplingParams(stop_token_ids=list(range(100, 120)), min_tokens=3),
@@ -162,23 +188,88 @@ def test_chat_without_tokenizer(small_llm):
 def test_a_request_of_two_sequences():
     """Joined by sequence id, in the order of the request whichever ends first; complete when both are."""
     config = SimpleNamespace(
-        max_model_len=64, kvcache_block_size=16, seed=0, model_config=SimpleNamespace(vocab_size=512)
+        max_model_len=64, kvcache_block_size=16, seed=0, max_logprobs=20, model_config=SimpleNamespace(vocab_size=512)
     )
     processor = RequestProcessor(config, 8, {1}, AsyncTokenizer("", skip=True, trust_remote_code=False))
-    request = processor.make("p", [5, 6], SamplingParams(max_tokens=1))
-    request.seqs.append(Sequence([5, 6], SamplingParams(max_tokens=1), seq_id=request.request_id + 1))
+    request, call = processor.make("p", [5, 6], SamplingParams(max_tokens=1, n=2)), Call()
     table = SequenceTable(2, 64)
-    for i, seq in enumerate(processor.start(request)):
+    for i, seq in enumerate(processor.start(request, call)):
         table.add(seq)
         table.tokens[seq.req_idx, 2], table.num_tokens[seq.req_idx] = 7 + i, 3
         table.remove(seq)
         seq.finish_reason = "length"
-    assert processor.finish([request.seqs[1]]) == []
-    assert processor.finish([request.seqs[0]]) == [request]
+    processor.finish([request.seqs[1]])
+    assert list(call.unfinished) == [0] and not call.finished
+    processor.finish([request.seqs[0]])
+    assert not call.unfinished and list(call.finished) == [request]
     output = request.output()
     assert [(c.index, c.token_ids) for c in output.outputs] == [(0, [7]), (1, [8])]
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("0", "p", [5, 6])
     assert processor.make("q", [5], SamplingParams()).request_id == 2
+
+
+def test_seeds_of_completions(small_llm):
+    """As vLLM's: completion i of a request with a seed is the completion of a request with ``seed + i``."""
+    make = small_llm._requests.make
+    seeds = [seq.seed for seq in make(None, [5], SamplingParams(seed=7, n=3)).seqs]
+    assert seeds == [make(None, [5], SamplingParams(seed=7 + i)).seqs[0].seed for i in range(3)]
+    assert len({seq.seed for seq in make(None, [5], SamplingParams(n=3)).seqs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "num_kept", "max_tokens"),
+    [({}, 9, 64), ({"truncate_prompt_tokens": 4}, 4, 64), ({"truncate_prompt_tokens": 20}, 9, 64),
+     ({"max_tokens": None}, 9, 97 - 9), ({"max_tokens": None, "truncate_prompt_tokens": 1}, 1, 97 - 1)],
+)  # fmt: skip
+def test_what_the_request_layer_resolves(small_llm, params, num_kept, max_tokens):
+    """The last tokens of the prompt are kept; max_tokens=None is what max_model_len and the KV cache (97) leave."""
+    given = SamplingParams(**params)
+    (seq,) = small_llm._requests.make(None, list(range(9)), given).seqs
+    assert seq.prompt_token_ids == list(range(9 - num_kept, 9))
+    assert seq.sampling_params.max_tokens == max_tokens and given.max_tokens == params.get("max_tokens", 64)
+
+
+def test_truncated_to_max_model_len(small_llm):
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
+    prompt = small_llm._requests.make(None, list(range(200)), SamplingParams(max_tokens=0, truncate_prompt_tokens=-1))
+    assert prompt.seqs[0].prompt_token_ids == list(range(73, 200))
+    with refuses("need 8 KV blocks"):
+        small_llm._requests.make(None, list(range(200)), params)
+
+
+def test_edited_after_submission(small_llm):
+    """The caller's object is the caller's: a request under way kept on reading it."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    request = small_llm.add_request([5, 6], params)
+    params.max_tokens, params.temperature = 1, -1.0
+    finished = {}
+    while not small_llm.is_finished():
+        finished.update(small_llm.step()[0])
+    assert len(finished[request]) == 3
+    with refuses("temperature=-1.0 must be a finite number"):
+        small_llm.add_request([5, 6], params)
+
+
+def test_one_warning_of_a_cut(make_llm, caplog):
+    """max_tokens=32768 ended at max_model_len without a word."""
+    llm = make_llm(max_model_len=32)
+    generate(llm, [[5, 6]] * 2, SamplingParams(max_tokens=40, ignore_eos=True))
+    text = "max_tokens=40 is cut to 30 by max_model_len=32 (the prompt has 2 tokens). This is said once."
+    assert [record.getMessage() for record in caplog.records if "is cut to" in record.getMessage()] == [text]
+
+
+def test_abort(make_llm):
+    """An aborted request is forgotten wherever it is; the others go on, and nothing of it is left."""
+    llm = make_llm(max_num_seqs=2, max_num_batched_tokens=16)
+    ids = [llm.add_request([5] * n, SamplingParams(max_tokens=6, ignore_eos=True)) for n in (3, 40, 4, 5)]
+    llm.step()
+    for request_id in (ids[1], str(ids[3]), 99):  # half computed, waiting, unknown
+        llm.abort(request_id)
+    finished = {}
+    while not llm.is_finished():
+        finished.update(llm.step()[0])
+    assert finished.keys() == {ids[0], ids[2]}
+    assert llm.scheduler.block_manager.num_available == len(llm.scheduler.block_manager.blocks)
 
 
 def test_requests_come_out_as_they_finish(small_llm):
@@ -186,4 +277,4 @@ def test_requests_come_out_as_they_finish(small_llm):
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
     requests = small_llm._requests.make_all([None] * 3, [[5], [6], [7]], params)
     first = requests[0].request_id
-    assert [request.request_id - first for request in small_llm._run(requests, use_tqdm=False)] == [1, 2, 0]
+    assert [request.request_id - first for request in small_llm._run(requests)] == [1, 2, 0]

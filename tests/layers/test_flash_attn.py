@@ -10,6 +10,7 @@ from helpers import Reference, generate_with_logits, prompt_of
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention import FlashAttentionBackend
 from nanovllm.runner import model_runner
+from nanovllm.runner.model_runner import WARMUP_FEATURES
 from nanovllm.runner.warmup import compile_kernels
 
 ODD_SIZES = {
@@ -84,7 +85,7 @@ def test_warmup_within_the_block_tables(make_llm):
     """Compiling launches none of our kernels, but flash-attn runs: its contexts must fit the block tables."""
     llm = make_llm(kvcache_block_size=256, max_model_len=512, max_num_batched_tokens=2048)
     with torch.inference_mode():
-        compile_kernels(llm.model_runner)
+        compile_kernels(llm.model_runner, WARMUP_FEATURES)
 
 
 @pytest.mark.gpu

@@ -115,6 +115,23 @@ def test_threads_that_the_user_chose(four_cores):
     assert threads_of_a_step(step_threads(SMALL, CPU, 1)) == 1
 
 
+def test_threads_of_an_engine(four_cores, make_llm):
+    """Steps of the tiny model run on one thread; the user's code between them, and after an error, on four."""
+    llm = make_llm()
+    seen = []
+
+    def sample(*args, **options):
+        seen.append(torch.get_num_threads())
+        return original(*args, **options)
+
+    original, llm.model_runner.sample = llm.model_runner.sample, sample
+    llm.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    while not llm.is_finished():
+        llm.step()
+        assert torch.get_num_threads() == 4
+    assert seen == [1, 1, 1]
+
+
 # ---------------------------------------------------------------- the line at start
 
 

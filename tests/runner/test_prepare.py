@@ -8,6 +8,7 @@ from nanovllm.engine.sequence import Sequence, SequenceTable
 from nanovllm.runner import prepare as prepare_module
 from nanovllm.runner.prepare import prepare, short_prefill_sizes
 from nanovllm.runner.request_state import StagedWrites
+from nanovllm.runner.sampling_tables import StagedTables
 from nanovllm.runner.step import StepKind, unpack
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS = 4, 6, 200
@@ -25,11 +26,13 @@ def prefill(*chunks):
         seqs.append(seq)
     starts, stops = map(list, zip(*chunks, strict=True))
     req_indices = np.array([seq.req_idx for seq in seqs], np.int32)
-    return PrefillBatch(seqs, starts, stops, seqs, req_indices, np.arange(len(seqs)))
+    each = np.arange(len(seqs))
+    return PrefillBatch(seqs, starts, stops, seqs, req_indices, each, each.astype(np.int32), [], [], [])
 
 
 def prepared(batch, short_sizes):
-    header, packed = prepare(batch, StagedWrites(MAX_NUM_SEQS, MAX_BLOCKS), BLOCK_SIZE, short_sizes)
+    staged = StagedWrites(MAX_NUM_SEQS, MAX_BLOCKS, StagedTables(BLOCK_SIZE * MAX_BLOCKS, vocab_size=1000))
+    header, packed = prepare(batch, staged, BLOCK_SIZE, short_sizes)
     return header, {name: segment.tolist() for name, segment in vars(unpack(header, packed)).items()}
 
 

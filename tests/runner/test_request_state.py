@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence, SequenceTable
 from nanovllm.runner.request_state import RequestState, StagedWrites
-from nanovllm.sampling_params import FILTERS
+from nanovllm.runner.sampling_tables import StagedTables
+from nanovllm.sampling_params import FILTERS, LOGPROBS
 
 SLOTS, BLOCKS = 4, 5
 
@@ -18,7 +19,7 @@ class Mirror:
     """Host and device side together."""
 
     def __init__(self):
-        self.staged = StagedWrites(SLOTS, BLOCKS)
+        self.staged = StagedWrites(SLOTS, BLOCKS, StagedTables(max_model_len=32, vocab_size=64))
         self.state = RequestState(SLOTS, BLOCKS, torch.device("cpu"))
 
     def send(self) -> int:
@@ -42,14 +43,18 @@ def test_a_slot_holds_what_the_request_asked_for():
     mirror = Mirror()
     seed = 0xFEDCBA9876543210
     mirror.staged.add(running([5, 6, 7], 2, [9, 4], seed, (1, 3), temperature=0.7, top_k=11, top_p=0.9, min_p=0.05,
-                                 max_tokens=9, min_tokens=6))  # fmt: skip
+                                 max_tokens=9, min_tokens=6, presence_penalty=0.5, frequency_penalty=-0.25,
+                                 repetition_penalty=1.5))  # fmt: skip
     mirror.send()
     state, sampling = mirror.state, mirror.state.sampling
     assert state.length[2] == 3 and sampling.length[2] == 3
     assert state.block_tables[2, :2].tolist() == [9, 4]
-    for name, expected in (("temperature", 0.7), ("top_p", 0.9), ("min_p", 0.05)):
+    for name, expected in (
+        ("temperature", 0.7), ("top_p", 0.9), ("min_p", 0.05), ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.25), ("repetition_penalty", 1.5),
+    ):  # fmt: skip
         assert getattr(sampling, name)[2] == torch.tensor(expected, dtype=torch.float32)
-    assert sampling.top_k[2] == 11
+    assert sampling.top_k[2] == 11 and sampling.is_adjusted[2] and not sampling.is_masked[2]
     assert sampling.seed[2].numpy().view(np.uint64).item() == seed
     assert sampling.min_len[2] == 3 + 6
     assert sampling.stop_ids[2].tolist() == [1, 3] + [-1] * 14
@@ -60,8 +65,9 @@ def test_a_slot_holds_what_the_request_asked_for():
 def test_a_slot_keeps_nothing_of_its_last_owner():
     mirror = Mirror()
     mirror.staged.add(
-        running([1], 0, [1, 2, 3], 77, (4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5, min_tokens=2)
-    )
+        running([1], 0, [1, 2, 3], 77, (4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5, min_tokens=2,
+                logit_bias={3: 1.0}, allowed_token_ids=[3], presence_penalty=1, logprobs=3)
+    )  # fmt: skip
     mirror.send()
     mirror.staged.add(running([1], 0, [6], temperature=0))
     mirror.send()
@@ -69,6 +75,8 @@ def test_a_slot_keeps_nothing_of_its_last_owner():
     fresh.staged.add(running([1], 0, [6, 2, 3], temperature=0))  # table entries past the length are never read
     fresh.send()
     assert mirror.state.buffer.tolist() == fresh.state.buffer.tolist()
+    rows = np.array([0])
+    assert mirror.staged.features(rows) == mirror.staged.num_logprobs(rows) == 0
 
 
 @pytest.mark.parametrize(
@@ -152,3 +160,16 @@ def test_batches_follow_each_other(batches):
         mirror.staged.set_batch(np.array(rows, np.int32))
         mirror.send()
         assert mirror.state.batch_req_indices.tolist() == rows + [SLOTS] * (SLOTS - len(rows))
+
+
+def test_what_a_batch_needs():
+    """The most that one of its requests wants; -1 is the whole vocabulary."""
+    mirror = Mirror()
+    for slot, params in enumerate(({}, {"logprobs": 0}, {"logprobs": 3, "top_k": 5}, {"logprobs": -1})):
+        mirror.staged.add(running([1], slot, [slot], **params))
+    both = LOGPROBS | FILTERS
+    for rows, features, num_logprobs in (
+        ([], 0, 0), ([0], 0, 0), ([0, 1], LOGPROBS, 0), ([2, 0], both, 3), ([3, 2], both, 64)
+    ):  # fmt: skip
+        rows = np.array(rows, np.int64)
+        assert (mirror.staged.features(rows), mirror.staged.num_logprobs(rows)) == (features, num_logprobs)

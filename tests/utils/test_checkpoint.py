@@ -144,10 +144,10 @@ def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path
 
 def test_end_of_sequence_ids(tmp_path):
     config, file = read_model_config(DEMO_MODEL), tmp_path / "generation_config.json"
-    assert config.eos_token_ids and read_eos_token_ids(tmp_path, config) == set(config.eos_token_ids)
-    for content, want in (("{}", set(config.eos_token_ids)), ('{"eos_token_id": null}', set(config.eos_token_ids)),
-                          ('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}),
-                          ('{"eos_token_id": []}', set())):  # fmt: skip
+    of_config = list(config.eos_token_ids)
+    assert of_config and read_eos_token_ids(tmp_path, config) == of_config
+    for content, want in (("{}", of_config), ('{"eos_token_id": null}', of_config), ('{"eos_token_id": 7}', [7]),
+                          ('{"eos_token_id": [8, 7]}', [8, 7]), ('{"eos_token_id": []}', [])):  # fmt: skip
         file.write_text(content)
         assert read_eos_token_ids(tmp_path, config) == want
     for bad in ("</s>", [1.0]):

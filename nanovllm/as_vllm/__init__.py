@@ -1,0 +1,20 @@
+"""nanovllm under vLLM's names: ``python -m nanovllm.as_vllm script.py`` runs a script written for vLLM.
+
+Adapters from vLLM's offline interface, of the version below, to nanovllm's. The rest of nanovllm does not know them,
+and they import no vLLM.
+
+    modules   the module tree that scripts import, put in place of vLLM's
+    sampling  SamplingParams and structured outputs
+    options   engine keywords: passed on, or accepted at values that change nothing
+    launch    from keywords to a running engine
+    prompts   the forms of prompts
+    llm       LLM
+    engine    LLMEngine, with requests named by strings
+    views     its configuration, as scripts read it
+    workers   what code that reaches into a worker finds: the model, its weights, sleep
+    helpers   small functions and types of vLLM's modules
+
+A value that nanovllm cannot honour is an error that names it. No value is ignored, unless it cannot change an output.
+"""
+
+VLLM_VERSION = "0.33.0"  # whose interface this is

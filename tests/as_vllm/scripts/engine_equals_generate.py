@@ -1,0 +1,44 @@
+"""The engine loop gives what ``generate`` gives, whole and in deltas: stop strings, n, log-probabilities."""
+
+import itertools
+import sys
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+llm = LLM(sys.argv[1], max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256)
+engine = llm.llm_engine
+prompts = ["count to 30", "<|im_start|>user\n", "spell the word über", {"prompt_token_ids": [1, 430, 201]}] * 3
+variants = [
+    {"stop": [", 1", "9"]}, {"n": 3, "logprobs": 2}, {"stop": "a", "include_stop_str_in_output": True, "n": 2},
+    {"skip_special_tokens": False, "ignore_eos": True}, {"logprobs": 0, "min_tokens": 5, "frequency_penalty": 0.5},
+]  # fmt: skip
+params = [
+    SamplingParams(seed=i, temperature=1.1, max_tokens=5 + 3 * i, **variants[i % len(variants)])
+    for i in range(len(prompts))
+]
+
+
+def of(completion):
+    return completion.text, list(completion.token_ids), completion.logprobs, completion.finish_reason
+
+
+expected = [[of(c) for c in output.outputs] for output in llm.generate(prompts, params, use_tqdm=False)]
+for kind in RequestOutputKind:
+    seen = {str(i): [] for i in range(len(prompts))}
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        p.output_kind = kind
+        engine.add_request(str(i), prompt, p)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen[output.request_id].append([of(c) for c in output.outputs])
+    for i, outputs in enumerate(seen.values()):
+        if kind is RequestOutputKind.DELTA:
+            joined = []
+            for parts in zip(*outputs, strict=True):
+                texts, ids, logprobs, reasons = zip(*parts, strict=True)
+                whole = None if logprobs[-1] is None else list(itertools.chain.from_iterable(logprobs))
+                joined.append(("".join(texts), list(itertools.chain.from_iterable(ids)), whole, reasons[-1]))
+            assert joined == expected[i], (i, joined, expected[i])
+        else:
+            assert outputs[-1] == expected[i], (kind, i)

@@ -1,0 +1,44 @@
+"""As an evaluation harness scores choices: the log-likelihood of a continuation, and whether greedy would give it."""
+
+import sys
+from importlib.metadata import version
+
+from packaging.version import parse
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.entrypoints.chat_utils import resolve_hf_chat_template
+from vllm.lora.request import LoRARequest  # noqa: F401
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils import get_open_port
+
+assert parse(version("vllm")) >= parse("0.9.0") and get_open_port() > 0
+model = LLM(
+    model=sys.argv[1], gpu_memory_utilization=0.9, revision=None, dtype="auto", tokenizer=None, tokenizer_mode="auto",
+    tokenizer_revision=None, trust_remote_code=False, tensor_parallel_size=1, max_model_len=None, max_num_seqs=None,
+    swap_space=4, quantization=None, seed=1234, enable_lora=False, max_lora_rank=16,
+)  # fmt: skip
+tokenizer = get_tokenizer(sys.argv[1], tokenizer_mode="auto", trust_remote_code=False, revision=None)
+template = resolve_hf_chat_template(
+    tokenizer=tokenizer, chat_template=None, tools=None, model_config=model.llm_engine.model_config,
+    trust_remote_code=False,
+)  # fmt: skip
+assert template == tokenizer.chat_template
+max_length = model.llm_engine.model_config.max_model_len
+assert max_length == 4096
+
+
+def score(context, continuation):
+    context, continuation = tokenizer(context).input_ids, tokenizer(continuation).input_ids
+    ids = (context + continuation)[-max_length:]
+    params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+    (output,) = model.generate([TokensPrompt(prompt_token_ids=ids)], sampling_params=params, use_tqdm=False,
+                               lora_request=None)  # fmt: skip
+    logprobs = [None] + [{i: getattr(x, "logprob", x) for i, x in at.items()} for at in output.prompt_logprobs[1:]]
+    pairs = list(zip(ids, logprobs, strict=True))[len(context) :]
+    return sum(at[i] for i, at in pairs), all(max(at, key=at.get) == i for i, at in pairs)
+
+
+question = "<|im_start|>user\nWhat is 37 + 45?<|im_end|>\n<|im_start|>assistant\n"
+answers = {answer: score(question, answer) for answer in ("82", "83", "Paris")}
+assert answers["82"][1] and not answers["Paris"][1]
+assert max(answers, key=lambda answer: answers[answer][0]) == "82"
+assert -1 < answers["82"][0] < 0 and answers["Paris"][0] < -5, answers

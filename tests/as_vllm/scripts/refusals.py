@@ -1,0 +1,57 @@
+"""What cannot be honoured is refused with its name; what is missing cannot be imported."""
+
+import sys
+
+import pytest
+import vllm
+from vllm import LLM, AsyncLLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: F401
+
+with pytest.raises(ValueError, match=r"quantization='awq' is not supported; nanovllm allows None\."):
+    LLM(model=sys.argv[1], quantization="awq")
+with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean 'quantization'\?"):
+    LLM(model=sys.argv[1], quantisation=None)
+with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is not supported; nanovllm allows 1\."):
+    LLM(model=sys.argv[1], pipeline_parallel_size=2)
+with pytest.raises(RuntimeError, match="AsyncLLMEngine is not supported"):
+    AsyncLLMEngine()
+with pytest.raises(ImportError, match="'NoSuchName' from 'vllm'"):
+    from vllm import NoSuchName  # noqa: F401
+with pytest.raises(ModuleNotFoundError, match=r"stands in for vLLM here, has no module 'vllm\.utils\.such'"):
+    import vllm.utils.such
+with pytest.raises(AttributeError, match="'no_such_name'"):
+    vllm.no_such_name  # noqa: B018
+with pytest.raises(TypeError, match="temprature"):
+    SamplingParams(temprature=0)
+with pytest.raises(ValueError, match=r"best_of=3 is not supported; allowed: None, 1 or n\."):
+    SamplingParams(best_of=3)
+with pytest.raises(ValueError, match=r"max_tokens=0 must be an integer >= 1 or None\."):
+    SamplingParams(max_tokens=0)
+with pytest.raises(ValueError, match=r"top_p=1\.5"):
+    SamplingParams(top_p=1.5)
+assert current_platform.is_cuda() != current_platform.is_cpu() and not current_platform.is_rocm()
+
+llm = LLM(model=sys.argv[1])
+with pytest.raises(ValueError, match="LoRA adapters are not supported"):
+    llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
+with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
+    llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
+with pytest.raises(RuntimeError, match="pooling model"):
+    llm.embed("x")
+with pytest.raises(ValueError, match="add_generation_prompt"):
+    llm.chat([{"role": "user", "content": "x"}], continue_final_message=True)
+llm.sleep(level=1)
+with pytest.raises(RuntimeError, match=r"the engine sleeps .*call wake_up\(\) first"):
+    llm.generate("x")
+llm.wake_up()
+with pytest.raises(ValueError, match=r"level=3 must be 0, 1 or 2"):
+    llm.sleep(level=3)
+with pytest.raises(ValueError, match=r"the model has no tensor 'model\.nothing'"):
+    llm.apply_model(lambda model: model.load_weights([("model.nothing", None)]))
+params = SamplingParams()
+params.temperature = -1
+with pytest.raises(ValueError, match="temperature=-1"):
+    llm.generate("x", params)
+assert llm.generate("x", SamplingParams(), priority=[0], use_tqdm=False)[0].finished

@@ -1,0 +1,28 @@
+"""Data synthesis: the model continues a user's turn, stopped by token ids; a tokenizer of one's own."""
+
+import sys
+
+from transformers import AutoTokenizer
+from vllm import LLM, SamplingParams
+
+llm = LLM(
+    model=sys.argv[1], dtype="bfloat16", trust_remote_code=True, gpu_memory_utilization=0.9, max_model_len=512,
+    swap_space=2.0, tensor_parallel_size=1, seed=None, enable_prefix_caching=True, quantization=None,
+    tokenizer=sys.argv[1], tokenizer_mode="auto", skip_tokenizer_init=False, enforce_eager=False,
+)  # fmt: skip
+params = SamplingParams(
+    n=5, temperature=1.0, top_p=0.9, max_tokens=64, skip_special_tokens=False, stop=["\n"],
+    stop_token_ids=[0, 2], logits_processors=None, spaces_between_special_tokens=False, min_tokens=1,
+)  # fmt: skip
+output_list = llm.generate("<|im_start|>user\n", params)
+instructions = [completion.text.strip() for completion in output_list[0].outputs]
+assert len(instructions) == 5 and all("\n" not in text and "<|im_end|>" not in text for text in instructions)
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer.chat_template = "{% for m in messages %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+                          "<|im_start|>assistant\n"  # fmt: skip
+llm.set_tokenizer(tokenizer)
+assert llm.get_tokenizer().chat_template == tokenizer.chat_template
+params = SamplingParams(temperature=0, max_tokens=64, logits_processors=[], presence_penalty=0.0, frequency_penalty=0.0)
+outputs = llm.chat([[{"role": "user", "content": "What is the capital of France?"}]], params, use_tqdm=False)
+assert outputs[0].outputs[0].text.strip() == "Paris"

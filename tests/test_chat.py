@@ -1,0 +1,327 @@
+"""Conversations, prompt dictionaries and the defaults of a request, on the demo model."""
+
+import json
+import logging
+import re
+import shutil
+
+import pytest
+
+from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.utils.checkpoint import DEMO_MODEL
+
+OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 256, "quiet": True}
+NONE = SamplingParams(max_tokens=0)
+HI = [{"role": "user", "content": "hi"}]
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools %}[{{ tools | map(attribute='name') | join(' ') }}]{% endif %}"
+    "{% if add_generation_prompt %}<a>{% if enable_thinking is defined and not enable_thinking %}<no/>{% endif %}"
+    "{{ date | default('') }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(**OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def with_files(tmp_path):
+    """with_files(content, **options) -> an engine on a copy of the demo model."""
+    made = []
+
+    def make(content, **options):
+        path = tmp_path / f"model{len(made)}"
+        shutil.copytree(DEMO_MODEL, path)
+        (path / "generation_config.json").write_text(json.dumps(content))
+        made.append(LLM(str(path), **{**OPTIONS, **options}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.exit()
+
+
+def prompt_of(llm, messages, **options):
+    (output,) = llm.chat(messages, NONE, use_tqdm=False, **options)
+    return output.prompt
+
+
+def refuses(text):
+    return pytest.raises(RequestError, match="^" + re.escape(text))
+
+
+# ---------------------------------------------------------------- template variables
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "<user>hi<a>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<user>hi<a><no/>"),  # thinking stayed on
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "<user>hi<a>"),
+        ({"enable_thinking": False}, "<user>hi<a><no/>"),
+        ({"enable_thinking": False, "date": "today"}, "<user>hi<a><no/>today"),
+        ({"chat_template_kwargs": {"date": "today"}, "enable_thinking": False}, "<user>hi<a><no/>today"),
+        ({"chat_template_kwargs": {"unknown": 1}}, "<user>hi<a>"),  # as with vLLM: scripts serve several models
+        ({"chat_template_kwargs": None, "tools": None}, "<user>hi<a>"),
+        ({"add_generation_prompt": False, "enable_thinking": False}, "<user>hi"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "<user>hi"),
+        ({"tools": [{"name": "add"}, {"name": "sub"}]}, "<user>hi[add sub]<a>"),
+    ],
+    ids=str,
+)
+def test_template_variables(demo, options, expected):
+    assert prompt_of(demo, HI, chat_template=THINKING, **options) == expected
+
+
+def test_variables_of_the_tokenizers_own_template(demo, monkeypatch):
+    monkeypatch.setattr(demo.tokenizer, "chat_template", THINKING)
+    assert prompt_of(demo, HI, enable_thinking=False) == "<user>hi<a><no/>"
+    monkeypatch.setattr(demo.tokenizer, "chat_template", {"default": THINKING})
+    assert prompt_of(demo, HI, enable_thinking=False) == "<user>hi<a><no/>"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("enable_thinkin", " Did you mean 'enable_thinking'?"),
+        ("chat_template_kwarg", " Did you mean 'chat_template_kwargs'?"),
+        ("temperature", ""),
+        ("lora_requests", ""),
+        ("priority", ""),
+    ],
+)
+def test_unknown_arguments(demo, name, hint):
+    """Any was taken for a variable of the template, and so ignored."""
+    text = f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
+    with pytest.raises(RequestError, match="^" + re.escape(text) + "$"):
+        demo.chat(HI, use_tqdm=False, chat_template=THINKING, **{name: 1})
+    with refuses(text[: text.index(".")]):
+        demo.chat(HI, use_tqdm=False, **{name: 1})
+    assert demo.is_finished()
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "hi"}], "hi"),
+        ([{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}], "hi\nyou"),
+        ([{"text": "hi"}, "you"], "hi\nyou"),
+        ([], ""),
+        (None, ""),
+        ("", ""),
+    ],
+)
+def test_contents(demo, content, text):
+    """OpenAI's lists of parts, and None, were an error of string templates."""
+    message = {"role": "user", "content": content}
+    assert prompt_of(demo, [message]) == prompt_of(demo, [{"role": "user", "content": text}])
+    assert message == {"role": "user", "content": content}, "the caller's message was changed"
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), ({"type": "text", "text": None}, "'text'"),
+     (5, "'int'")],
+)  # fmt: skip
+def test_parts_that_are_no_text(demo, part, named):
+    with refuses(f'a part of a message must be {{"type": "text", "text": "..."}}, not {named}.'):
+        demo.chat([{"role": "user", "content": [part]}], use_tqdm=False)
+
+
+def test_fields_of_a_message_reach_the_template(demo):
+    call = [{"name": "add", "arguments": {"a": 1}}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": call}, {"role": "tool", "content": "3"}]
+    template = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}:{{ c.name }}{% endfor %};{% endfor %}"
+    assert prompt_of(demo, messages, chat_template=template) == "assistant:add;tool;"
+
+
+def test_several_conversations(demo):
+    questions = ["What is 2 + 3?", "What is 4 + 4?", "What is 2 + 3?"]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    outputs = demo.chat(conversations, params, use_tqdm=False)
+    assert [output["text"] for output in outputs] == ["5", "8", "5"]
+    (single,) = demo.chat(conversations[1], params, use_tqdm=False)
+    assert single["text"] == "8" and single.prompt == outputs[1].prompt
+    sampled = SamplingParams(seed=1, n=2, max_tokens=8)
+    assert [len(output.outputs) for output in demo.chat(conversations, sampled, use_tqdm=False)] == [2] * 3
+
+
+# ---------------------------------------------------------------- prompt dictionaries
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "ids"),
+    [
+        ({"prompt": "The"}, "The", None),
+        ({"prompt_token_ids": [5, 6, 7]}, None, [5, 6, 7]),
+        ({"prompt_token_ids": [5, 6, 7], "prompt": "not these"}, "not these", [5, 6, 7]),
+        ({"prompt": "The", "prompt_token_ids": None}, "The", None),
+        ({"prompt": None, "prompt_token_ids": (5, 6)}, None, [5, 6]),
+        ({"prompt": "The", "multi_modal_data": None, "other": 1}, "The", None),
+    ],
+    ids=str,
+)
+def test_prompt_dictionaries(demo, given, text, ids):
+    """The ids count; the text beside them is carried."""
+    params = SamplingParams(temperature=0, max_tokens=3)
+    ids = demo.tokenizer.encode("The") if ids is None else ids
+    (plain,) = demo.generate([ids], params, use_tqdm=False)
+    for outputs in (demo.generate(given, params, use_tqdm=False), demo.generate([given], params, use_tqdm=False)):
+        (output,) = outputs
+        assert (output.prompt, output.prompt_token_ids) == (text, ids)
+        assert output["token_ids"] == plain["token_ids"]
+    assert demo.add_request(given, params) > int(output.request_id)
+    while not demo.is_finished():
+        demo.step()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; this one has '
+         "neither."),
+        ({"text": "The"}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
+        ({"prompt": 5}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
+        ({"prompt": "The", "multi_modal_data": {"image": 1}}, "multi_modal_data: nanovllm runs text models only."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused_prompt_dictionaries(demo, given, text):
+    for use in (demo.generate, demo.add_request, lambda prompt: next(demo.stream(prompt))):
+        with refuses(text):
+            use(given)
+    assert demo.is_finished()
+
+
+# ---------------------------------------------------------------- defaults
+
+
+def test_defaults_of_generation_config(with_files):
+    """They were not read: Qwen3 was sampled at temperature 1.0 and without its top-k."""
+    llm = with_files({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": 2})
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    params.temperature = 2.0  # its owner's
+    assert llm.get_default_sampling_params().temperature == 0.6
+
+
+def test_who_takes_the_defaults(with_files):
+    """Every way to ask, as long as it gives no parameters; explicit ones are taken whole."""
+    llm = with_files({"top_k": 1, "temperature": 5.0, "eos_token_id": 2})
+    question = [{"role": "user", "content": "What is 2 + 3?"}]
+    assert llm.chat(question, use_tqdm=False)[0]["text"] == "5"
+    prompt = llm.chat(question, NONE, use_tqdm=False)[0].prompt
+    assert llm.generate(prompt, use_tqdm=False)[0]["text"] == "5"
+    assert "".join(delta["text"] for delta in llm.stream(prompt)) == "5"
+    assert [output["text"] for output in llm.stream([prompt])] == ["5"]
+    request, finished = llm.add_request(prompt), []
+    while not llm.is_finished():
+        finished += llm.step()[0]
+    assert finished == [(request, llm.generate(prompt, use_tqdm=False)[0]["token_ids"])]
+    hot = SamplingParams(temperature=5.0, seed=0, max_tokens=12)
+    assert llm.generate(prompt, hot, use_tqdm=False)[0]["text"] != "5"
+
+
+def test_without_the_models_defaults(with_files):
+    config = {"temperature": 0.6, "top_k": 20}
+    assert with_files(config, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    assert with_files({}).get_default_sampling_params() == SamplingParams()
+
+
+def test_wrong_defaults(with_files):
+    """They are the model's, so the error names the file and the way around it."""
+    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature='hot' must be .*'vllm'"):
+        with_files({"temperature": "hot"}).get_default_sampling_params()
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def test_max_tokens_none_is_what_fits(demo):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    short, long = demo.generate([[5] * 9, [5] * 250], params, use_tqdm=False)
+    assert [len(output["token_ids"]) for output in (short, long)] == [247, 6]
+    assert short["finish_reason"] == long["finish_reason"] == "length"
+    assert params.max_tokens is None
+    assert len(demo.generate([5] * 250, SamplingParams(max_tokens=None, min_tokens=3), use_tqdm=False)) == 1
+
+
+def test_max_tokens_none_in_a_small_pool():
+    """It is what the pool has room for."""
+    with LLM(**{**OPTIONS, "num_kvcache_blocks": 4}) as llm:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        assert len(llm.generate([5] * 9, params, use_tqdm=False)[0]["token_ids"]) == 4 * 16 + 1 - 9
+
+
+@pytest.mark.parametrize(
+    ("keep", "length", "left"),
+    [(5, 30, 5), (30, 30, 30), (99, 30, 30), (1, 30, 1), (-1, 30, 30), (-1, 256, 255), (-1, 999, 255), (200, 999, 200)],
+)
+def test_truncate_prompt_tokens(demo, keep, length, left):
+    """The last tokens stay; a prompt that is too long becomes one that fits."""
+    prompt = [5 + i % 90 for i in range(length)]
+    params = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=keep)
+    (output,) = demo.generate([prompt], params, use_tqdm=False)
+    assert output.prompt_token_ids == prompt[-left:]
+    (same,) = demo.generate([prompt[-left:]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert output["token_ids"] == same["token_ids"]
+
+
+def test_truncated_to_more_than_fits(demo):
+    with refuses("prompt 0: the prompt has 300 tokens; with max_model_len=256 at most 255 fit."):
+        demo.generate([[5] * 400], SamplingParams(truncate_prompt_tokens=300), use_tqdm=False)
+
+
+def test_max_tokens_that_is_cut_is_told_once(caplog):
+    """Qwen3's documented max_tokens=32768 ended at 4,096 tokens without a word."""
+    text = "max_tokens=300 is cut to 251 by max_model_len=256 (the prompt has 5 tokens). This is said once."
+    with LLM(**OPTIONS) as llm, caplog.at_level(logging.WARNING, "nanovllm"):
+        soon = {"stop_token_ids": list(range(1024))}
+        for max_tokens in (251, None):
+            llm.generate([[5] * 5] * 2, SamplingParams(max_tokens=max_tokens, **soon), use_tqdm=False)
+        assert caplog.messages == []
+        for _ in range(2):
+            llm.generate([[5] * 5, [5] * 6], SamplingParams(max_tokens=300, **soon), use_tqdm=False)
+        assert caplog.messages == [text]
+        assert {(record.name, record.levelname) for record in caplog.records} == {("nanovllm", "WARNING")}
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+
+def test_get_and_set_tokenizer(demo):
+    """The live one: what its owner changes counts from then on."""
+    tokenizer = demo.get_tokenizer()
+    assert tokenizer is demo.tokenizer and tokenizer.decode(tokenizer.encode("The")) == "The"
+    other = LLM(**OPTIONS)
+    try:
+        copied = other.get_tokenizer()
+        copied.chat_template = "{{ messages[0].content }}!"
+        assert prompt_of(demo, HI) != "hi!" == prompt_of(other, HI)
+        demo.set_tokenizer(copied)
+        assert demo.get_tokenizer() is demo.tokenizer is copied
+        assert prompt_of(demo, HI) == "hi!"
+        stopped = demo.generate("What is 2 + 3?", SamplingParams(temperature=0, stop="5"), use_tqdm=False)
+        assert stopped[0]["text"] == "\n"
+    finally:
+        demo.set_tokenizer(tokenizer)
+        other.exit()
+
+
+def test_set_tokenizer_where_there_was_none():
+    with LLM(**{**OPTIONS, "skip_tokenizer_init": True}) as bare, LLM(**OPTIONS) as llm:
+        assert bare.get_tokenizer() is None
+        with refuses("text needs a tokenizer"):
+            bare.generate("The", use_tqdm=False)
+        bare.set_tokenizer(llm.get_tokenizer())
+        params = SamplingParams(temperature=0, max_tokens=8)
+        (given,), (expected,) = (x.generate("The", params, use_tqdm=False) for x in (bare, llm))
+        assert (given["text"], given["token_ids"]) == (expected["text"], expected["token_ids"]) and given["text"]

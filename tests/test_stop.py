@@ -1,0 +1,269 @@
+"""Stop strings, stop tokens and the reasons for an end, on the demo model.
+
+The oracle takes the tokens of a run that nothing stops, and after each token decodes all of them again.
+"""
+
+import random
+from functools import lru_cache
+
+import pytest
+from helpers import run_ahead, use_graphs_on_cpu
+
+from nanovllm import LLM, SamplingParams
+
+OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 256, "quiet": True}
+NUM_TOKENS = 32
+END_OF_TEXT, IM_END = 0, 2
+ANY_TEXT = 50.0  # temperature: every token is about equally likely, single bytes among them
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(num_kvcache_blocks=256, **OPTIONS) as llm:
+        yield llm
+
+
+def run(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def one(llm, prompt="What is 2 + 3?", **params):
+    """The completion of one prompt, greedy unless said otherwise."""
+    params = {"temperature": 0, "max_tokens": NUM_TOKENS, **params}
+    (output,) = run(llm, prompt, SamplingParams(**params))
+    return output.outputs[0]
+
+
+@lru_cache
+def texts_of(tokenizer, token_ids, skip):
+    """The text of the first 0, 1, 2, ... tokens."""
+    return [tokenizer.decode(token_ids[:n], skip_special_tokens=skip) for n in range(len(token_ids) + 1)]
+
+
+def stopped(tokenizer, token_ids, stop, include=False, min_tokens=0, skip=True):
+    """(token ids, text, stop string) of a completion that the first of the strings to be completed ends.
+
+    Of strings completed at the same character it is the first in the list. Without any the last is None.
+    """
+
+    texts = texts_of(tokenizer, tuple(token_ids), skip)
+    for num_tokens in range(min_tokens + 1, len(token_ids) + 1):
+        # an incomplete character at the end is not known yet
+        known, text = (text.rstrip("\ufffd") for text in texts[num_tokens - 1 : num_tokens + 1])
+        for end in range(len(known) + 1, len(text) + 1):
+            for string in stop:
+                if text[:end].endswith(string):
+                    return token_ids[:num_tokens], text[: end if include else end - len(string)], string
+    return token_ids, texts[-1], None
+
+
+def check(llm, completion, token_ids, params):
+    """``completion`` is what the oracle makes of the tokens of the unstopped run."""
+    expected_ids, text, string = stopped(
+        llm.tokenizer, token_ids[: params.max_tokens], params.stop, params.include_stop_str_in_output,
+        params.min_tokens, params.skip_special_tokens,
+    )  # fmt: skip
+    assert (completion.token_ids, completion.text, completion.stop_reason) == (expected_ids, text, string)
+    assert completion.finish_reason == ("length" if string is None else "stop")
+    if params.logprobs is not None:
+        assert [next(iter(at)) for at in completion.logprobs] == expected_ids
+        total = sum(at[i].logprob for at, i in zip(completion.logprobs, expected_ids, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+    return string is not None
+
+
+# ---------------------------------------------------------------- against the oracle
+
+
+def random_params(rng, tokenizer, token_ids, **fixed):
+    """Stop strings from the text of the unstopped run, some of them across tokens; and everything beside them."""
+    skip = rng.random() < 0.7
+    text = texts_of(tokenizer, tuple(token_ids), skip)[-1]
+    stop = ["never", "\x00\x00"]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        start = rng.randrange(len(text) // 3, len(text) - 1)
+        string = text[start : start + rng.choice((1, 2, 3, 5, 8))]
+        if "\ufffd" not in string:
+            stop.append(string)
+    rng.shuffle(stop)
+    num_tokens = len(stopped(tokenizer, token_ids, stop, skip=skip)[0])
+    is_last = rng.random() < 0.3  # "stop" wins over "length" at the last token
+    return SamplingParams(
+        stop=stop, skip_special_tokens=skip, include_stop_str_in_output=rng.random() < 0.3,
+        min_tokens=0 if is_last else rng.choice((0, num_tokens - 1, num_tokens)),
+        max_tokens=num_tokens if is_last else NUM_TOKENS, logprobs=rng.choice((None, None, 0, 2)), **fixed,
+    )  # fmt: skip
+
+
+WAYS = {
+    "plain": lambda llm: llm,
+    "run-ahead": run_ahead,
+    "preempted": run_ahead,
+    "graphs": use_graphs_on_cpu,
+}
+PROMPTS = [f"What is {i} + 3?" for i in range(8)]
+FREE = [{"seed": i, "ignore_eos": True, "temperature": ANY_TEXT if i % 2 else 1.0} for i in range(len(PROMPTS))]
+
+
+def unstopped(llm, fixed):
+    """Tokens of the prompts when nothing stops them."""
+    outputs = run(llm, PROMPTS, [SamplingParams(max_tokens=NUM_TOKENS, **each) for each in fixed])
+    return [output["token_ids"] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def free(demo):
+    return unstopped(demo, FREE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_like_the_whole_text_after_each_token(demo, free, way):
+    """Strings within tokens and across them, several at once, min_tokens, the last token allowed."""
+    rng = random.Random(way)
+    params = [random_params(rng, demo.tokenizer, ids, **fixed) for ids, fixed in zip(free, FREE, strict=True)]
+    with LLM(num_kvcache_blocks=7 if way == "preempted" else 64, **OPTIONS) as llm:
+        outputs = run(WAYS[way](llm), PROMPTS, params)
+        assert (llm.scheduler.num_preemptions > 0) == (way == "preempted")
+        assert llm.scheduler.block_manager.num_available == llm.model_runner.num_kvcache_blocks
+    checked = [check(demo, output.outputs[0], *pair) for output, *pair in zip(outputs, free, params, strict=True)]
+    assert sum(checked) >= 4
+
+
+def test_incomplete_characters(demo):
+    """Characters of two and three bytes, a token each: a string ends where the last byte comes, and not before."""
+    ids = {text: demo.tokenizer.encode(text, add_special_tokens=False) for text in ("é", "日", "a")}
+    assert [len(ids[text]) for text in ids] == [2, 3, 1]
+    fixed = [{**each, "temperature": ANY_TEXT, "allowed_token_ids": ids["é" if i % 2 else "日"] + ids["a"]}
+             for i, each in enumerate(FREE)]  # fmt: skip
+    stops = [["日"], ["éa", "aé"], ["日a", "a日"], ["é"], ["aaa", "日"], ["aéa", "éé"], ["日日"], ["aa"]]
+    params = [SamplingParams(max_tokens=64, stop=stop, **each) for stop, each in zip(stops, fixed, strict=True)]
+    free = run(demo, PROMPTS, [SamplingParams(max_tokens=64, **each) for each in fixed])
+    outputs = run(demo, PROMPTS, params)
+    for output, whole, each in zip(outputs, free, params, strict=True):
+        check(demo, output.outputs[0], whole["token_ids"], each)
+    assert {"日", "é", "aa"} <= {output.outputs[0].stop_reason for output in outputs}
+
+
+def test_each_completion_stops_by_itself(demo):
+    fixed = {"temperature": 3.0, "ignore_eos": True, "n": 4, "seed": 5, "max_tokens": NUM_TOKENS}
+    (free,) = run(demo, "What is 2 + 3?", SamplingParams(**fixed))
+    stop = [completion.text[i : i + 3] for i, completion in enumerate(free.outputs[:3], 4)]
+    params = SamplingParams(stop=stop, logprobs=0, **fixed)
+    (output,) = run(demo, "What is 2 + 3?", params)
+    ends = [check(demo, *pair, params) for pair in zip(output.outputs, (c.token_ids for c in free.outputs), strict=True)]
+    assert ends[:3] == [True] * 3 and len({len(completion.token_ids) for completion in output.outputs}) > 1
+
+
+# ---------------------------------------------------------------- one rule each
+
+
+def test_several_strings(demo):
+    """"\\n5" and then the end: the string that is complete first wins, of those that end together the first given."""
+    assert one(demo).text == "\n5"
+    for stop, reason, text in [
+        ("5", "5", "\n"),
+        (["5", "\n"], "\n", ""),
+        (["\n5", "5"], "\n5", ""),
+        (["5", "\n5"], "5", "\n"),
+        (["x", "\n5"], "\n5", ""),
+        (["5."], None, "\n5"),
+    ]:
+        completion = one(demo, stop=stop)
+        assert (completion.stop_reason, completion.text, completion.finish_reason) == (reason, text, "stop"), stop
+
+
+def test_the_string_that_is_complete_first_within_a_token(demo):
+    """A token may complete two strings: the one that ends earlier wins, though it comes later in the list and began
+    later."""
+    free = one(demo, "introduce yourself", ignore_eos=True)
+    texts = [demo.tokenizer.decode([i]) for i in free.token_ids]
+    place = next(i for i, text in enumerate(texts) if len(text) >= 5 and i >= 2)
+    word, before = texts[place], "".join(texts[place - 2 : place])
+    assert free.text.count(before + word) == 1 and free.text.index(before + word[:3]) < free.text.index(word[1:3]) + 99
+    completion = one(demo, "introduce yourself", ignore_eos=True, stop=[before + word, word[:4]])
+    assert completion.stop_reason == word[:4] and completion.token_ids == free.token_ids[: place + 1]
+    assert completion.text == "".join(texts[:place])
+
+
+def test_include_stop_str_in_output(demo):
+    """The text ends after the string, not after the token that completes it; of a stop token with its text."""
+    free = one(demo, "introduce yourself", ignore_eos=True)
+    texts = [demo.tokenizer.decode([i]) for i in free.token_ids]
+    place = next(i for i, text in enumerate(texts) if len(text) >= 4 and i >= 2)
+    string = texts[place - 1] + texts[place][:2]
+    completion = one(demo, "introduce yourself", stop=string, include_stop_str_in_output=True)
+    assert completion.text == "".join(texts[:place]) + texts[place][:2]
+    assert completion.token_ids == free.token_ids[: place + 1]
+    (five,) = demo.tokenizer.encode("5", add_special_tokens=False)
+    assert one(demo, stop_token_ids=[five], include_stop_str_in_output=True).text == "\n5"
+
+
+def test_the_prompt_is_not_searched(demo):
+    assert one(demo, stop=["?\n", "3", "What"]).text == "\n5"
+
+
+def test_special_tokens_are_text_only_if_they_are_kept(demo):
+    """The usual "<|im_end|>" among the stop strings never matches by default, because it is no text."""
+    params = {"stop": "<|im_end|>", "ignore_eos": True}
+    assert one(demo, **params).finish_reason == "length"
+    kept = one(demo, skip_special_tokens=False, **params)
+    assert (kept.text, kept.stop_reason, kept.token_ids[-1]) == ("\n5", "<|im_end|>", IM_END)
+    across = one(demo, skip_special_tokens=False, stop="5<|im_", ignore_eos=True)
+    assert (across.text, across.token_ids) == ("\n", kept.token_ids)
+    # the token that ended it is no text even then
+    assert one(demo, skip_special_tokens=False).text == "\n5"
+    assert one(demo, skip_special_tokens=False, include_stop_str_in_output=True).text == "\n5<|im_end|>"
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_stop_token(demo, in_flight, monkeypatch):
+    """It was kept in the text."""
+    monkeypatch.setattr(demo.model_runner, "max_in_flight", in_flight)
+    (five,) = demo.tokenizer.encode("5", add_special_tokens=False)
+    completion = one(demo, stop_token_ids=[five], logprobs=0)
+    assert (completion.text, completion.token_ids[-1], completion.stop_reason) == ("\n", five, five)
+    assert len(completion.logprobs) == len(completion.token_ids)
+    # a stop token is no text, so no stop string is found in it
+    assert one(demo, stop_token_ids=[five], stop="5").stop_reason == five
+    assert one(demo, stop_token_ids=[five], stop="\n").stop_reason == "\n"
+
+
+@pytest.mark.parametrize(
+    ("forced", "params", "finish_reason", "stop_reason"),
+    [
+        (IM_END, {}, "stop", None),
+        (IM_END, {"stop_token_ids": [IM_END]}, "stop", None),  # the id was reported
+        (IM_END, {"stop_token_ids": [END_OF_TEXT, IM_END]}, "stop", None),
+        (IM_END, {"stop_token_ids": [IM_END], "ignore_eos": True}, "stop", IM_END),
+        (IM_END, {"ignore_eos": True}, "length", None),
+        (END_OF_TEXT, {}, "stop", END_OF_TEXT),  # of generation_config.json, not the tokenizer's: None was reported
+        (END_OF_TEXT, {"stop_token_ids": [END_OF_TEXT]}, "stop", END_OF_TEXT),
+        (END_OF_TEXT, {"ignore_eos": True}, "length", None),
+        (7, {"stop_token_ids": [7, 8]}, "stop", 7),
+        (7, {"stop_token_ids": [7], "max_tokens": 1}, "stop", 7),
+        (IM_END, {"max_tokens": 1}, "stop", None),
+        (7, {"max_tokens": 1}, "length", None),
+        (7, {"stop_token_ids": [7], "min_tokens": 2, "max_tokens": 2}, "length", None),
+    ],
+)
+def test_reasons(demo, forced, params, finish_reason, stop_reason):
+    completion = one(demo, **{"logit_bias": {forced: 1000.0}, "max_tokens": 3, **params})
+    assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
+    ends = finish_reason == "stop"
+    assert len(completion.token_ids) == (1 if ends else params.get("max_tokens", 3))
+    assert completion.text == "" or not ends
+
+
+def test_not_before_min_tokens(demo):
+    """"\\n5" is complete at the second token; a string completed earlier stops nothing later, either."""
+    free = one(demo, ignore_eos=True)
+    for min_tokens, stops in ((0, True), (1, True), (2, False), (5, False)):
+        completion = one(demo, stop=["\n5"], min_tokens=min_tokens, ignore_eos=True)
+        assert (completion.finish_reason == "stop") == stops
+        assert completion.token_ids == free.token_ids[: 2 if stops else None]
+
+
+def test_one_string_is_a_list_of_one(demo):
+    params = SamplingParams(temperature=0, max_tokens=8, stop="5")
+    outputs = run(demo, ["What is 2 + 3?"] * 2, [params, SamplingParams(temperature=0, max_tokens=8, stop=["5"])])
+    assert [(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs] == [("\n", "5")] * 2

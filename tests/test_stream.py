@@ -1,0 +1,592 @@
+"""Outputs as they arrive: deltas that join to what generate gives; closed early, a stream leaves no trace."""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from itertools import count, islice, product
+
+import pytest
+from helpers import ROOT, generate, greedy, prompt_of, record_calls, run_ahead, tokens_of
+
+from nanovllm import LLM, EngineError, RequestError, SamplingParams
+
+PROMPT = "introduce yourself"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_seqs=4, quiet=True) as llm:
+        yield llm
+
+
+def check_is_empty(llm):
+    """No request, sequence, block or request slot is left."""
+    while llm._in_flight:  # a surplus launch
+        llm.step()
+    assert llm.is_finished()
+    assert not llm._requests._requests and not llm._requests._watches
+    blocks = llm.scheduler.block_manager
+    assert blocks.num_available == llm.model_runner.num_kvcache_blocks
+    assert all(block.ref_count == 0 for block in blocks.blocks)
+    assert sorted(llm.scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
+
+
+def finish(llm):
+    """{request id: token ids} of the requests of ``add_request``."""
+    finished = {}
+    while not llm.is_finished():
+        finished.update(llm.step()[0])
+    return finished
+
+
+# ---------------------------------------------------------------- one prompt
+
+KINDS = {
+    "greedy": {"temperature": 0},
+    "seeded": {"seed": 3, "ignore_eos": True},
+    "any bytes": {"seed": 3, "ignore_eos": True, "temperature": 50.0},
+    "special tokens": {"seed": 3, "ignore_eos": True, "skip_special_tokens": False},
+    "log-probabilities": {"seed": 3, "logprobs": 2, "ignore_eos": True},
+    "n": {"seed": 3, "n": 3},
+    "n, of different lengths": {"seed": 4, "n": 3, "stop_token_ids": list(range(200, 400))},
+    "n, log-probabilities": {"seed": 3, "n": 2, "logprobs": 0, "temperature": 5.0},
+    "n, more than max_num_seqs": {"seed": 3, "n": 5, "max_tokens": 8},
+    "stop string": {"temperature": 0, "stop": ["zzz", "and I"]},
+    "stop string, kept": {"temperature": 0, "stop": ["zzz", "and I"], "include_stop_str_in_output": True},
+    "stop string, n": {"seed": 3, "n": 3, "stop": ["a", "am the"], "logprobs": 1},
+    "stop string, none": {"temperature": 0, "stop": ["nanovllm is not", "never" * 9]},
+    "stop token": {"temperature": 0, "stop_token_ids": list(range(300, 600))},
+    "min_tokens": {"seed": 1, "min_tokens": 15},
+    "no text": {"seed": 3, "detokenize": False},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 1},
+    "one token": {"temperature": 0, "max_tokens": 1},
+    "no token": {"temperature": 0, "max_tokens": 0},
+    "no token, log-probabilities": {"temperature": 0, "max_tokens": 0, "logprobs": 1, "prompt_logprobs": 0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deltas_join_to_what_generate_gives(demo, monkeypatch, kind):
+    """With a launch in flight, the first step has no tokens yet: log-probabilities of none were an error."""
+    params = SamplingParams(**{"max_tokens": 16, **KINDS[kind]})
+    (whole,) = demo.generate(PROMPT, params, use_tqdm=False)
+    for in_flight in (0, 1):
+        monkeypatch.setattr(demo.model_runner, "max_in_flight", in_flight)
+        check_deltas(list(demo.stream(PROMPT, params)), whole, params)
+        check_is_empty(demo)
+
+
+def check_deltas(deltas, whole, params):
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert {(delta.prompt, tuple(delta.prompt_token_ids or whole.prompt_token_ids)) for delta in deltas} == {
+        (PROMPT, tuple(whole.prompt_token_ids))
+    }
+    assert len({delta.request_id for delta in deltas}) == 1
+    for index, completion in enumerate(whole.outputs):
+        parts = [delta.outputs[index] for delta in deltas]
+        assert "".join(part.text for part in parts) == completion.text
+        assert [i for part in parts for i in part.token_ids] == completion.token_ids
+        assert all(part.finish_reason is None and part.stop_reason is None for part in parts[:-1])
+        last = parts[-1]
+        assert (last.finish_reason, last.stop_reason) == (completion.finish_reason, completion.stop_reason)
+        assert {part.index for part in parts} == {index}
+        if params.logprobs is None:
+            assert {part.logprobs for part in parts} == {None}
+        else:
+            assert [at for part in parts for at in part.logprobs] == completion.logprobs
+            assert [len(part.logprobs) for part in parts] == [len(part.token_ids) for part in parts]
+            assert last.cumulative_logprob == pytest.approx(completion.cumulative_logprob)
+    num_tokens = max(len(completion.token_ids) for completion in whole.outputs)
+    assert len(deltas) >= num_tokens - 3, "tokens come one by one"
+    if params.prompt_logprobs is not None:
+        assert deltas[-1].prompt_logprobs == whole.prompt_logprobs
+
+
+def test_dictionary_of_a_delta(demo):
+    deltas = list(demo.stream(PROMPT, greedy(20)))
+    assert "".join(delta["text"] for delta in deltas) == demo.generate(PROMPT, greedy(20), use_tqdm=False)[0]["text"]
+    assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_nothing_of_a_stop_string_is_shown(demo):
+    """Characters that may begin one are held back until it is clear that they do not."""
+    (free,) = demo.generate(PROMPT, greedy(30), use_tqdm=False)
+    for start in (0, 7, 13, 20, 31):
+        stop = free["text"][start : start + 9]
+        (whole,) = demo.generate(PROMPT, greedy(30, stop=stop), use_tqdm=False)
+        shown = ""
+        for delta in demo.stream(PROMPT, greedy(30, stop=stop)):
+            shown += delta["text"]
+            assert whole["text"].startswith(shown)
+        assert shown == whole["text"] == free["text"][: free["text"].index(stop)]
+
+
+def test_a_character_is_never_shown_in_parts(demo):
+    """U+FFFD stands for bytes that are no UTF-8, not for those whose rest comes with the next token."""
+    allowed = [i for text in ("é", "日") for i in demo.tokenizer.encode(text, add_special_tokens=False)]
+    params = SamplingParams(seed=0, temperature=50.0, ignore_eos=True, max_tokens=40, allowed_token_ids=allowed)
+    (whole,) = demo.generate(PROMPT, params, use_tqdm=False)
+    shown = ""
+    for delta in demo.stream(PROMPT, params):
+        shown += delta["text"]
+        assert whole["text"].startswith(shown)
+    assert shown == whole["text"] and "é" in shown
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, {"prompt": PROMPT}, {"prompt_token_ids": [5, 6]}, [5, 6], (5, 6)])
+def test_forms_of_one_prompt(demo, prompt):
+    *_, last = demo.stream(prompt, greedy(3))
+    assert last.finished and last.prompt == (PROMPT if "intro" in str(prompt) else None)
+
+
+# ---------------------------------------------------------------- closed early
+
+
+def close_by_break(stream):
+    for _ in stream:
+        break
+    stream.close()
+
+
+def close_by_hand(stream):
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+
+
+def close_by_forgetting(stream):
+    next(stream)
+    del stream
+    gc.collect()
+
+
+def close_by_error(stream):
+    with pytest.raises(ZeroDivisionError):
+        for _ in stream:
+            raise ZeroDivisionError
+    stream.close()
+
+
+def never_begun(stream):
+    stream.close()
+
+
+CLOSES = [close_by_break, close_by_hand, close_by_forgetting, close_by_error, never_begun]
+STREAMED = {
+    "one": lambda: prompt_of(20),
+    "many": lambda: ((prompt_of(20 + i % 30), greedy(1 + i % 9)) for i in range(40)),
+    "endless": lambda: (prompt_of(1 + i % 30) for i in count()),
+}
+
+
+@pytest.mark.parametrize("close", CLOSES)
+def test_closed_early(make_llm, reference, close):
+    """Its requests are aborted, and those of add_request go on."""
+    llm = make_llm(num_kvcache_blocks=16, max_num_seqs=4)
+    for in_flight, (kind, prompts) in product((0, 1), STREAMED.items()):
+        llm.model_runner.max_in_flight = in_flight
+        added = llm.add_request(prompt_of(9), greedy(12))
+        for n in (1, 3) if kind == "one" else (1,):
+            stream = llm.stream(prompts(), SamplingParams(max_tokens=8, n=n, ignore_eos=True))
+            close(stream)
+            del stream
+        assert finish(llm) == {added: reference(prompt_of(9), 12)}
+        check_is_empty(llm)
+    assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
+
+
+def test_break_in_the_loop(make_llm):
+    """Without another reference to it, leaving the loop closes the stream."""
+    llm = make_llm()
+    for _ in llm.stream([5, 6], greedy(50)):
+        break
+    gc.collect()
+    check_is_empty(llm)
+
+
+def test_closed_after_exit(make_llm):
+    llm = make_llm()
+    stream = llm.stream([5, 6], greedy(50))
+    next(stream)
+    llm.exit()
+    with pytest.raises(EngineError, match="this engine is shut down"):
+        next(stream)
+    stream = make_llm().stream([[5, 6]] * 3, greedy(50))
+    stream.close()
+
+
+# ---------------------------------------------------------------- several at a time
+
+
+def test_two_streams_interleaved(make_llm, reference):
+    llm = make_llm()
+    streams = [llm.stream(prompt_of(n), greedy(12)) for n in (9, 20)]
+    tokens = [[], []]
+    while streams[0] or streams[1]:
+        for i, stream in enumerate(streams):
+            delta = stream and next(stream, None)
+            if delta is None:
+                streams[i] = None
+            else:
+                tokens[i] += delta["token_ids"]
+    assert tokens == [reference(prompt_of(n), 12) for n in (9, 20)]
+    check_is_empty(llm)
+
+
+def test_one_of_two_streams_is_closed(make_llm, reference):
+    llm = make_llm()
+    first, second = (llm.stream(prompt_of(n), greedy(12)) for n in (9, 20))
+    tokens = [*next(first)["token_ids"], *next(second)["token_ids"]][1:]
+    first.close()
+    assert tokens + [i for delta in second for i in delta["token_ids"]] == reference(prompt_of(20), 12)
+    check_is_empty(llm)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_generate_within_the_loop_of_a_stream(make_llm, reference, in_flight):
+    """It makes the stream's steps, too; the next delta has all of their tokens."""
+    llm, tokens, sizes = make_llm(), [], []
+    llm.model_runner.max_in_flight = in_flight
+    for delta in llm.stream(prompt_of(9), greedy(30)):
+        tokens += delta["token_ids"]
+        sizes.append(len(delta["token_ids"]))
+        if len(sizes) == 3:
+            assert generate(llm, [prompt_of(20)], greedy(8)) == [reference(prompt_of(20), 8)]
+    assert tokens == reference(prompt_of(9), 30)
+    assert max(sizes) >= 8 and sizes[:3] == [1, 1, 1]
+    check_is_empty(llm)
+
+
+def test_generate_that_finishes_the_streams_request(make_llm, reference):
+    llm = make_llm()
+    stream = llm.stream(prompt_of(9), greedy(6))
+    first = next(stream)
+    generate(llm, [prompt_of(20)], greedy(20))
+    (last,) = stream
+    assert first["token_ids"] + last["token_ids"] == reference(prompt_of(9), 6) and last.finished
+
+
+def test_step_beside_a_stream(make_llm, reference):
+    """``step`` reports the requests of add_request, the stream its own, whoever makes the steps."""
+    llm = make_llm()
+    early, late = (llm.add_request(prompt_of(n), greedy(m)) for n, m in ((30, 2), (17, 25)))
+    tokens, stepped = [], {}
+    for delta in llm.stream(prompt_of(9), greedy(12)):
+        tokens += delta["token_ids"]
+        stepped.update(llm.step()[0])
+    assert tokens == reference(prompt_of(9), 12)
+    stepped.update(finish(llm))
+    assert stepped == {early: reference(prompt_of(30), 2), late: reference(prompt_of(17), 25)}
+    check_is_empty(llm)
+
+
+def test_the_stream_finishes_what_was_added(make_llm, reference):
+    """A request of add_request that ends during a stream is reported by the next ``step``."""
+    llm = make_llm()
+    request = llm.add_request(prompt_of(30), greedy(2))
+    list(llm.stream(prompt_of(9), greedy(12)))
+    assert not llm.is_finished()
+    assert finish(llm) == {request: reference(prompt_of(30), 2)}
+
+
+# ---------------------------------------------------------------- abort
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_abort_at_every_stage(make_llm, reference, in_flight):
+    """Waiting, between two chunks of its prompt, decoding, finished, reported, unknown; the others carry on."""
+    llm = make_llm(num_kvcache_blocks=24, max_num_batched_tokens=16, max_num_seqs=3, enable_prefix_caching=False)
+    llm.model_runner.max_in_flight = in_flight
+    for num_steps in (*range(0, 16, 2), 25):
+        mate = llm.add_request(prompt_of(9), greedy(12))
+        doomed = [llm.add_request(prompt_of(40), greedy(8, logprobs=0)) for _ in range(3)]
+        finished = {}
+        for _ in range(num_steps):
+            finished.update(llm.step()[0])
+        for request in (doomed[0], str(doomed[1]), doomed[0], 12345):
+            llm.abort(request)
+        finished.update(finish(llm))
+        assert finished[mate] == reference(prompt_of(9), 12)
+        assert finished[doomed[2]] == reference(prompt_of(40), 8)
+        assert set(finished) <= {mate, *doomed}
+        assert len(finished) == 2 or num_steps > 0
+        check_is_empty(llm)
+    assert set(finished) == {mate, *doomed}, "the last abort came after the end"
+
+
+@pytest.mark.parametrize("use", ["generate", "stream", "score"])
+def test_finished_after_a_surplus_launch(make_llm, reference, use):
+    """Whatever stopped its last request, an engine that has nothing to do is finished, and its prefix cache can be
+    reset: on a GPU a launch of surplus tokens was in flight, and reset_prefix_cache refused."""
+    llm, prompt = run_ahead(make_llm()), prompt_of(9)
+    params = greedy(20, stop_token_ids=[reference(prompt, 6)[5]])
+    if use == "generate":
+        generate(llm, [prompt], params)
+    elif use == "stream":
+        list(llm.stream(prompt, params))
+    else:
+        llm.score([prompt])
+    assert llm.is_finished()
+    assert llm.reset_prefix_cache() is True
+
+
+def test_abort_with_a_preempted_request(make_llm, reference):
+    """In a pool for little more than one, what waits to be recomputed can be aborted, too."""
+    llm = make_llm(num_kvcache_blocks=4)
+    requests = [llm.add_request(prompt_of(18, seed=i), greedy(25)) for i in range(3)]
+    while not llm.scheduler.num_preemptions:
+        llm.step()
+    waiting = [seq.seq_id for seq in llm.scheduler.waiting if seq.num_completion_tokens]
+    assert waiting
+    for request in waiting:
+        llm.abort(request)
+    left = [i for i, request in enumerate(requests) if request not in waiting]
+    assert finish(llm) == {requests[i]: reference(prompt_of(18, seed=i), 25) for i in left}
+    check_is_empty(llm)
+
+
+# ---------------------------------------------------------------- many prompts
+
+
+def test_outputs_as_they_finish(make_llm, reference):
+    """Every one once, with the index of its prompt; the short ones do not wait for the long one before them."""
+    llm = make_llm(max_num_seqs=4)
+    lengths = [3 + 7 * i % 40 for i in range(14)]
+    limits = [40, *(1 + i % 6 for i in range(1, 14))]
+    prompts = [(prompt_of(n), greedy(limit)) for n, limit in zip(lengths, limits, strict=True)]
+    outputs = list(llm.stream(prompts))
+    assert sorted(output.index for output in outputs) == list(range(14)) and outputs[-1].index == 0
+    for output in outputs:
+        assert output.finished
+        assert output["token_ids"] == reference(prompt_of(lengths[output.index]), limits[output.index])
+    assert list(llm.stream([])) == [] and list(llm.stream(iter(()))) == []
+
+
+def test_many_texts(demo):
+    prompts = ["What is 2 + 3?", {"prompt": "What is 4 + 4?"}, [5, 6], {"prompt_token_ids": [7, 8], "prompt": "own"}]
+    expected = demo.generate(prompts, greedy(12), use_tqdm=False)
+    outputs = sorted(demo.stream(iter(prompts), greedy(12)), key=lambda output: output.index)
+    assert [(o.prompt, o["text"], o["token_ids"]) for o in outputs] == [
+        (o.prompt, o["text"], o["token_ids"]) for o in expected
+    ]
+    stopped = list(demo.stream(prompts[:1], SamplingParams(temperature=0, stop="5", n=1, logprobs=1)))
+    assert (stopped[0]["text"], len(stopped[0].outputs[0].logprobs)) == ("\n", 2)
+
+
+def test_endless_prompts_are_taken_as_there_is_room(make_llm):
+    """At most 2 * max_num_seqs of them are ahead of what was yielded."""
+    llm, taken = make_llm(max_num_seqs=4), 0
+
+    def prompts():
+        nonlocal taken
+        for i in count():
+            taken = i + 1
+            yield prompt_of(1 + i % 20), greedy(1 + i % 5)
+
+    batches = record_calls(llm.model_runner, "run")
+    stream = llm.stream(prompts())
+    assert taken == 0
+    ahead = [taken - i for i, _ in enumerate(islice(stream, 100), 1)]
+    assert 0 < max(ahead) <= 2 * 4
+    assert max(len(batch.req_indices) for batch in batches) == 4
+    stream.close()
+    check_is_empty(llm)
+
+
+def test_endless_prompts_in_constant_memory(make_llm, monkeypatch):
+    """Requests and outputs that were yielded are gone, without the cycle collector."""
+    llm, made = make_llm(max_num_seqs=4), []
+    make = llm._requests.make
+
+    def recorded(*args):
+        request = make(*args)
+        made.append(weakref.ref(request))
+        return request
+
+    monkeypatch.setattr(llm._requests, "make", recorded)
+    stream = llm.stream(([5 + i % 100], greedy(1 + i % 3, logprobs=0)) for i in count())
+    gc.disable()
+    try:
+        for num_yielded in range(20, 120, 20):
+            outputs = [weakref.ref(output) for output in islice(stream, 20)]
+            assert len(made) >= num_yielded
+            assert sum(ref() is not None for ref in made) <= 2 * 2 * 4 + 1
+            assert sum(ref() is not None for ref in outputs) <= 1
+        stream.close()
+        del stream
+        assert not [ref for ref in made if ref() is not None]
+    finally:
+        gc.enable()
+    check_is_empty(llm)
+
+
+def test_pairs_with_their_own_parameters(make_llm, reference):
+    """What has no parameters of its own takes the call's; a pair of two prompts is no pair."""
+    llm, prompt = make_llm(), prompt_of(9)
+    outputs = sorted(llm.stream([(prompt, greedy(2)), prompt, (prompt, greedy(7))], greedy(4)), key=lambda o: o.index)
+    assert tokens_of(outputs) == [reference(prompt, n) for n in (2, 4, 7)]
+    assert len(list(llm.stream(([5, 6], [7, 8]), greedy(2)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ([], "the prompt is empty"),
+        ([600], "token id 600 is outside the vocabulary [0, 512)."),
+        ([1] * 5000, "the prompt has 5000 tokens"),
+        ("text", "text needs a tokenizer"),
+        (([5], SamplingParams(stop_token_ids=[600])), "stop_token_ids: 600 is outside"),
+        (([5], SamplingParams(logprobs=21)), "logprobs=21 must be at most max_logprobs=20"),
+        (5, "a prompt must be a string or a flat list of integer token ids, not 5."),
+        ({"text": [5]}, 'a prompt dictionary needs "prompt"'),
+    ],
+    ids=range(8),
+)
+def test_a_bad_prompt_in_the_middle(make_llm, reference, bad, text):
+    """It is an error with its index when it is taken; the call's other requests are aborted, and no others."""
+    llm = make_llm(max_num_seqs=2)
+    added = llm.add_request(prompt_of(9), greedy(12))
+    prompts = [*(prompt_of(5 + i) for i in range(7)), bad, prompt_of(4)]
+    outputs = []
+    with pytest.raises(RequestError, match="^prompt 7: " + re.escape(text)):
+        for output in llm.stream(prompts, greedy(3)):
+            outputs.append(output)
+    assert all(output["token_ids"] == reference(prompt_of(5 + output.index), 3) for output in outputs) and outputs
+    assert finish(llm) == {added: reference(prompt_of(9), 12)}
+    check_is_empty(llm)
+
+
+def test_a_feed_that_raises(make_llm, reference):
+    """The user's own error comes out as it is."""
+
+    def prompts():
+        yield from (prompt_of(5 + i) for i in range(6))
+        raise ZeroDivisionError("the user's own")
+
+    llm = make_llm(max_num_seqs=2)
+    added = llm.add_request(prompt_of(9), greedy(12))
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        list(llm.stream(prompts(), greedy(3)))
+    assert finish(llm) == {added: reference(prompt_of(9), 12)}
+    check_is_empty(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "text"),
+    [
+        ([5, 600], None, "token id 600 is outside the vocabulary [0, 512)."),
+        ("text", None, "text needs a tokenizer"),
+        ([5], SamplingParams(logprobs=50), "logprobs=50 must be at most max_logprobs=20"),
+        ([5], {}, "sampling_params must be a SamplingParams, not dict."),
+        ([[5], [6]], [SamplingParams()] * 2, "sampling_params must be a SamplingParams, not list."),
+        ([[5], []], None, "prompt 1: the prompt is empty"),
+        (5, None, "prompts must be "),  # a TypeError
+        (None, None, "prompts must be "),
+    ],
+    ids=range(8),
+)
+def test_refused_at_the_first_step(make_llm, prompts, params, text):
+    """Nothing is queued."""
+    llm = make_llm()
+    with pytest.raises(RequestError, match="^" + re.escape(text)):
+        next(llm.stream(prompts, params))
+    check_is_empty(llm)
+
+
+def test_a_feed_that_uses_the_engine(make_llm, reference):
+    """Prompts that depend on other completions: generate, called while the stream takes its next prompt."""
+    llm = make_llm()
+
+    def prompts():
+        for n in (9, 20):
+            (tokens,) = generate(llm, [prompt_of(n)], greedy(3))
+            yield tokens
+
+    outputs = sorted(llm.stream(prompts(), greedy(4)), key=lambda output: output.index)
+    assert tokens_of(outputs) == [reference(reference(prompt_of(n), 3), 4) for n in (9, 20)]
+
+
+# ---------------------------------------------------------------- interrupts, ranks
+
+
+@pytest.mark.parametrize("prompts", ["one", "many"])
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_keyboard_interrupt_in_a_step(make_llm, reference, monkeypatch, prompts, in_flight):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    llm = make_llm()
+    llm.model_runner.max_in_flight = in_flight
+    original, calls = llm.model_runner.run, count(1)
+
+    def interrupted(batch):
+        if next(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return original(batch)
+
+    monkeypatch.setattr(llm.model_runner, "run", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream(STREAMED[prompts](), greedy(20)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    check_is_empty(llm)
+    assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
+
+
+@pytest.mark.parametrize("prompts", ["one", "many"])
+def test_keyboard_interrupt_in_the_consumer(make_llm, reference, prompts):
+    """It leaves the engine's other requests alone."""
+    llm = run_ahead(make_llm())
+    added = llm.add_request(prompt_of(9), greedy(12))
+    stream = llm.stream(STREAMED[prompts](), greedy(20))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            raise KeyboardInterrupt
+    stream.close()
+    assert finish(llm) == {added: reference(prompt_of(9), 12)}
+    check_is_empty(llm)
+
+
+def test_requests_that_a_failed_step_dropped(make_llm, monkeypatch):
+    """Another caller's step failed: the stream says so, and does not wait for tokens that never come."""
+    llm = make_llm()
+    stream = llm.stream(prompt_of(9), greedy(20))
+    next(stream)
+
+    def fail(*_):
+        raise RuntimeError("device says no")
+
+    monkeypatch.setattr(llm.model_runner, "run", fail)
+    with pytest.raises(RuntimeError, match="device says no"):
+        llm.step()
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="these requests were dropped, because a step of this engine failed"):
+        next(stream)
+    check_is_empty(llm)
+
+
+ON_TWO_RANKS = """
+import sys
+from nanovllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, kvcache_block_size=16,
+          max_num_seqs=4, max_model_len=512, num_kvcache_blocks=32, quiet=True)
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+for prompts in ([5, 6, 7], ([5 + i % 9] * 20 for i in range(10**9))):
+    for output in llm.stream(prompts, params):
+        break
+    assert llm.is_finished() and llm.scheduler.block_manager.num_available == 32
+print([i for delta in llm.stream([5, 6, 7], params) for i in delta["token_ids"]])
+print(llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"])
+"""
+
+
+def test_closed_early_on_two_ranks(make_checkpoint, reference):
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TWO_RANKS, make_checkpoint()], cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [str(reference([5, 6, 7], 12))] * 2, done.stderr
