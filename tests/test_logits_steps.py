@@ -411,16 +411,18 @@ def test_tensor_parallel(worded):
     mixes = [{"repetition_penalty": 1.5}, {"frequency_penalty": 1.0, "presence_penalty": -0.5},
              {"logit_bias": {ids[0]: 5.0, ids[-1]: 4.0, 1000: -100.0}}, {"allowed_token_ids": ids}, {},
              {"bad_words": WORDS[1], "repetition_penalty": 1.2}, {"top_k": 9, "allowed_token_ids": ids}]  # fmt: skip
-    cases = [(p, {**mix, "temperature": t}) for mix in mixes for p, t in ((prompt, 0), (other, 1.3))]
-    cases += [(p, dataclasses.asdict(params)) for p, params, *_ in worded[1::4]]
-    params = [
-        SamplingParams(**{**mix, "max_tokens": 16, "ignore_eos": True, "seed": i, "logprobs": 3})
-        for i, (_, mix) in enumerate(cases)
+    common = {"max_tokens": 16, "ignore_eos": True, "logprobs": 3}
+    cases = [
+        (p, SamplingParams(temperature=temperature, seed=i, **common, **mix))
+        for i, mix in enumerate(mixes)
+        for p, temperature in ((prompt, 0), (other, 1.3))
     ]
+    cases += [(p, dataclasses.replace(params, **common)) for p, params, *_ in worded[1::4]]
+    prompts, params = map(list, zip(*cases, strict=True))
     results = []
     for size in 1, 2:
         with demo(tensor_parallel_size=size, logprobs_mode="processed_logprobs", num_kvcache_blocks=40) as llm:
-            results.append(llm.generate([p for p, _ in cases], params, use_tqdm=False))
+            results.append(llm.generate(prompts, params, use_tqdm=False))
     assert tokens_of(results[0]) == tokens_of(results[1])
     for a, b in zip(*results, strict=True):
         check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)
