@@ -238,6 +238,17 @@ def test_sampled_text_survives_preemption(make_llm):
     assert few.scheduler.num_preemptions > 2
 
 
+@pytest.mark.parametrize("name", ("logit_bias", "repetition_penalty"))
+def test_values_beyond_fp32(name, make_llm):
+    """They act like the largest ones, without a warning, and what is sampled has a log-probability."""
+    llm, prompt = make_llm(logprobs_mode="processed_logprobs"), prompt_of(9)
+    for value in 1e300, 1e-300 if name == "repetition_penalty" else -1e300:
+        given = {5: value} if name == "logit_bias" else value
+        (output,) = llm.generate([prompt], greedy(3, logprobs=0, **{name: given}), use_tqdm=False)
+        assert (output["token_ids"] == [5] * 3) == (given == {5: 1e300})
+        assert np.isfinite(output.outputs[0].cumulative_logprob)
+
+
 def test_neutral_values_are_no_values(make_llm):
     neutral = SamplingParams(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, bad_words=[])
     assert neutral.features == SamplingParams().features
@@ -400,16 +411,18 @@ def test_tensor_parallel(worded):
     mixes = [{"repetition_penalty": 1.5}, {"frequency_penalty": 1.0, "presence_penalty": -0.5},
              {"logit_bias": {ids[0]: 5.0, ids[-1]: 4.0, 1000: -100.0}}, {"allowed_token_ids": ids}, {},
              {"bad_words": WORDS[1], "repetition_penalty": 1.2}, {"top_k": 9, "allowed_token_ids": ids}]  # fmt: skip
-    cases = [(p, {**mix, "temperature": t}) for mix in mixes for p, t in ((prompt, 0), (other, 1.3))]
-    cases += [(p, dataclasses.asdict(params)) for p, params, *_ in worded[1::4]]
-    params = [
-        SamplingParams(**{**mix, "max_tokens": 16, "ignore_eos": True, "seed": i, "logprobs": 3})
-        for i, (_, mix) in enumerate(cases)
+    common = {"max_tokens": 16, "ignore_eos": True, "logprobs": 3}
+    cases = [
+        (p, SamplingParams(temperature=temperature, seed=i, **common, **mix))
+        for i, mix in enumerate(mixes)
+        for p, temperature in ((prompt, 0), (other, 1.3))
     ]
+    cases += [(p, dataclasses.replace(params, **common)) for p, params, *_ in worded[1::4]]
+    prompts, params = map(list, zip(*cases, strict=True))
     results = []
     for size in 1, 2:
         with demo(tensor_parallel_size=size, logprobs_mode="processed_logprobs", num_kvcache_blocks=40) as llm:
-            results.append(llm.generate([p for p, _ in cases], params, use_tqdm=False))
+            results.append(llm.generate(prompts, params, use_tqdm=False))
     assert tokens_of(results[0]) == tokens_of(results[1])
     for a, b in zip(*results, strict=True):
         check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)

@@ -155,7 +155,7 @@ def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
     Rows are packed as by ``reference.token_logprobs``, int32 [..., 2 + 2k].
     """
     k = (rows.shape[-1] - 2) // 2
-    if num_logprobs in (-1, k):
+    if num_logprobs == -1 or num_logprobs >= k:
         return rows
     return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)
 

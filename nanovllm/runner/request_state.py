@@ -114,7 +114,7 @@ class StagedWrites:
 
     def num_alternatives(self, num_logprobs: int | None) -> int:
         """What a request that gives this asks for; -1 is the whole vocabulary."""
-        return self.tables.vocab_size if num_logprobs == -1 else num_logprobs or 0
+        return self.tables.vocab_size if num_logprobs == -1 else min(num_logprobs or 0, self.tables.vocab_size)
 
     def add(self, seq: Sequence) -> None:
         """Stage everything about a sequence that was given a request slot."""
