@@ -238,8 +238,11 @@ class RequestProcessor:
             stop = 0
             for seq, num_targets in batch.scored:
                 start, stop = stop, stop + num_targets
-                if seq.seq_id in self._requests:
-                    self._requests[seq.seq_id].prompt_logprobs.append(result.prompt_logprobs[start:stop])
+                request = self._requests.get(seq.seq_id)
+                if request is not None:
+                    asked = request.params.prompt_logprobs  # a mate in this launch may want more
+                    assert asked is not None
+                    request.prompt_logprobs.append(trimmed(result.prompt_logprobs[start:stop], asked))
         if not self._watches:
             return []
         stopped = []
