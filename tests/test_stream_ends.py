@@ -28,10 +28,8 @@ def close_by_hand(stream):
     assert list(stream) == []
 
 
-def close_by_forgetting(stream):
+def left_to_the_garbage(stream):  # the caller deletes it
     next(stream)
-    del stream
-    gc.collect()
 
 
 def close_by_error(stream):
@@ -45,7 +43,7 @@ def never_begun(stream):
     stream.close()
 
 
-CLOSES = [close_by_break, close_by_hand, close_by_forgetting, close_by_error, never_begun]
+CLOSES = [close_by_break, close_by_hand, left_to_the_garbage, close_by_error, never_begun]
 STREAMED = {
     "one": lambda: prompt_of(20),
     "many": lambda: ((prompt_of(20 + i % 30), greedy(1 + i % 9)) for i in range(40)),
@@ -59,12 +57,14 @@ def test_closed_early(make_llm, reference, close):
     llm = make_llm(num_kvcache_blocks=16, max_num_seqs=4)
     for in_flight, (kind, prompts) in product((0, 1), STREAMED.items()):
         llm.model_runner.max_in_flight = in_flight
-        added = llm.add_request(prompt_of(9), greedy(12))
+        added = llm.add_request(prompt_of(9), greedy(40))
         for n in (1, 3) if kind == "one" else (1,):
             stream = llm.stream(prompts(), SamplingParams(max_tokens=8, n=n, ignore_eos=True))
             close(stream)
             del stream
-        assert finish(llm) == {added: reference(prompt_of(9), 12)}
+            assert [request.request_id for request in llm._requests._requests.values()] == [added]
+            assert len(llm.scheduler.waiting) + len(llm.scheduler.running) == 1
+        assert finish(llm) == {added: reference(prompt_of(9), 40)}
         check_is_empty(llm)
     assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
 
