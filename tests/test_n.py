@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from helpers import generate, greedy, prompt_of, record_calls, run_ahead, use_graphs_on_cpu
+from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahead, use_graphs_on_cpu
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.scheduler import PrefillBatch
@@ -56,12 +56,13 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
-def test_completion_i_is_a_request_with_seed_plus_i(make_llm, known, way):
-    llm = make_llm(**WAYS[way])
+def test_completion_i_is_a_request_with_seed_plus_i(make_llm, known, way, device):
+    llm = make_llm(device=device, dtype="float32", **WAYS[way])
     if "run-ahead" in way:
         run_ahead(llm)
-    if way == "graphs":
+    if way == "graphs" and device == "cpu":
         use_graphs_on_cpu(llm)
     prompts = [prompt_of(length) for length in LENGTHS]
     outputs = run(llm, prompts, [sampled(5, seed=10 * i) for i in range(len(prompts))])

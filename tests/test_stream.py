@@ -1,18 +1,15 @@
-"""Outputs as they arrive: deltas that join to what generate gives; closed early, a stream leaves no trace."""
+"""Outputs as they arrive: deltas that join to what generate gives, and many prompts as they finish."""
 
 import gc
-import os
 import re
-import signal
-import subprocess
-import sys
 import weakref
-from itertools import count, islice, product
+from itertools import count, islice
 
 import pytest
-from helpers import ROOT, generate, greedy, prompt_of, record_calls, run_ahead, tokens_of
+from helpers import generate, greedy, prompt_of, record_calls, tokens_of
+from leaks import check_is_empty, finish
 
-from nanovllm import LLM, EngineError, RequestError, SamplingParams
+from nanovllm import LLM, RequestError, SamplingParams
 
 PROMPT = "introduce yourself"
 
@@ -21,26 +18,6 @@ PROMPT = "introduce yourself"
 def demo():
     with LLM(device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_seqs=4, quiet=True) as llm:
         yield llm
-
-
-def check_is_empty(llm):
-    """No request, sequence, block or request slot is left."""
-    while llm._in_flight:  # a surplus launch
-        llm.step()
-    assert llm.is_finished()
-    assert not llm._requests._requests and not llm._requests._watches
-    blocks = llm.scheduler.block_manager
-    assert blocks.num_available == llm.model_runner.num_kvcache_blocks
-    assert all(block.ref_count == 0 for block in blocks.blocks)
-    assert sorted(llm.scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
-
-
-def finish(llm):
-    """{request id: token ids} of the requests of ``add_request``."""
-    finished = {}
-    while not llm.is_finished():
-        finished.update(llm.step()[0])
-    return finished
 
 
 # ---------------------------------------------------------------- one prompt
@@ -106,6 +83,22 @@ def check_deltas(deltas, whole, params):
         assert deltas[-1].prompt_logprobs == whole.prompt_logprobs
 
 
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_preempted_stream(make_llm, reference, in_flight):
+    """It gives up its blocks to an older request, and goes on where it was."""
+    llm = make_llm(num_kvcache_blocks=5)
+    llm.model_runner.max_in_flight = in_flight
+    added = llm.add_request(prompt_of(18), greedy(40))
+    deltas = list(llm.stream(prompt_of(20), greedy(30, logprobs=0)))
+    assert llm.scheduler.num_preemptions > 0
+    assert [i for delta in deltas for i in delta["token_ids"]] == reference(prompt_of(20), 30)
+    assert [list(at) for delta in deltas for at in delta.outputs[0].logprobs] == [
+        [i] for i in reference(prompt_of(20), 30)
+    ]
+    assert finish(llm) == {added: reference(prompt_of(18), 40)}
+    check_is_empty(llm)
+
+
 def test_dictionary_of_a_delta(demo):
     deltas = list(demo.stream(PROMPT, greedy(20)))
     assert "".join(delta["text"] for delta in deltas) == demo.generate(PROMPT, greedy(20), use_tqdm=False)[0]["text"]
@@ -141,82 +134,6 @@ def test_a_character_is_never_shown_in_parts(demo):
 def test_forms_of_one_prompt(demo, prompt):
     *_, last = demo.stream(prompt, greedy(3))
     assert last.finished and last.prompt == (PROMPT if "intro" in str(prompt) else None)
-
-
-# ---------------------------------------------------------------- closed early
-
-
-def close_by_break(stream):
-    for _ in stream:
-        break
-    stream.close()
-
-
-def close_by_hand(stream):
-    next(stream)
-    stream.close()
-    assert list(stream) == []
-
-
-def close_by_forgetting(stream):
-    next(stream)
-    del stream
-    gc.collect()
-
-
-def close_by_error(stream):
-    with pytest.raises(ZeroDivisionError):
-        for _ in stream:
-            raise ZeroDivisionError
-    stream.close()
-
-
-def never_begun(stream):
-    stream.close()
-
-
-CLOSES = [close_by_break, close_by_hand, close_by_forgetting, close_by_error, never_begun]
-STREAMED = {
-    "one": lambda: prompt_of(20),
-    "many": lambda: ((prompt_of(20 + i % 30), greedy(1 + i % 9)) for i in range(40)),
-    "endless": lambda: (prompt_of(1 + i % 30) for i in count()),
-}
-
-
-@pytest.mark.parametrize("close", CLOSES)
-def test_closed_early(make_llm, reference, close):
-    """Its requests are aborted, and those of add_request go on."""
-    llm = make_llm(num_kvcache_blocks=16, max_num_seqs=4)
-    for in_flight, (kind, prompts) in product((0, 1), STREAMED.items()):
-        llm.model_runner.max_in_flight = in_flight
-        added = llm.add_request(prompt_of(9), greedy(12))
-        for n in (1, 3) if kind == "one" else (1,):
-            stream = llm.stream(prompts(), SamplingParams(max_tokens=8, n=n, ignore_eos=True))
-            close(stream)
-            del stream
-        assert finish(llm) == {added: reference(prompt_of(9), 12)}
-        check_is_empty(llm)
-    assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
-
-
-def test_break_in_the_loop(make_llm):
-    """Without another reference to it, leaving the loop closes the stream."""
-    llm = make_llm()
-    for _ in llm.stream([5, 6], greedy(50)):
-        break
-    gc.collect()
-    check_is_empty(llm)
-
-
-def test_closed_after_exit(make_llm):
-    llm = make_llm()
-    stream = llm.stream([5, 6], greedy(50))
-    next(stream)
-    llm.exit()
-    with pytest.raises(EngineError, match="this engine is shut down"):
-        next(stream)
-    stream = make_llm().stream([[5, 6]] * 3, greedy(50))
-    stream.close()
 
 
 # ---------------------------------------------------------------- several at a time
@@ -291,62 +208,6 @@ def test_the_stream_finishes_what_was_added(make_llm, reference):
     list(llm.stream(prompt_of(9), greedy(12)))
     assert not llm.is_finished()
     assert finish(llm) == {request: reference(prompt_of(30), 2)}
-
-
-# ---------------------------------------------------------------- abort
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_abort_at_every_stage(make_llm, reference, in_flight):
-    """Waiting, between two chunks of its prompt, decoding, finished, reported, unknown; the others carry on."""
-    llm = make_llm(num_kvcache_blocks=24, max_num_batched_tokens=16, max_num_seqs=3, enable_prefix_caching=False)
-    llm.model_runner.max_in_flight = in_flight
-    for num_steps in (*range(0, 16, 2), 25):
-        mate = llm.add_request(prompt_of(9), greedy(12))
-        doomed = [llm.add_request(prompt_of(40), greedy(8, logprobs=0)) for _ in range(3)]
-        finished = {}
-        for _ in range(num_steps):
-            finished.update(llm.step()[0])
-        for request in (doomed[0], str(doomed[1]), doomed[0], 12345):
-            llm.abort(request)
-        finished.update(finish(llm))
-        assert finished[mate] == reference(prompt_of(9), 12)
-        assert finished[doomed[2]] == reference(prompt_of(40), 8)
-        assert set(finished) <= {mate, *doomed}
-        assert len(finished) == 2 or num_steps > 0
-        check_is_empty(llm)
-    assert set(finished) == {mate, *doomed}, "the last abort came after the end"
-
-
-@pytest.mark.parametrize("use", ["generate", "stream", "score"])
-def test_finished_after_a_surplus_launch(make_llm, reference, use):
-    """Whatever stopped its last request, an engine that has nothing to do is finished, and its prefix cache can be
-    reset: on a GPU a launch of surplus tokens was in flight, and reset_prefix_cache refused."""
-    llm, prompt = run_ahead(make_llm()), prompt_of(9)
-    params = greedy(20, stop_token_ids=[reference(prompt, 6)[5]])
-    if use == "generate":
-        generate(llm, [prompt], params)
-    elif use == "stream":
-        list(llm.stream(prompt, params))
-    else:
-        llm.score([prompt])
-    assert llm.is_finished()
-    assert llm.reset_prefix_cache() is True
-
-
-def test_abort_with_a_preempted_request(make_llm, reference):
-    """In a pool for little more than one, what waits to be recomputed can be aborted, too."""
-    llm = make_llm(num_kvcache_blocks=4)
-    requests = [llm.add_request(prompt_of(18, seed=i), greedy(25)) for i in range(3)]
-    while not llm.scheduler.num_preemptions:
-        llm.step()
-    waiting = [seq.seq_id for seq in llm.scheduler.waiting if seq.num_completion_tokens]
-    assert waiting
-    for request in waiting:
-        llm.abort(request)
-    left = [i for i, request in enumerate(requests) if request not in waiting]
-    assert finish(llm) == {requests[i]: reference(prompt_of(18, seed=i), 25) for i in left}
-    check_is_empty(llm)
 
 
 # ---------------------------------------------------------------- many prompts
@@ -508,85 +369,3 @@ def test_a_feed_that_uses_the_engine(make_llm, reference):
 
     outputs = sorted(llm.stream(prompts(), greedy(4)), key=lambda output: output.index)
     assert tokens_of(outputs) == [reference(reference(prompt_of(n), 3), 4) for n in (9, 20)]
-
-
-# ---------------------------------------------------------------- interrupts, ranks
-
-
-@pytest.mark.parametrize("prompts", ["one", "many"])
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_keyboard_interrupt_in_a_step(make_llm, reference, monkeypatch, prompts, in_flight):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    llm = make_llm()
-    llm.model_runner.max_in_flight = in_flight
-    original, calls = llm.model_runner.run, count(1)
-
-    def interrupted(batch):
-        if next(calls) == 4:
-            signal.raise_signal(signal.SIGINT)
-        return original(batch)
-
-    monkeypatch.setattr(llm.model_runner, "run", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(llm.stream(STREAMED[prompts](), greedy(20)))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    monkeypatch.undo()
-    check_is_empty(llm)
-    assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
-
-
-@pytest.mark.parametrize("prompts", ["one", "many"])
-def test_keyboard_interrupt_in_the_consumer(make_llm, reference, prompts):
-    """It leaves the engine's other requests alone."""
-    llm = run_ahead(make_llm())
-    added = llm.add_request(prompt_of(9), greedy(12))
-    stream = llm.stream(STREAMED[prompts](), greedy(20))
-    with pytest.raises(KeyboardInterrupt):
-        for _ in stream:
-            raise KeyboardInterrupt
-    stream.close()
-    assert finish(llm) == {added: reference(prompt_of(9), 12)}
-    check_is_empty(llm)
-
-
-def test_requests_that_a_failed_step_dropped(make_llm, monkeypatch):
-    """Another caller's step failed: the stream says so, and does not wait for tokens that never come."""
-    llm = make_llm()
-    stream = llm.stream(prompt_of(9), greedy(20))
-    next(stream)
-
-    def fail(*_):
-        raise RuntimeError("device says no")
-
-    monkeypatch.setattr(llm.model_runner, "run", fail)
-    with pytest.raises(RuntimeError, match="device says no"):
-        llm.step()
-    monkeypatch.undo()
-    with pytest.raises(EngineError, match="these requests were dropped, because a step of this engine failed"):
-        next(stream)
-    check_is_empty(llm)
-
-
-ON_TWO_RANKS = """
-import sys
-from nanovllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, kvcache_block_size=16,
-          max_num_seqs=4, max_model_len=512, num_kvcache_blocks=32, quiet=True)
-params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-for prompts in ([5, 6, 7], ([5 + i % 9] * 20 for i in range(10**9))):
-    for output in llm.stream(prompts, params):
-        break
-    assert llm.is_finished() and llm.scheduler.block_manager.num_available == 32
-print([i for delta in llm.stream([5, 6, 7], params) for i in delta["token_ids"]])
-print(llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"])
-"""
-
-
-def test_closed_early_on_two_ranks(make_checkpoint, reference):
-    done = subprocess.run(
-        [sys.executable, "-c", ON_TWO_RANKS, make_checkpoint()], cwd=ROOT, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [str(reference([5, 6, 7], 12))] * 2, done.stderr

@@ -354,7 +354,7 @@ def test_exactly_one_kind():
     for given in ({}, {"regex": "a", "choice": ["b"]}):
         with pytest.raises(RequestError, match="give exactly one of json, regex, choice, grammar, json_object"):
             StructuredOutputsParams(**given)
-    with pytest.raises(RequestError, match="structured_outputs=.* must be a StructuredOutputsParams or None"):
+    with pytest.raises(RequestError, match=r"structured_outputs=.* must be a StructuredOutputsParams or None"):
         SamplingParams(structured_outputs={"regex": "a"})
 
 

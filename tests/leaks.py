@@ -1,0 +1,23 @@
+"""What an engine must not keep, checked after streams, aborts and interrupts."""
+
+
+def check_is_empty(llm):
+    """No request, sequence, block or request slot is left."""
+    while llm._in_flight:  # a surplus launch
+        llm.step()
+    assert llm.is_finished()
+    assert not llm._requests._requests and not llm._requests._watches and not llm._added.unfinished
+    scheduler, blocks = llm.scheduler, llm.scheduler.block_manager
+    assert blocks.num_available == llm.model_runner.num_kvcache_blocks
+    assert all(block.ref_count == 0 for block in blocks.blocks)
+    assert sorted(scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
+    assert scheduler._seqs == [None] * llm.config.max_num_seqs
+    assert scheduler.num_in_flight == len(scheduler._running_req_indices) == 0
+
+
+def finish(llm):
+    """{request id: token ids} of the requests of ``add_request``."""
+    finished = {}
+    while not llm.is_finished():
+        finished.update(llm.step()[0])
+    return finished
