@@ -114,8 +114,8 @@ class LLM(LLMEngine):
 
         def make(index: int, item: Any) -> Request:
             is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
-            prompt, params = (item[0], snapshot(item[1])) if is_pair else (item, default)
             try:
+                prompt, params = (item[0], snapshot(item[1])) if is_pair else (item, default)
                 (text,), (token_ids,) = self._encode([prompt])
                 request = self._requests.make(text, token_ids, params)
             except RequestError as error:
