@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.engine.request import Call, Request, as_list
+from nanovllm.engine.request import NON_SEQUENCES, Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, Score
@@ -78,15 +77,15 @@ class LLM(LLMEngine):
                     raise RequestError(
                         f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
                     )
-        options = {
-            **(chat_template_kwargs or {}),
-            **template_variables,
-            "add_generation_prompt": not continue_final_message if add_generation_prompt is None
-            else add_generation_prompt,
-            "continue_final_message": continue_final_message,
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
             "tools": tools,
             "chat_template": chat_template,
-        }  # fmt: skip
+        }
+        given = {name: value for name, value in arguments.items() if value is not None}
+        options = {**(chat_template_kwargs or {}), **template_variables, **given}
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         texts = [self._tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
         token_ids = self._tokenizer.encode(texts, add_special_tokens=False)
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
@@ -123,6 +122,8 @@ class LLM(LLMEngine):
             request.index = index
             return request
 
+        if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts must be a prompt or an iterable of prompts, not {prompts!s:.100}.")
         feed = (make(index, item) for index, item in enumerate(prompts))
         for request in self._run(feed, window=WINDOW * self.config.max_num_seqs):
             yield request.output()
@@ -158,7 +159,9 @@ class LLM(LLMEngine):
         """
         self._require_running()
         lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
-        starts = repeat(1 if start is None else start, len(lists)) if not isinstance(start, (list, tuple)) else start
+        starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
+        if len(starts) != len(lists):
+            raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
         requests: list[Request] = []
         for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
             try:

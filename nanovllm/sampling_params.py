@@ -1,7 +1,7 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
 from array import array
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -208,8 +208,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    # what a step must do for this request beyond plain sampling, as bits; as of the last ``verify``
-    features: int = field(init=False, repr=False, compare=False, default=0)
 
     def __new__(cls, *args: Any, **values: Any):
         for name in values:
@@ -236,7 +234,6 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("SamplingParams: stop strings need detokenize=True; give stop_token_ids instead.")
-        self.features = self._features()
 
     def snapshot(self) -> "SamplingParams":
         """A checked copy, for the engine to keep."""
@@ -246,7 +243,9 @@ class SamplingParams:
         params.verify()
         return params
 
-    def _features(self) -> int:
+    @property
+    def features(self) -> int:
+        """What a step must do for this request beyond plain sampling, as bits."""
         bits = 0 if self.is_greedy else FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         bits |= MIN_TOKENS * (self.min_tokens > 0)
         bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
@@ -261,13 +260,8 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
-    def is_watched(self) -> bool:
-        """Whether the host must look at its tokens one by one, or prepare a mask."""
-        return self.features & (LOGPROBS | TOKEN_MASK) != 0 or bool(self.stop)
-
-    @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
 
-DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams) if parameter.init}
+DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}

@@ -110,13 +110,13 @@ class LLMEngine:
 
     def abort(self, request_id: int | str) -> None:
         """Drop a request of ``add_request`` that is not finished; unknown ids are ignored."""
-        request = self._added.unfinished.get(int(request_id))
-        if request is not None:
-            self.scheduler.finish(self._requests.abort(request))
+        for request in list(self._added.unfinished.values()):
+            if str(request.request_id) == str(request_id):
+                self.scheduler.finish(self._requests.abort(request))
 
     def is_finished(self) -> bool:
-        """Whether every request was reported as finished."""
-        return self.scheduler.is_finished() and not self._in_flight and not self._added.finished
+        """Whether every request was reported as finished. A surplus launch, behind a stop token, may still run."""
+        return self._requests.is_empty() and not self._added.finished
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next batch, and process the one before it.

@@ -23,7 +23,8 @@ from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
-from nanovllm.sampling_params import GUIDED, MAX_STOP_IDS, SamplingParams
+from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
+from nanovllm.validation import at_least, check
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 logger = logging.getLogger("nanovllm")
@@ -188,13 +189,20 @@ class RequestProcessor:
             num_before += len(requests[-1].seqs)
         return requests
 
-    def make_scoring(self, token_ids: Any, start: int, index: int, num_before: int) -> Request:
+    def make_scoring(self, token_ids: Any, start: Any, index: int, num_before: int) -> Request:
         """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
         ids = as_token_ids(token_ids)
-        if not 1 <= start < len(ids):
+        start = check("score", "start", start, at_least(1), RequestError)
+        if start >= len(ids):
             raise RequestError(
                 f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
                 "before it, and one at least must be scored."
+            )
+        limit = self._config.max_model_len + 1
+        if len(ids) > limit:
+            raise RequestError(
+                f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
+                "Shorten it or raise max_model_len."
             )
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
         prompt = self._check_prompt(ids[:-1], params)
@@ -213,7 +221,12 @@ class RequestProcessor:
             raise RequestError(
                 f"min_tokens can hold back at most {MAX_STOP_IDS} end-of-sequence and stop ids, not {len(stop_ids)}."
             )
-        if params.features & GUIDED:
+        if params.allowed_token_ids is not None and stop_ids and set(params.allowed_token_ids) <= set(stop_ids):
+            raise RequestError(
+                f"min_tokens={params.min_tokens} holds back every one of allowed_token_ids, which are all "
+                "end-of-sequence or stop tokens."
+            )
+        if params.structured_outputs is not None or params.bad_words:
             stop_ids = ()  # the guide's mask holds them back
         seqs = [
             Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
@@ -221,9 +234,7 @@ class RequestProcessor:
         ]
         if params.prompt_logprobs is not None and len(ids) > 1:
             seqs[0].targets, seqs[0].first_target = ids[1:].astype(np.int32), 0
-        watches = {}
-        if params.is_watched:
-            watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
+        watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
         return Request(prompt, seqs, watches, self._tokenizer)
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
@@ -299,6 +310,10 @@ class RequestProcessor:
             del self._requests[seq.seq_id]
             self._watches.pop(seq.seq_id, None)
         return unfinished
+
+    def is_empty(self) -> bool:
+        """Whether every request that was started is finished."""
+        return not self._requests
 
     def clear(self) -> None:
         """Drop all unfinished requests, and tell their callers."""

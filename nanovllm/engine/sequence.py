@@ -90,6 +90,7 @@ class Sequence:
         self.group_id = seq_id if group_id is None else group_id
         self.status = SequenceStatus.WAITING
         self.sampling_params = sampling_params
+        self.features = sampling_params.features
         self.seed = seed
         self.min_tokens_stop_ids = min_tokens_stop_ids
         self.block_size = block_size

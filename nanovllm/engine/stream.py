@@ -62,4 +62,4 @@ class DeltaStream:
 
     def _logprobs(self, seq: Sequence, start: int, stop: int) -> tuple:
         watch = self._request.watches.get(seq.seq_id)
-        return (None, None) if watch is None else watch.logprobs(self._tokens(seq, 0, stop), start, stop)
+        return (None, None) if watch is None else watch.logprobs(self._tokens(seq, start, stop), start, stop)

@@ -16,7 +16,7 @@ from nanovllm.engine.structured import BadWordsGuide, Guide, GuideCompiler, Guid
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import Logprob, LogprobsAt
-from nanovllm.sampling_params import GUIDED, SamplingParams
+from nanovllm.sampling_params import GUIDED, LOGPROBS, SamplingParams
 
 AnyGuide = Guide | Guides | BadWordsGuide
 
@@ -37,6 +37,7 @@ class Watch:
         self._tokenizer = tokenizer
         self._stop = stop
         self._logprobs: list[np.ndarray] = []  # a row of reference.token_logprobs for each token
+        self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
         """Take in the next token. Whether it completes a stop string; then the sequence is marked as stopped."""
@@ -44,6 +45,7 @@ class Watch:
         if self.seq.sampling_params.logprobs is not None:
             assert logprobs is not None
             self._logprobs.append(trimmed(logprobs, self.seq.sampling_params.logprobs))
+            self._totals.append(self._totals[-1] + float(logprobs[:1].view(np.float32)[0]))
         if seq.finish_reason == "stop":  # by this token, which is not part of the text
             return False
         if self.guide is not None and seq.finish_reason is None:
@@ -59,18 +61,15 @@ class Watch:
 
     def logprobs(self, token_ids: list[int], start: int = 0,
                  stop: int | None = None) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
-        """Sum of the log-probabilities of the first ``stop`` tokens, and what makes the list of them from token
-        ``start`` on; None unless asked for.
+        """Sum of the log-probabilities of the first ``stop`` tokens, and what makes the list of tokens [start, stop),
+        whose ids are given; None unless the request asked for them.
         """
         params = self.seq.sampling_params
         if params.logprobs is None:
             return None, None
-        if not token_ids:
-            return 0.0, list
-        rows, ids = np.array(self._logprobs[:stop], np.int32).reshape(len(token_ids), -1), token_ids
-        total = float(np.ascontiguousarray(rows[:, 0]).view(np.float32).sum(dtype=np.float64))
-        tokenizer = params.detokenize and self._tokenizer
-        return total, lambda: logprobs_at(rows[start:], ids[start:], tokenizer)
+        rows = self._logprobs[start:stop]
+        total = self._totals[-1 if stop is None else stop]
+        return total, lambda: logprobs_at(np.array(rows), token_ids, params.detokenize and self._tokenizer)
 
 
 class WatchMaker:
@@ -95,7 +94,7 @@ class WatchMaker:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if params.logprobs is None and not params.stop and not params.features & GUIDED:
+        if not params.stop and not seq.features & (LOGPROBS | GUIDED):
             return None
         detokenizer = stop = None
         if params.stop:
@@ -103,7 +102,7 @@ class WatchMaker:
             detokenizer = IncrementalDetokenizer(self._required("stop"), *flags)
             include = params.include_stop_str_in_output
             stop = StopChecker(self._candidates, detokenizer, list(params.stop), include, params.min_tokens)
-        guide = self._guide(params) if params.features & GUIDED else None
+        guide = self._guide(params) if seq.features & GUIDED else None
         return Watch(seq, self._tokenizer, detokenizer, stop, guide)
 
     def masks(self, watches: list[Watch]) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.engine.sequence import INT32_MAX, Sequence
 from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.runner.sampling_tables import StagedTables
+from nanovllm.runner.sampling_tables import MAX_FLOAT, StagedTables
 from nanovllm.sampling_params import LOGIT_ADJUSTMENTS, MAX_STOP_IDS, TOKEN_MASK
 
 # int32 words per request of each column; floats are kept as their bits, the seed as two halves
@@ -31,9 +31,9 @@ COLUMNS = {
     "repetition_penalty": 1,
     "is_adjusted": 1,
     "is_masked": 1,
+    "padding": 2,  # block tables begin at a multiple of 16 bytes
 }
 START = dict(zip([*COLUMNS, "block_table"], accumulate(COLUMNS.values(), initial=0), strict=True))
-MAX_TEMPERATURE = 1e30  # clamp: larger ones have the same effect, and its inverse is a normal fp32 number
 
 
 class RequestState:
@@ -119,14 +119,15 @@ class StagedWrites:
     def add(self, seq: Sequence) -> None:
         """Stage everything about a sequence that was given a request slot."""
         params = seq.sampling_params
-        features = params.features
+        features = seq.features
         self._features[seq.req_idx] = features
         self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
         self.tables.add(seq, features)
         stop_ids = seq.min_tokens_stop_ids
         temperature, *rest = _bits(
-            0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE),
-            params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty, params.repetition_penalty,
+            0.0 if params.is_greedy else min(params.temperature, MAX_FLOAT),
+            params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+            max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT)),
         )  # fmt: skip
         words = [
             0,  # last token: prefill samples it
@@ -140,6 +141,7 @@ class StagedWrites:
             *rest[2:],
             features & LOGIT_ADJUSTMENTS,
             features & TOKEN_MASK,
+            *[0] * COLUMNS["padding"],
             *seq.block_table,
         ]  # fmt: skip
         start = self.max_num_seqs + seq.req_idx * self.width

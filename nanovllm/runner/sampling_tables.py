@@ -10,6 +10,7 @@ from nanovllm.engine.sequence import INT32_MAX, Sequence
 from nanovllm.kernels.sampling.reference import AdjustmentTable
 from nanovllm.sampling_params import LOGIT_ADJUSTMENTS, MAX_LOGIT_BIAS
 
+MAX_FLOAT = 1e30
 BIAS_ONLY = -1  # count of an entry that has a bias and is no token of the request
 
 
@@ -97,6 +98,11 @@ class StagedTables:
         return staged
 
 
+def clamped(value: float) -> float:
+    """A finite number within +-MAX_FLOAT: beyond, fp32 overflows; it has the same effect."""
+    return max(-MAX_FLOAT, min(value, MAX_FLOAT))
+
+
 def adjustment_entries(seq: Sequence) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """How many tokens are counted; distinct token ids, how often each was generated, their biases."""
     params = seq.sampling_params
@@ -112,5 +118,5 @@ def adjustment_entries(seq: Sequence) -> tuple[int, np.ndarray, np.ndarray, np.n
     others = np.setdiff1d(np.array(list(bias_of), np.int64), ids)
     ids = np.concatenate([ids, others]).astype(np.int32)
     counts = np.concatenate([counts, np.full(len(others), BIAS_ONLY)]).astype(np.int32)
-    bias = np.array([bias_of.get(i, 0.0) for i in ids.tolist()], np.float32)
+    bias = np.array([clamped(bias_of.get(i, 0.0)) for i in ids.tolist()], np.float32)
     return num_counted, ids, counts, bias
