@@ -24,7 +24,7 @@ from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
-from nanovllm.validation import at_least, check
+from nanovllm.validation import check, integer
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 logger = logging.getLogger("nanovllm")
@@ -192,8 +192,8 @@ class RequestProcessor:
     def make_scoring(self, token_ids: Any, start: Any, index: int, num_before: int) -> Request:
         """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
         ids = as_token_ids(token_ids)
-        start = check("score", "start", start, at_least(1), RequestError)
-        if start >= len(ids):
+        start = check("score", "start", start, integer("an integer"), RequestError)
+        if not 1 <= start < len(ids):
             raise RequestError(
                 f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
                 "before it, and one at least must be scored."

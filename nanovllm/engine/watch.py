@@ -110,14 +110,16 @@ class WatchMaker:
         words = np.zeros((len(watches), -(-self._vocab_size // 32)), np.int32)
         if watches:
             self._guides.fill_all([watch.guide for watch in watches], words)
+        eos = mask_of(self._eos_token_ids, self._vocab_size)
         for row, watch in zip(words, watches, strict=True):
-            seq, kept = watch.seq, row
+            seq = watch.seq
             if seq.allowed_mask is not None:
-                kept = kept & seq.allowed_mask
+                row &= seq.allowed_mask | eos
+            if not row.any():  # its request contradicts itself: the text ends
+                row[:] = eos
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
-                kept = kept & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
-            if kept.any():  # else the guide goes first: it may say that the text must end
-                row[:] = kept
+                longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
+                row[:] = longer if longer.any() else row  # where the text must end, it ends
         return words
 
     def min_tokens_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
