@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -220,8 +221,7 @@ class SamplingParams:
 
     def verify(self) -> None:
         """Check and normalise every value."""
-        for name, default in DEFAULTS.items():
-            value = getattr(self, name)
+        for (name, default), value in zip(DEFAULTS.items(), VALUES_OF(self), strict=True):
             if value is not default:
                 setattr(self, name, check("SamplingParams", name, value, RULES[name], RequestError))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -237,11 +237,7 @@ class SamplingParams:
 
     def snapshot(self) -> "SamplingParams":
         """A checked copy, for the engine to keep."""
-        params = object.__new__(type(self))
-        for name in DEFAULTS:
-            setattr(params, name, getattr(self, name))
-        params.verify()
-        return params
+        return SamplingParams(*VALUES_OF(self))
 
     @property
     def features(self) -> int:
@@ -264,4 +260,5 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
+VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}

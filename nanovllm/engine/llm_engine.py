@@ -4,6 +4,7 @@ Owns the loop. The request layer checks prompts and joins outputs, the scheduler
 runner computes it. ``nanovllm.llm`` puts ``generate`` and its siblings on top.
 """
 
+import gc
 import os
 import weakref
 from collections import deque
@@ -69,6 +70,7 @@ class LLMEngine:
         self._stepping = RLock()  # Ctrl-C may strike before it is released: its thread can go on
         self._owner = os.getpid()
         self._why_shut_down = ""
+        gc.collect()  # it was held back so far, and would stall the first call
 
     # ---------------------------------------------------------------- lifetime
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, KeysView, Mapping, Set
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,7 @@ class Request:
     watches: dict[int, Watch]
     tokenizer: AsyncTokenizer
     index: int = 0
-    call: Call = field(default_factory=Call)
-    prompt_token_ids: list[int] = field(default_factory=list)
+    call: Call = None  # type: ignore[assignment]  # until it starts
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, Future[str]] = field(default_factory=dict)
     prompt_logprobs: list[np.ndarray] = field(default_factory=list)
@@ -68,6 +68,10 @@ class Request:
     @property
     def request_id(self) -> int:
         return self.seqs[0].seq_id
+
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        return self.seqs[0].prompt_token_ids
 
     @property
     def params(self) -> SamplingParams:
@@ -246,7 +250,7 @@ class RequestProcessor:
 
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
-        request.call, request.prompt_token_ids = call, request.seqs[0].prompt_token_ids
+        request.call = call
         call.unfinished[request.request_id] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
@@ -299,6 +303,7 @@ class RequestProcessor:
             elif request.call.detokenize:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
+                _ = request.prompt_token_ids
                 del request.call.unfinished[request.request_id]
                 request.call.finished.append(request)
 
