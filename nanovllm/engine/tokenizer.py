@@ -30,6 +30,8 @@ class AsyncTokenizer:
     def __init__(self, model_path: str, skip: bool, trust_remote_code: bool):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
+        self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
+        self._no_text.set_result("")
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -100,9 +102,7 @@ class AsyncTokenizer:
             return self._thread.submit(
                 self._decode, token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
             )
-        empty: Future[str] = Future()
-        empty.set_result("")
-        return empty
+        return self._no_text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return self.tokenizer.decode(

@@ -143,7 +143,7 @@ def test_demo_model(demo, length_penalty):
 def test_text_and_end(demo):
     """The text is that of the tokens; a step of all beams is one call; no step once no running beam can win."""
     llm, _ = demo
-    (text,), calls = prompts_of(llm, QUESTIONS[:1]), record_calls_of_generate(llm)
+    (text,), calls = prompts_of(llm, QUESTIONS[:1]), record_calls_of_complete(llm)
     try:
         for include in (False, True):
             calls.clear()
@@ -158,12 +158,12 @@ def test_text_and_end(demo):
         llm.beam_search([text, text], BeamSearchParams(3, 4, ignore_eos=True))
         assert [len(lists) for lists in calls] == [2, 6, 6, 6]
     finally:
-        del llm.generate
+        del llm.complete
 
 
-def record_calls_of_generate(llm):
-    calls, generate = [], llm.generate
-    llm.generate = lambda lists, *args, **options: (calls.append(lists), generate(lists, *args, **options))[1]
+def record_calls_of_complete(llm):
+    calls, complete = [], llm.complete
+    llm.complete = lambda lists, *args, **options: (calls.append(lists), complete(lists, *args, **options))[1]
     return calls
 
 

@@ -160,7 +160,7 @@ def main(model: str, num_ranks: int) -> None:
     phase = "warmup"
     model_and_cache = runner.model, runner.kv_cache
     with torch.inference_mode(), ops.parallel_compile(runner.device):
-        compile_kernels(runner)
+        compile_kernels(runner, model_runner.WARMUP_FEATURES)
     runner.model, runner.kv_cache = model_and_cache
 
     phase = "run"
