@@ -204,6 +204,20 @@ def test_requests_that_a_failed_step_dropped(make_llm, monkeypatch):
     check_is_empty(llm)
 
 
+def test_many_that_a_failed_step_dropped(make_llm, monkeypatch):
+    """The stream of a finished list ended as if all were done."""
+    llm = make_llm()
+    stream = llm.stream([(prompt_of(9), greedy(2)), (prompt_of(8), greedy(20))])
+    assert next(stream).index == 0
+    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(llm, [prompt_of(5)], greedy(2))
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="these requests were dropped"):
+        next(stream)
+    check_is_empty(llm)
+
+
 ON_TWO_RANKS = """
 import sys
 from nanovllm import LLM, SamplingParams

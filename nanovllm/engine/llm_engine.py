@@ -188,7 +188,7 @@ class LLMEngine:
                         is_exhausted = True
                     else:
                         self._add(request, call)
-                if not call.finished:  # else one had nothing to compute
+                if not call.finished and not call.dropped:  # finished already: one had nothing to compute
                     if not call.unfinished:
                         return
                     batch = self._step()
