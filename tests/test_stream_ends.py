@@ -218,6 +218,25 @@ def test_many_that_a_failed_step_dropped(make_llm, monkeypatch):
     check_is_empty(llm)
 
 
+def test_added_requests_that_a_failed_step_dropped(make_llm, reference, monkeypatch):
+    """By another caller: the loop over step() ended as if all were done. By its own: the next request's step failed."""
+    llm = make_llm()
+    llm.add_request(prompt_of(9), greedy(20))
+    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(llm, [prompt_of(5)], greedy(2))
+    assert not llm.is_finished()
+    with pytest.raises(EngineError, match="these requests were dropped"):
+        llm.step()
+    llm.add_request(prompt_of(9), greedy(20))
+    with pytest.raises(ZeroDivisionError):
+        llm.step()
+    monkeypatch.undo()
+    assert llm.is_finished()
+    added = llm.add_request(prompt_of(9), greedy(12))
+    assert finish(llm) == {added: reference(prompt_of(9), 12)}
+
+
 ON_TWO_RANKS = """
 import sys
 from nanovllm import LLM, SamplingParams

@@ -117,8 +117,8 @@ class LLMEngine:
                 self.scheduler.finish(self._requests.abort(request))
 
     def is_finished(self) -> bool:
-        """Whether every request was reported as finished. A surplus launch, behind a stop token, may still run."""
-        return self._requests.is_empty() and not self._added.finished
+        """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
+        return self._requests.is_empty() and not self._added.finished and not self._added.dropped
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next batch, and process the one before it.
@@ -128,7 +128,11 @@ class LLMEngine:
             request has several), and the number of tokens processed: positive for a prefill, negative for a decode
             step.
         """
-        batch = self._step()
+        try:
+            batch = self._step()
+        except BaseException:
+            self._added.dropped = False  # their caller learns it now
+            raise
         finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._take(self._added)]
         num_tokens = 0 if batch is None else batch.num_tokens
         return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
