@@ -237,6 +237,24 @@ def test_added_requests_that_a_failed_step_dropped(make_llm, reference, monkeypa
     assert finish(llm) == {added: reference(prompt_of(9), 12)}
 
 
+def test_a_bar_that_fails(make_llm):
+    """Its close() failed too, and the requests stayed in the engine."""
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def update(self, _=0):
+            raise BrokenPipeError
+
+        close = refresh = update
+
+    llm = make_llm()
+    with pytest.raises(BrokenPipeError):
+        llm.generate([prompt_of(9)] * 2, [greedy(2), greedy(20)], use_tqdm=Bar)
+    check_is_empty(llm)
+
+
 ON_TWO_RANKS = """
 import sys
 from nanovllm import LLM, SamplingParams

@@ -204,10 +204,10 @@ class LLMEngine:
             self._abort()
             raise
         finally:
-            progress.close()
             if self._finalizer.alive:
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
+            progress.close()  # the user's bar may raise
 
     def _take(self, call: Call) -> list[Request]:
         """The call's requests that are finished and were not yet taken."""
