@@ -255,6 +255,23 @@ def test_a_bar_that_fails(make_llm):
     check_is_empty(llm)
 
 
+@pytest.mark.parametrize("use", [
+    lambda llm: llm.add_request(prompt_of(9), greedy(2)), lambda llm: list(llm.stream(prompt_of(9), greedy(2))),
+])  # fmt: skip
+def test_interrupted_while_it_is_queued(make_llm, monkeypatch, use):
+    """The request was known and never scheduled: a loop until is_finished() had no end."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    llm = make_llm()
+    monkeypatch.setattr(llm.scheduler, "add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        use(llm)
+    monkeypatch.undo()
+    assert llm._requests.is_empty()
+
+
 ON_TWO_RANKS = """
 import sys
 from nanovllm import LLM, SamplingParams

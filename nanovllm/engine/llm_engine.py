@@ -219,12 +219,16 @@ class LLMEngine:
         return finished
 
     def _add(self, request: Request, call: Call) -> None:
-        for seq in self._requests.start(request, call):
-            if seq.is_sampled or seq.targets is not None:
-                self.scheduler.add(seq)
-            else:  # nothing to compute
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
-                self._requests.finish([seq])
+        try:
+            for seq in self._requests.start(request, call):
+                if seq.is_sampled or seq.targets is not None:
+                    self.scheduler.add(seq)
+                else:  # nothing to compute
+                    seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                    self._requests.finish([seq])
+        except BaseException:  # an interrupt: registered and not queued, it would never finish
+            self._abort()
+            raise
 
     def _step(self) -> Batch | None:
         """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch
