@@ -89,7 +89,7 @@ def test_variables_of_the_tokenizers_own_template(demo, monkeypatch):
     [
         ("enable_thinkin", " Did you mean 'enable_thinking'?"),
         ("chat_template_kwarg", " Did you mean 'chat_template_kwargs'?"),
-        ("temperature", ""),
+        ("temperature", " It is a parameter of a request: SamplingParams(temperature=...)."),
         ("lora_requests", ""),
         ("priority", ""),
     ],
