@@ -70,6 +70,8 @@ class LLM(LLMEngine):
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
                 raise RequestError(f"{rule}, not {messages!s:.100}.")
+        if not isinstance(chat_template_kwargs, (dict, type(None))):
+            raise RequestError(f"chat_template_kwargs must be a dict or None, not {chat_template_kwargs!r:.100}.")
         if template_variables:
             known = self._tokenizer.template_variables(chat_template)
             for name in template_variables:

@@ -104,6 +104,11 @@ def test_unknown_arguments(demo, name, hint):
     assert demo.is_finished()
 
 
+def test_template_variables_that_are_no_dictionary(demo):
+    with refuses("chat_template_kwargs must be a dict or None, not 'no_think'."):
+        demo.chat(HI, use_tqdm=False, chat_template_kwargs="no_think")
+
+
 # ---------------------------------------------------------------- messages
 
 
