@@ -12,6 +12,7 @@ from nanovllm.engine.request import NON_SEQUENCES, Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, Score
+from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.gc_pause import no_full_gc
 from nanovllm.validation import did_you_mean
@@ -69,11 +70,15 @@ class LLM(LLMEngine):
         for conversation in conversations:
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
                 raise RequestError(f"{rule}, not {messages!s:.100}.")
+        if not isinstance(chat_template_kwargs, (dict, type(None))):
+            raise RequestError(f"chat_template_kwargs must be a dict or None, not {chat_template_kwargs!r:.100}.")
         if template_variables:
             known = self._tokenizer.template_variables(chat_template)
             for name in template_variables:
                 if name not in known:
                     hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
+                    if name in SAMPLING_DEFAULTS:
+                        hint = f" It is a parameter of a request: SamplingParams({name}=...)."
                     raise RequestError(
                         f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
                     )

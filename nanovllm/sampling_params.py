@@ -1,7 +1,7 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
 from array import array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -97,7 +97,7 @@ RULES = {
         integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1)
     ),
     "structured_outputs": optional(
-        Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), lambda x: x)
+        Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace)
     ),
 }
 

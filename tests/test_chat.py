@@ -89,7 +89,7 @@ def test_variables_of_the_tokenizers_own_template(demo, monkeypatch):
     [
         ("enable_thinkin", " Did you mean 'enable_thinking'?"),
         ("chat_template_kwarg", " Did you mean 'chat_template_kwargs'?"),
-        ("temperature", ""),
+        ("temperature", " It is a parameter of a request: SamplingParams(temperature=...)."),
         ("lora_requests", ""),
         ("priority", ""),
     ],
@@ -102,6 +102,11 @@ def test_unknown_arguments(demo, name, hint):
     with refuses(text[: text.index(".")]):
         demo.chat(HI, use_tqdm=False, **{name: 1})
     assert demo.is_finished()
+
+
+def test_template_variables_that_are_no_dictionary(demo):
+    with refuses("chat_template_kwargs must be a dict or None, not 'no_think'."):
+        demo.chat(HI, use_tqdm=False, chat_template_kwargs="no_think")
 
 
 # ---------------------------------------------------------------- messages

@@ -399,6 +399,8 @@ def test_bad_words_and_allowed_tokens(worded, demo_twin):
         (tokens,) = generate(llm, [prompt], params)
         assert tokens == demo_twin(prompt, params, bad=bad)
         assert set(tokens) <= set(ids) and not any(contains(tokens, sequence) for sequence in bad)
+        params.ignore_eos, params.logit_bias = False, dict.fromkeys(llm.scheduler.eos_token_ids, 100.0)
+        assert set(*generate(llm, [prompt], params)) <= set(ids)  # beside bad words its end was allowed
 
 
 # -------------------------------------------------------------------- tensor parallel

@@ -204,6 +204,74 @@ def test_requests_that_a_failed_step_dropped(make_llm, monkeypatch):
     check_is_empty(llm)
 
 
+def test_many_that_a_failed_step_dropped(make_llm, monkeypatch):
+    """The stream of a finished list ended as if all were done."""
+    llm = make_llm()
+    stream = llm.stream([(prompt_of(9), greedy(2)), (prompt_of(8), greedy(20))])
+    assert next(stream).index == 0
+    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(llm, [prompt_of(5)], greedy(2))
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="these requests were dropped"):
+        next(stream)
+    check_is_empty(llm)
+
+
+def test_added_requests_that_a_failed_step_dropped(make_llm, reference, monkeypatch):
+    """By another caller: the loop over step() ended as if all were done. By its own: the next request's step failed."""
+    llm = make_llm()
+    llm.add_request(prompt_of(9), greedy(20))
+    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(llm, [prompt_of(5)], greedy(2))
+    assert not llm.is_finished()
+    with pytest.raises(EngineError, match="these requests were dropped"):
+        llm.step()
+    llm.add_request(prompt_of(9), greedy(20))
+    with pytest.raises(ZeroDivisionError):
+        llm.step()
+    monkeypatch.undo()
+    assert llm.is_finished()
+    added = llm.add_request(prompt_of(9), greedy(12))
+    assert finish(llm) == {added: reference(prompt_of(9), 12)}
+
+
+def test_a_bar_that_fails(make_llm):
+    """Its close() failed too, and the requests stayed in the engine."""
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def update(self, _=0):
+            raise BrokenPipeError
+
+        close = refresh = update
+
+    llm = make_llm()
+    with pytest.raises(BrokenPipeError):
+        llm.generate([prompt_of(9)] * 2, [greedy(2), greedy(20)], use_tqdm=Bar)
+    check_is_empty(llm)
+
+
+@pytest.mark.parametrize("use", [
+    lambda llm: llm.add_request(prompt_of(9), greedy(2)), lambda llm: list(llm.stream(prompt_of(9), greedy(2))),
+])  # fmt: skip
+def test_interrupted_while_it_is_queued(make_llm, monkeypatch, use):
+    """The request was known and never scheduled: a loop until is_finished() had no end."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    llm = make_llm()
+    monkeypatch.setattr(llm.scheduler, "add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        use(llm)
+    monkeypatch.undo()
+    assert llm._requests.is_empty()
+
+
 ON_TWO_RANKS = """
 import sys
 from nanovllm import LLM, SamplingParams

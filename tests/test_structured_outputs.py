@@ -350,6 +350,17 @@ def test_needs_a_tokenizer(make_llm):
         run(make_llm(), [[5, 6]], guided("json"))
 
 
+def test_edited_kinds_are_checked_again(demo):
+    """Two were one of them, none a StopIteration."""
+    for changes in ({"choice": ["a"]}, {"regex": None}):
+        params = guided("json")
+        params.structured_outputs = StructuredOutputsParams(regex="a")
+        for name, value in changes.items():
+            setattr(params.structured_outputs, name, value)
+        with pytest.raises(RequestError, match="give exactly one of"):
+            demo.generate("x", params, use_tqdm=False)
+
+
 def test_exactly_one_kind():
     for given in ({}, {"regex": "a", "choice": ["b"]}):
         with pytest.raises(RequestError, match="give exactly one of json, regex, choice, grammar, json_object"):

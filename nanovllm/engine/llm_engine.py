@@ -117,8 +117,8 @@ class LLMEngine:
                 self.scheduler.finish(self._requests.abort(request))
 
     def is_finished(self) -> bool:
-        """Whether every request was reported as finished. A surplus launch, behind a stop token, may still run."""
-        return self._requests.is_empty() and not self._added.finished
+        """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
+        return self._requests.is_empty() and not self._added.finished and not self._added.dropped
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next batch, and process the one before it.
@@ -128,7 +128,11 @@ class LLMEngine:
             request has several), and the number of tokens processed: positive for a prefill, negative for a decode
             step.
         """
-        batch = self._step()
+        try:
+            batch = self._step()
+        except BaseException:
+            self._added.dropped = False  # their caller learns it now
+            raise
         finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._take(self._added)]
         num_tokens = 0 if batch is None else batch.num_tokens
         return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
@@ -188,7 +192,7 @@ class LLMEngine:
                         is_exhausted = True
                     else:
                         self._add(request, call)
-                if not call.finished:  # else one had nothing to compute
+                if not call.finished and not call.dropped:  # finished already: one had nothing to compute
                     if not call.unfinished:
                         return
                     batch = self._step()
@@ -200,10 +204,10 @@ class LLMEngine:
             self._abort()
             raise
         finally:
-            progress.close()
             if self._finalizer.alive:
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
+            progress.close()  # the user's bar may raise
 
     def _take(self, call: Call) -> list[Request]:
         """The call's requests that are finished and were not yet taken."""
@@ -215,12 +219,16 @@ class LLMEngine:
         return finished
 
     def _add(self, request: Request, call: Call) -> None:
-        for seq in self._requests.start(request, call):
-            if seq.is_sampled or seq.targets is not None:
-                self.scheduler.add(seq)
-            else:  # nothing to compute
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
-                self._requests.finish([seq])
+        try:
+            for seq in self._requests.start(request, call):
+                if seq.is_sampled or seq.targets is not None:
+                    self.scheduler.add(seq)
+                else:  # nothing to compute
+                    seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                    self._requests.finish([seq])
+        except BaseException:  # an interrupt: registered and not queued, it would never finish
+            self._abort()
+            raise
 
     def _step(self) -> Batch | None:
         """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch

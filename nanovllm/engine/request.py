@@ -172,7 +172,7 @@ class RequestProcessor:
         ids = self._check_prompt(as_token_ids(token_ids), params)
         if params.max_tokens is None:
             params = params.snapshot()
-            params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens)
+            params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens, 1)
         self._check_params(len(ids), params)
         return self._make(prompt, ids, params, num_before)
 

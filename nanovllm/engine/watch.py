@@ -114,7 +114,8 @@ class WatchMaker:
         for row, watch in zip(words, watches, strict=True):
             seq = watch.seq
             if seq.allowed_mask is not None:
-                row &= seq.allowed_mask | eos
+                must_end = seq.sampling_params.structured_outputs is not None
+                row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
             if not row.any():  # its request contradicts itself: the text ends
                 row[:] = eos
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:

@@ -93,6 +93,16 @@ REQUESTS = [
         "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, ",
     ),
     (
+        [[1] * 97],
+        SamplingParams(max_tokens=None),
+        "prompt (97 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
+    ),
+    (
+        [[1] * 100],
+        SamplingParams(max_tokens=None, prompt_logprobs=0),  # this one was queued, and waited for ever
+        "prompt (100 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
+    ),
+    (
         [[1]],
         SamplingParams(stop_token_ids=list(range(100, 120)), min_tokens=3),
         "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21.",
