@@ -74,7 +74,7 @@ class Config:
         max_logprobs: limit on ``SamplingParams.logprobs`` and ``prompt_logprobs``; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
-        quiet: do not say what was started. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
+        quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
             logging is not configured.
 
     Raises:

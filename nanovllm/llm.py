@@ -135,19 +135,19 @@ class LLM(LLMEngine):
 
     def _stream_one(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         (text,), (token_ids,) = self._encode([prompt])
-        request, call = self._requests.make(text, token_ids, params), Call()
-        self._add(request, call)
+        with self._exclusive():
+            request, call = self._requests.make(text, token_ids, params), Call()
+            self._add(request, call)
         deltas = DeltaStream(request)
         try:
             while call.unfinished:
                 self._step()
                 if call.unfinished and (delta := deltas.delta()) is not None:
                     yield delta
-            self._take(call)
-            yield deltas.last()
+            for _ in self._take(call):  # none if it was aborted
+                yield deltas.last()
         finally:
-            if call.unfinished and self._finalizer.alive:
-                self.scheduler.finish(self._requests.abort(request))
+            self._abandon(call)
 
     @no_full_gc()
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
@@ -168,12 +168,13 @@ class LLM(LLMEngine):
         if len(starts) != len(lists):
             raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
         requests: list[Request] = []
-        for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
-            try:
-                requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
-            except RequestError as error:
-                raise RequestError(f"list {i}: {error}") from None
-        self._drain(requests, use_tqdm)
+        with self._exclusive():
+            for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
+                try:
+                    requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
+                except RequestError as error:
+                    raise RequestError(f"list {i}: {error}") from None
+            self._drain(requests, use_tqdm)
         return [request.score() for request in requests]
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
@@ -203,16 +204,20 @@ class LLM(LLMEngine):
                 f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
                 "give one, or one for each prompt."
             )
-        requests = self._requests.make_all(texts, token_ids, sampling_params)
-        self._drain(requests, use_tqdm)
+        with self._exclusive():
+            requests = self._requests.make_all(texts, token_ids, sampling_params)
+            self._drain(requests, use_tqdm)
         return [request.output() for request in requests]
 
     @no_full_gc()
-    def complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    def _complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
         num_prompts = len(token_ids)
-        requests = self._requests.make_all([None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True)
-        self._drain(requests, use_tqdm=False)
+        with self._exclusive():
+            requests = self._requests.make_all(
+                [None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True
+            )
+            self._drain(requests, use_tqdm=False)
         return [request.output() for request in requests]
 
     def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:

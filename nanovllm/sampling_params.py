@@ -102,8 +102,21 @@ RULES = {
 }
 
 
+class Parameters:
+    """Base of dataclasses that users make: an unknown name is refused with the nearest that is known."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **values: Any):
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for name in values:
+            if name not in known:
+                raise RequestError(f"{cls.__name__} has no parameter {name!r}.{did_you_mean(name, known)}")
+        return object.__new__(cls)
+
+
 @dataclass
-class StructuredOutputsParams:
+class StructuredOutputsParams(Parameters):
     """What the completion must be; exactly one of the first six.
 
     Args:
@@ -145,7 +158,7 @@ class StructuredOutputsParams:
 
 
 @dataclass(slots=True)
-class SamplingParams:
+class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
     Order of what changes the logits: allowed tokens, bad words and structured outputs; min_tokens; logit_bias;
@@ -209,12 +222,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
-
-    def __new__(cls, *args: Any, **values: Any):
-        for name in values:
-            if name not in DEFAULTS:
-                raise RequestError(f"SamplingParams has no parameter {name!r}.{did_you_mean(name, DEFAULTS)}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.verify()

@@ -10,7 +10,7 @@ from nanovllm.engine.detokenizer import decode
 from nanovllm.engine.request import as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import FinishReason, LogprobsAt
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import Parameters, SamplingParams
 from nanovllm.validation import BOOLEAN, at_least, check, number
 
 RULES = {
@@ -24,7 +24,7 @@ RULES = {
 
 
 @dataclass
-class BeamSearchParams:
+class BeamSearchParams(Parameters):
     """What ``beam_search`` looks for. May be edited; checked when made and again when submitted.
 
     A completion of n tokens, an end-of-sequence token counted, has the score ``cum_logprob / n**length_penalty``. The
@@ -125,7 +125,7 @@ def _next_tokens(llm: Any, token_lists: list[list[int]], k: int) -> list[Logprob
     """The k most probable next tokens of each list, the best first."""
     k = min(k, llm.config.model_config.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
-    return [output.outputs[0].logprobs[0] for output in llm.complete(token_lists, params)]
+    return [output.outputs[0].logprobs[0] for output in llm._complete(token_lists, params)]
 
 
 class _Search:
@@ -161,6 +161,8 @@ class _Search:
                     self._finish(_extended(parent, token, logprobs, cum_logprob), is_eos)
             elif len(self.running) < width:
                 self.running.append(_extended(parent, token, logprobs, cum_logprob))
+        self._finished.sort(key=lambda finished: -finished[0])
+        del self._finished[width:]
         if self.running and len(self._finished) == width and self._best_possible() <= self._finished[-1][0]:
             self.running = []
 
@@ -169,8 +171,6 @@ class _Search:
         if is_eos and not self._params.include_stop_str_in_output:
             beam.tokens.pop()
         self._finished.append((self._score(beam.cum_logprob, self._num_tokens), beam))
-        self._finished.sort(key=lambda finished: -finished[0])
-        del self._finished[self._params.beam_width :]
 
     def _best_possible(self) -> float:
         """No running beam can get a higher score: log-probabilities are not above 0."""

@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 Prompt = str | ListLike[int] | dict[str, Any]
 
 
+class Exclusive:
+    """Holds a lock, or raises EngineError if another thread does."""
+
+    def __init__(self, lock: Any):
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class LLMEngine:
     """The engine of ``LLM``: requests and steps.
 
@@ -67,10 +81,10 @@ class LLMEngine:
             raise
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
         self._added = Call(detokenize=False)  # by add_request
-        self._stepping = RLock()  # Ctrl-C may strike before it is released: its thread can go on
+        self._lock = RLock()  # of the thread that uses the engine
         self._owner = os.getpid()
         self._why_shut_down = ""
-        gc.collect()  # it was held back so far, and would stall the first call
+        gc.collect()  # full collections were off during the start; not in the first call
 
     # ---------------------------------------------------------------- lifetime
 
@@ -103,17 +117,18 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served; nothing was queued.
         """
-        self._require_running()
-        (text,), (token_ids,) = self._encode([prompt])
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request = self._requests.make(text, token_ids, self._requests.snapshot(params))
-        self._add(request, self._added)
+        with self._exclusive():
+            (text,), (token_ids,) = self._encode([prompt])
+            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            request = self._requests.make(text, token_ids, self._requests.snapshot(params))
+            self._add(request, self._added)
         return request.request_id
 
     def abort(self, request_id: int | str) -> None:
-        """Drop a request of ``add_request`` that is not finished; unknown ids are ignored."""
-        for request in list(self._added.unfinished.values()):
-            if str(request.request_id) == str(request_id):
+        """Drop a request of ``add_request`` or ``stream``; an id that is unknown, or finished, is ignored."""
+        with self._exclusive():
+            request = self._requests.find(request_id)
+            if request is not None:
                 self.scheduler.finish(self._requests.abort(request))
 
     def is_finished(self) -> bool:
@@ -165,8 +180,9 @@ class LLMEngine:
                         'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; '
                         f"this one has {', '.join(map(repr, prompt)) or 'neither'}."
                     )
-                if prompt.get("multi_modal_data"):
-                    raise RequestError("multi_modal_data: nanovllm runs text models only.")
+                others = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key]]
+                if others:
+                    raise RequestError(f"a prompt dictionary cannot have {', '.join(map(repr, others))}: text only.")
             texts.append(text)
             given.append(token_ids)
         is_text = [text is not None and ids is None for text, ids in zip(texts, given, strict=True)]
@@ -179,7 +195,7 @@ class LLMEngine:
         """Run requests; yields each as it is finished. Closed early, it aborts its own and no others.
 
         Args:
-            feed: made as they are taken; at most ``window`` are unfinished at a time.
+            feed: built lazily; at most ``window`` are unfinished at a time.
             num_completions: for the progress bar.
         """
         call, requests, is_exhausted = Call(), iter(feed), False
@@ -187,27 +203,44 @@ class LLMEngine:
         try:
             while True:
                 while not is_exhausted and (window is None or len(call.unfinished) < window):
-                    request = next(requests, None)
-                    if request is None:
-                        is_exhausted = True
-                    else:
-                        self._add(request, call)
+                    with self._exclusive():
+                        request = next(requests, None)
+                        if request is None:
+                            is_exhausted = True
+                        else:
+                            self._add(request, call)
+                batch = None
                 if not call.finished and not call.dropped:  # finished already: one had nothing to compute
                     if not call.unfinished:
                         return
                     batch = self._step()
-                    progress.update(batch, sum(len(request.seqs) for request in call.finished))
-                yield from self._take(call)
+                finished = self._take(call)
+                progress.update(batch, sum(len(request.seqs) for request in finished))
+                yield from finished
         except (GeneratorExit, Exception):
             raise
         except BaseException:  # an interrupt may have left anything half done
             self._abort()
             raise
         finally:
+            self._abandon(call)
+            progress.close()  # the user's bar may raise
+
+    def _abandon(self, call: Call) -> None:
+        """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
+        with self._lock:
             if self._finalizer.alive:
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
-            progress.close()  # the user's bar may raise
+
+    def _exclusive(self) -> "Exclusive":
+        """Use of the engine by this thread alone.
+
+        Raises:
+            EngineError: it is shut down, or another thread uses it.
+        """
+        self._require_running()
+        return Exclusive(self._lock)
 
     def _take(self, call: Call) -> list[Request]:
         """The call's requests that are finished and were not yet taken."""
@@ -234,25 +267,21 @@ class LLMEngine:
         """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch
         before the one that is launched.
         """
-        self._require_running()
-        if not self._stepping.acquire(blocking=False):
-            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-        try:
-            batch, done = self.scheduler.schedule(), None
-            if batch is not None:
-                handle = self.model_runner.run(batch)
-                if handle.output is None:  # guided: what it may sample depends on the tokens before
-                    done = self._process() if self._in_flight else None
-                    self.model_runner.sample_guided(handle, *self._requests.masks(batch))
-                self._in_flight.append((batch, handle))
-            if self._in_flight and done is None and (batch is None or self._is_full()):
-                done = self._process()
-            return done
-        except BaseException:
-            self._abort()
-            raise
-        finally:
-            self._stepping.release()
+        with self._exclusive():
+            try:
+                batch, done = self.scheduler.schedule(), None
+                if batch is not None:
+                    handle = self.model_runner.run(batch)
+                    if handle.output is None:  # guided: what it may sample depends on the tokens before
+                        done = self._process() if self._in_flight else None
+                        self.model_runner.sample_guided(handle, *self._requests.masks(batch))
+                    self._in_flight.append((batch, handle))
+                if self._in_flight and done is None and (batch is None or self._is_full()):
+                    done = self._process()
+                return done
+            except BaseException:
+                self._abort()
+                raise
 
     def _is_full(self) -> bool:
         return len(self._in_flight) > self.model_runner.max_in_flight

@@ -137,7 +137,8 @@ class RequestProcessor:
         self._tokenizer = tokenizer
         self._watch_maker = WatchMaker(config, tokenizer, self._eos_token_ids)
         self._num_seqs = 0  # started so far; the next seq_id
-        self._requests: dict[int, Request] = {}  # by seq_id, while it is unfinished
+        self._unfinished: dict[str, Request] = {}  # by request_id
+        self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
         self._watches: dict[int, Watch] = {}  # the same, where every token is looked at
         self._has_warned = False
 
@@ -251,7 +252,7 @@ class RequestProcessor:
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
         request.call = call
-        call.unfinished[request.request_id] = request
+        call.unfinished[request.request_id] = self._unfinished[str(request.request_id)] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
         self._watches.update(request.watches)
@@ -304,27 +305,32 @@ class RequestProcessor:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
                 _ = request.prompt_token_ids
-                del request.call.unfinished[request.request_id]
+                del request.call.unfinished[request.request_id], self._unfinished[str(request.request_id)]
                 request.call.finished.append(request)
 
     def abort(self, request: Request) -> list[Sequence]:
         """Forget an unfinished request; return its sequences that are not finished."""
-        del request.call.unfinished[request.request_id]
+        del request.call.unfinished[request.request_id], self._unfinished[str(request.request_id)]
         unfinished = [seq for seq in request.seqs if seq.seq_id in self._requests]
         for seq in unfinished:
             del self._requests[seq.seq_id]
             self._watches.pop(seq.seq_id, None)
         return unfinished
 
+    def find(self, request_id: int | str) -> Request | None:
+        """The unfinished request of this id."""
+        return self._unfinished.get(str(request_id))
+
     def is_empty(self) -> bool:
         """Whether every request that was started is finished."""
-        return not self._requests
+        return not self._unfinished
 
     def clear(self) -> None:
         """Drop all unfinished requests, and tell their callers."""
-        for request in self._requests.values():
+        for request in self._unfinished.values():
             request.call.dropped = True
             request.call.unfinished.clear()
+        self._unfinished.clear()
         self._requests.clear()
         self._watches.clear()
 

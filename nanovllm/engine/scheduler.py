@@ -152,7 +152,7 @@ class Scheduler:
                     new_seqs.append(sibling)
         if not chunks:
             return None
-        if unsampled:  # to the end, together with an unfinished chunk
+        if unsampled:  # sampled sequences first; then these and an unfinished chunk
             order = list(dict.fromkeys([*sampled_from, *range(len(chunks))]))
             chunks, sampled_from = [chunks[i] for i in order], [order.index(i) for i in sampled_from]
         self.running.extend(sampled)

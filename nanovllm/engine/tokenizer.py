@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from nanovllm.engine.detokenizer import decode
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -105,9 +106,7 @@ class AsyncTokenizer:
         return self._no_text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
-        return self.tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between
-        )
+        return decode(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
 
     def replace(self, tokenizer: Any) -> None:
         """Use this tokenizer from now on."""

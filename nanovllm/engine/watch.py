@@ -1,4 +1,4 @@
-"""What the host does with each token of a sequence, for requests that need it: stop strings, log-probabilities, guides.
+"""Per-token host work of a sequence, where its request needs it: stop strings, log-probabilities, guides.
 
 Plain requests have no ``Watch``, and cost a step nothing.
 """

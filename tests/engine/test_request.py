@@ -45,7 +45,7 @@ REQUESTS = [
     (
         [{"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}],
         None,
-        "multi_modal_data: nanovllm runs text models",
+        "a prompt dictionary cannot have 'multi_modal_data': text only.",
     ),
     ([b"12345678"], None, FLAT),
     ([None], None, FLAT),

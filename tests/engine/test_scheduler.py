@@ -96,7 +96,7 @@ class Harness:
         engine._tokenizer = no_tokenizer
         engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
         engine._requests._watch_maker = FakeWatchMaker(self.config, no_tokenizer, (EOS,))
-        engine._in_flight, engine._added, engine._stepping = deque(), Call(detokenize=False), RLock()
+        engine._in_flight, engine._added, engine._lock = deque(), Call(detokenize=False), RLock()
         self.num_steps = 0
 
     @property
