@@ -1,6 +1,7 @@
 """The whole engine against transformers: limits, prefix cache, chunked prefill, preemption."""
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -229,3 +230,30 @@ def test_repeated_preemption(make_llm, reference, enable_prefix_caching, device)
     assert generate(llm, prompts, greedy(40)) == [reference(prompt, 40) for prompt in prompts]
     assert llm.scheduler.num_preemptions > 3
     assert llm.scheduler.block_manager.num_available == 6
+
+
+def test_two_threads(make_llm, reference):
+    """The second thread's requests were queued and aborted while the first one was inside a step: IndexErrors there."""
+    llm, prompts, stop = make_llm(), [[5, 6], [7] * 20], threading.Event()
+    wrong, num_refused = [], 0
+
+    def disturb():
+        nonlocal num_refused
+        while not stop.is_set():
+            try:
+                llm.generate([8, 9], greedy(3), use_tqdm=False)
+            except EngineError as error:
+                assert "in use by another thread" in str(error)
+                num_refused += 1
+
+    other = threading.Thread(target=disturb)
+    other.start()
+    try:
+        for _ in range(30):
+            with suppress(EngineError):
+                got = generate(llm, prompts, greedy(6))
+                wrong += [tokens for p, tokens in zip(prompts, got, strict=True) if tokens != reference(p, 6)]
+    finally:
+        stop.set()
+        other.join()
+    assert wrong == [] and num_refused > 0 and llm.is_finished()
