@@ -210,9 +210,6 @@ class _ByteStream:
     def held(self) -> str:
         return ""
 
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
 
 class _Window:
     """Text by decoding recent tokens again: of the window's text, ``num_given`` characters were given out."""
@@ -240,21 +237,13 @@ class _Window:
         self._num_given = len(text) - text.endswith(REPLACEMENT)
 
     def held(self) -> str:
-        return self._rest().rstrip(REPLACEMENT)
-
-    def flush(self) -> str:
-        rest = self._rest()
-        self._num_given += len(rest)
-        return rest
-
-    def _rest(self) -> str:
-        return self._tokens.decode(self._ids)[self._num_given :]
+        return self._tokens.decode(self._ids)[self._num_given :].rstrip(REPLACEMENT)
 
 
 class IncrementalDetokenizer:
     """Text of a growing list of token ids; a microsecond per token if the tokenizer is byte-level.
 
-    ``text`` followed by what ``flush`` returns is ``decode`` of all ids.
+    ``text`` is a beginning of ``decode`` of all ids; ``text_now`` is all of it but for U+FFFD at its end.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -282,13 +271,6 @@ class IncrementalDetokenizer:
             self._parts.append(new)
             self._num_chars += len(new)
         return new
-
-    def flush(self) -> str:
-        """The rest, after the last token: U+FFFD for an incomplete character."""
-        rest = self._stream.flush()
-        self._parts.append(rest)
-        self._num_chars += len(rest)
-        return rest
 
     @property
     def text_now(self) -> str:
@@ -340,14 +322,13 @@ class StopChecker:
 
     Args:
         candidates: the engine's.
-        detokenizer: of this completion. The checker feeds it, and not before it has to; see ``catch_up``.
+        detokenizer: of this completion. The checker feeds it, and not before it has to.
         stop: non-empty strings.
         include: keep the stop string in the text.
         min_tokens: tokens whose text is not searched.
 
     Attributes:
         num_tokens: tokens seen; after a find up to the one that completes the string.
-        holdback: characters at the end of an unfinished text that may turn out to be a stop string's beginning.
     """
 
     def __init__(self, candidates: StopCandidates, detokenizer: IncrementalDetokenizer, stop: list[str],
@@ -357,7 +338,6 @@ class StopChecker:
         self._longest = max(map(len, stop))
         self._pending: list[int] = []  # seen, but not fed
         self.num_tokens = 0
-        self.holdback = 0 if include else self._longest - 1
 
     def update(self, token_ids: list[int]) -> tuple[str, int] | None:
         """Take in new tokens, up to the first that completes a stop string: that string and how much of the
@@ -371,20 +351,12 @@ class StopChecker:
                     return found
         return None
 
-    def catch_up(self) -> str:
-        """Feed the detokenizer all tokens seen; the text now."""
-        self._feed_pending()
-        return self._detokenizer.text_now
-
-    def _feed_pending(self) -> None:
-        if self._pending:
-            self._detokenizer.feed(self._pending)
-            self._pending = []
-
     def _search(self) -> tuple[str, int] | None:
         """Look at the text that the last token adds."""
         detokenizer, last = self._detokenizer, self._pending.pop()
-        self._feed_pending()
+        if self._pending:
+            detokenizer.feed(self._pending)
+            self._pending = []
         held, begin = detokenizer.end_of_text_now(0)
         num_before = begin + len(held)
         new = detokenizer.feed([last])

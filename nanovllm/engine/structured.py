@@ -1,8 +1,8 @@
 """Which tokens may come next: bit masks for structured outputs, bad words and allowed tokens.
 
 A *guide* follows one sequence. ``fill(words)`` writes its mask, int32 [ceil(vocab_size / 32)], bit ``id % 32`` of word
-``id // 32`` set where the token is allowed; ``accept(token_id)`` appends a token; ``fork()`` copies it. Grammars are
-llguidance's work; it is an optional extra, imported when the first request needs it. Runs on the host, without torch.
+``id // 32`` set where the token is allowed; ``accept(token_id)`` appends a token. Grammars are llguidance's work; it
+is an optional extra, imported when the first request needs it. Runs on the host, without torch.
 """
 
 import logging
@@ -47,12 +47,9 @@ def bad_word_ids(tokenizer: Any, words: str | Iterable[str] | None) -> list[list
     """Token ids of each word as it begins a text and as it follows a space.
 
     Raises:
-        RequestError: there is no tokenizer, or a word has no tokens.
+        RequestError: a word has no tokens.
     """
     words = [words] if isinstance(words, str) else list(words or ())
-    if words and tokenizer is None:
-        raise RequestError("SamplingParams: bad_words needs a tokenizer, but the engine was made with "
-                           "skip_tokenizer_init=True.")  # fmt: skip
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         stem = word.lstrip() or word
@@ -63,28 +60,8 @@ def bad_word_ids(tokenizer: Any, words: str | Iterable[str] | None) -> list[list
     return [list(ids) for ids in found]
 
 
-class AllowedTokens:
-    """The same mask at every token."""
-
-    finished = False
-
-    def __init__(self, token_ids: Iterable[int], vocab_size: int):
-        self.mask = mask_of(token_ids, vocab_size)
-
-    def fill(self, words: np.ndarray) -> None:
-        words[:] = self.mask
-
-    def accept(self, token_id: int) -> None:
-        pass
-
-    def fork(self) -> "AllowedTokens":
-        return self
-
-
 class BadWordsGuide:
     """Forbids the last token of a bad word where the output ends in the tokens before it."""
-
-    finished = False
 
     def __init__(self, sequences: Iterable[Sequence[int]], vocab_size: int):
         self._last_ids: dict[tuple[int, ...], list[int]] = {}  # what comes before -> what may not follow
@@ -107,11 +84,6 @@ class BadWordsGuide:
         if self._lengths:
             self._output = (*self._output, token_id)[-self._lengths[-1] :]
 
-    def fork(self) -> "BadWordsGuide":
-        other = object.__new__(BadWordsGuide)
-        vars(other).update(vars(self))  # nothing is changed in place
-        return other
-
 
 def _forbid(words: np.ndarray, token_id: int) -> None:
     words.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
@@ -123,11 +95,6 @@ class Guide:
     def __init__(self, matcher: Any, compiler: "GuideCompiler"):
         self.matcher, self._compiler = matcher, compiler
         self._ended = False  # by an end-of-sequence token or an error
-
-    @property
-    def finished(self) -> bool:
-        """Only an end-of-sequence token may follow. (Where it is False, that may still turn out in ``fill``.)"""
-        return self._ended or self.matcher.is_stopped()
 
     def fill(self, words: np.ndarray) -> None:
         self._compiler.fill_all([self], words[None])
@@ -141,13 +108,11 @@ class Guide:
             failed = is_eos or self.matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
             assert failed, f"token {token_id} was not allowed: {_first_line(self.matcher)}"
         if failed:
-            logger.warning("a structured output ends early, before its grammar does: %s", _first_line(self.matcher))
+            logger.warning(
+                "structured output cut short: no token is left that the grammar accepts (allowed_token_ids, bad_words "
+                "or min_tokens contradict it, or a limit of the grammar library: %s)", _first_line(self.matcher),
+            )  # fmt: skip
         self._ended = failed or is_eos
-
-    def fork(self) -> "Guide":
-        other = Guide(self.matcher.deep_copy(), self._compiler)
-        other._ended = self._ended
-        return other
 
 
 class Guides:
@@ -161,10 +126,6 @@ class Guides:
     def __init__(self, guides: Iterable[Any], eos_token_ids: Iterable[int], vocab_size: int):
         self.guides = list(guides)
         self._eos_mask = mask_of(eos_token_ids, vocab_size)
-
-    @property
-    def finished(self) -> bool:
-        return any(guide.finished for guide in self.guides)
 
     def fill(self, words: np.ndarray) -> None:
         self.guides[0].fill(words)
@@ -182,11 +143,6 @@ class Guides:
     def accept(self, token_id: int) -> None:
         for guide in self.guides:
             guide.accept(token_id)
-
-    def fork(self) -> "Guides":
-        other = object.__new__(Guides)
-        other.guides, other._eos_mask = [guide.fork() for guide in self.guides], self._eos_mask
-        return other
 
 
 class GuideCompiler:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from nanovllm import RequestError
 from nanovllm.engine import structured
 from nanovllm.engine.structured import (
-    AllowedTokens,
     BadWordsGuide,
     GuideCompiler,
     Guides,
@@ -54,11 +53,15 @@ def allowed_by(guide, vocab_size=VOCAB):
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
+def only(*token_ids):
+    """A guide that allows these tokens: all others are bad words."""
+    return BadWordsGuide([[i] for i in range(VOCAB) if i not in token_ids], VOCAB)
+
+
 def walk(guide, rng, hurry=()):
     """Token ids drawn uniformly to the end of the text; half the time among those in ``hurry``, if any is allowed."""
     ids = []
     while not (allowed := allowed_by(guide)) <= set(EOS):
-        assert allowed and not guide.finished
         soon = sorted(allowed & {*hurry, *EOS})
         choice = rng.choice(soon if soon and rng.random() < 0.5 else sorted(allowed))
         guide.accept(choice)
@@ -297,24 +300,28 @@ def test_structural_tag_of_the_older_form(compiler, tokenizer):
 
 def test_the_end(compiler, tokenizer):
     """Both end-of-sequence tokens, exactly where the text may end; then nothing else, and nothing counts."""
-    guide = compiler.compile(Params(regex="ab?"))
     (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
-    assert not allowed_by(guide) & {*EOS, b}
-    guide.accept(a)
-    assert allowed_by(guide) == {b, *EOS} and not guide.finished
-    ended = guide.fork()
-    ended.accept(0)
-    guide.accept(b)
-    for finished in (guide, ended):
-        assert finished.finished and allowed_by(finished) == set(EOS)
+    for last in (b, 0):
+        guide = compiler.compile(Params(regex="ab?"))
+        assert not allowed_by(guide) & {*EOS, b}
+        guide.accept(a)
+        assert allowed_by(guide) == {b, *EOS}
+        guide.accept(last)
+        assert allowed_by(guide) == set(EOS)
         for _ in range(3):
-            finished.accept(2)
-            assert finished.finished and allowed_by(finished) == set(EOS)
+            guide.accept(2)
+            assert allowed_by(guide) == set(EOS)
 
 
 def test_token_that_was_not_allowed(compiler):
     with pytest.raises(AssertionError, match="token 5 was not allowed: "):
         compiler.compile(Params(regex="abc")).accept(5)
+
+
+CUT_SHORT = (
+    "structured output cut short: no token is left that the grammar accepts (allowed_token_ids, bad_words or "
+    "min_tokens contradict it, or a limit of the grammar library: "
+)
 
 
 def test_dead_end_ends_early(compiler, tokenizer, caplog):
@@ -323,8 +330,8 @@ def test_dead_end_ends_early(compiler, tokenizer, caplog):
     guide.accept(tokenizer.encode("a")[0])
     assert allowed_by(guide) == set(EOS)
     guide.accept(2)
-    assert guide.finished and allowed_by(guide) == set(EOS)
-    assert caplog.messages == ["a structured output ends early, before its grammar does: NoExtensionBias"]
+    assert allowed_by(guide) == set(EOS)
+    assert caplog.messages == [f"{CUT_SHORT}NoExtensionBias)"]
 
 
 def test_too_complex_ends_early(compiler, caplog):
@@ -344,21 +351,21 @@ def test_too_complex_ends_early(compiler, caplog):
             return "too many items\n<state>"
 
     guide = structured.Guide(Matcher(), compiler)
-    guide.accept(2)
-    assert guide.finished
-    assert caplog.messages == ["a structured output ends early, before its grammar does: too many items"]
+    for _ in range(2):  # after the first, nothing counts
+        guide.accept(2)
+        assert caplog.messages == [f"{CUT_SHORT}too many items)"]
 
 
-def test_forks_and_compiled_copies_are_independent(compiler, tokenizer):
+def test_compiled_copies_are_independent(compiler, tokenizer):
     params = Params(choice=["abc", "xyz"])
     first = compiler.compile(params)
     start = allowed_by(first)
     first.accept(tokenizer.encode("xyz")[0])
-    fork, second = first.fork(), compiler.compile(params)
-    after = allowed_by(first)
-    assert allowed_by(second) == start != after == allowed_by(fork)
-    fork.accept(min(allowed_by(fork)))
-    assert allowed_by(first) == after and allowed_by(second) == start
+    second, after = compiler.compile(params), allowed_by(first)
+    assert allowed_by(second) == start != after
+    second.accept(tokenizer.encode("abc")[0])
+    assert allowed_by(first) == after != allowed_by(second)
+    assert allowed_by(compiler.compile(params)) == start
 
 
 def test_cache_keeps_the_last_used(tokenizer, monkeypatch):
@@ -405,7 +412,7 @@ def test_fill_all_is_fill(compiler, tokenizer):
     guides = [
         compiler.compile(Params(regex="[a-z]*")), bad, compiler.compile(Params(json_object=True)),
         Guides([compiler.compile(Params(regex=".*")), bad], EOS, VOCAB),
-        Guides([bad, AllowedTokens([30, 40], VOCAB)], EOS, VOCAB), AllowedTokens([7], VOCAB),
+        Guides([bad, only(30, 40)], EOS, VOCAB), only(7),
     ]  # fmt: skip
     for chosen in (guides, guides[:2], guides[1:2]):
         words = np.full((len(chosen), 32), 0x3C3C3C3C, np.int32)
@@ -421,39 +428,39 @@ def test_bad_words_against_a_plain_twin():
     words = [rng.choices(range(6), k=rng.randint(1, 4)) for _ in range(6)]
     words = [word for word in words if len(word) > 1 or word == [5]] + [[5]]
     guide, output, held_back = BadWordsGuide(words, 70), [], 0
-    for step in range(300):
-        if step % 7 == 3:
-            guide.fork().accept(0)  # has no effect on its origin
+    for _ in range(300):
         banned = {word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1]}
         assert allowed_by(guide, 70) == set(range(70)) - banned
         held_back += len(banned) > 1
         output.append(rng.choice([i for i in range(6) if i not in banned]))
         guide.accept(output[-1])
-    assert held_back > 20 and not guide.finished
+    assert held_back > 20
 
 
 def test_guides_compose(compiler, tokenizer):
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-    regex = compiler.compile(Params(regex="[abc]c?"))
-    guides = Guides([regex, AllowedTokens([a, b, c], VOCAB), BadWordsGuide([[a], [b, c]], VOCAB)], EOS, VOCAB)
-    assert allowed_by(guides) == {b, c}
-    fork = guides.fork()
-    guides.accept(b)  # c would be a bad word, and end-of-sequence is not among the allowed tokens
-    assert allowed_by(guides) == set(EOS) and not guides.finished
-    fork.accept(c)
-    assert allowed_by(fork) == {c}
-    fork.accept(c)
-    assert fork.finished and allowed_by(fork) == set(EOS)
+
+    def walked(*token_ids):
+        regex = compiler.compile(Params(regex="[abc]c?"))
+        guides = Guides([regex, only(a, b, c), BadWordsGuide([[a], [b, c]], VOCAB)], EOS, VOCAB)
+        for token_id in token_ids:
+            guides.accept(token_id)
+        return allowed_by(guides)
+
+    assert walked() == {b, c}
+    assert walked(b) == set(EOS)  # c would be a bad word, and end-of-sequence is not among the allowed tokens
+    assert walked(c) == {c}
+    assert walked(c, c) == set(EOS)
 
 
 def test_guides_that_leave_nothing_end_the_text(compiler, tokenizer, caplog):
     """In the middle of the grammar, too: the other guides allow none of the tokens that it needs."""
     (c,) = tokenizer.encode("c")
-    guides = Guides([AllowedTokens([c], VOCAB), compiler.compile(Params(regex="ab"))], EOS, VOCAB)
+    guides = Guides([only(c), compiler.compile(Params(regex="ab"))], EOS, VOCAB)
     assert allowed_by(guides) == set(EOS)
     guides.accept(2)
-    assert guides.finished and allowed_by(guides) == set(EOS)
-    assert "a structured output ends early, before its grammar does: " in caplog.text
+    assert allowed_by(guides) == set(EOS)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(CUT_SHORT)
 
 
 def test_mask_of():
@@ -470,8 +477,8 @@ def test_bad_word_ids(tokenizer):
     assert bad_word_ids(tokenizer, ["word", " word"]) == bad_word_ids(tokenizer, "word") == [plain, spaced]
     assert bad_word_ids(tokenizer, None) == bad_word_ids(None, []) == []
     assert tokenizer.encode("\n") in bad_word_ids(tokenizer, ["\n"])
-    with pytest.raises(RequestError, match="SamplingParams: bad_words needs a tokenizer"):
-        bad_word_ids(None, ["word"])
+    with pytest.raises(RequestError, match="SamplingParams: bad_words='' has no tokens"):
+        bad_word_ids(tokenizer, ["word", ""])
 
 
 # Errors
