@@ -170,7 +170,7 @@ def test_several_conversations(demo):
         ({"prompt_token_ids": [5, 6, 7], "prompt": "not these"}, "not these", [5, 6, 7]),
         ({"prompt": "The", "prompt_token_ids": None}, "The", None),
         ({"prompt": None, "prompt_token_ids": (5, 6)}, None, [5, 6]),
-        ({"prompt": "The", "multi_modal_data": None, "other": 1}, "The", None),
+        ({"prompt": "The", "multi_modal_data": None}, "The", None),
     ],
     ids=str,
 )
@@ -195,7 +195,8 @@ def test_prompt_dictionaries(demo, given, text, ids):
          "neither."),
         ({"text": "The"}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
         ({"prompt": 5}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
-        ({"prompt": "The", "multi_modal_data": {"image": 1}}, "multi_modal_data: nanovllm runs text models only."),
+        ({"prompt": "The", "multi_modal_data": {"image": 1}}, "a prompt dictionary cannot have 'multi_modal_data'"),
+        ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only."),
     ],
     ids=str,
 )  # fmt: skip
