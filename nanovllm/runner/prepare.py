@@ -1,7 +1,5 @@
 """From a scheduled batch to a launch: what the host computes before each step. Numbers only, no device."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
@@ -141,9 +139,8 @@ def as_short_prefill(header: StepHeader, step: StepInput, size: int,
     def pad(values: np.ndarray, value: int = 0) -> np.ndarray:
         return np.pad(values, (0, size - len(values)), constant_values=value)
 
-    header = replace(header, kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
-    step = replace(
-        step,
+    header = header._replace(kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
+    step = step._replace(
         input_ids=pad(step.input_ids),
         positions=pad(step.positions),
         slot_mapping=pad(step.slot_mapping, -1),

@@ -4,9 +4,8 @@ Owns the layout of both. The header is known to every rank's host and decides wh
 array, so that one copy takes them to the device. Knows nothing of queues or models.
 """
 
-from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ class StepKind(IntEnum):
     SAMPLE = 3  # the sampling of the guided step before, whose masks needed the tokens of the one before that
 
 
-@dataclass(frozen=True)
-class StepHeader:
+class StepHeader(NamedTuple):
     """Sizes and flags of a launch.
 
     Attributes:
@@ -57,11 +55,10 @@ class StepHeader:
     num_block_copies: int = 0
 
 
-HEADER_SIZE = len(fields(StepHeader))
+HEADER_SIZE = len(StepHeader._fields)
 
 
-@dataclass(frozen=True)
-class StepInput:
+class StepInput(NamedTuple):
     """The segments, int32: numpy arrays on the host, tensors on the device. Decode steps have the first two only.
 
     Attributes:
@@ -122,7 +119,7 @@ def pack(header: StepHeader, step: StepInput) -> np.ndarray:
     """The segments as one int32 array."""
     sizes = segment_sizes(header)
     packed, start = np.zeros(sum(map(_aligned, sizes)), np.int32), 0
-    for size, segment in zip(sizes, vars(step).values(), strict=False):
+    for size, segment in zip(sizes, step, strict=False):
         packed[start : start + size] = segment
         start += _aligned(size)
     return packed
@@ -140,7 +137,7 @@ def unpack(header: StepHeader, packed: Any) -> StepInput:
 
 def to_words(header: StepHeader, packed: np.ndarray) -> np.ndarray:
     """Header and segments as one message to the other ranks."""
-    return np.concatenate([np.array(astuple(header), np.int32), packed])
+    return np.concatenate([np.array(header, np.int32), packed])
 
 
 def from_words(words: np.ndarray) -> tuple[StepHeader, np.ndarray]:

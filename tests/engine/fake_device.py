@@ -188,7 +188,7 @@ class FakeDevice:
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, header, step):
-        batch, step = self.batch, StepInput(*(segment.numpy() for segment in vars(step).values()))
+        batch, step = self.batch, StepInput(*(segment.numpy() for segment in step))
         assert header.num_tokens == len(step.input_ids) == batch.num_tokens
         owners = []
         for i, seq in enumerate(batch.seqs):
@@ -212,9 +212,9 @@ class FakeDevice:
     def _short(self, header, step):
         """Each token as a single-query sequence: first all are stored, then all attend."""
         self.seen.add("short prefill")
-        batch, step = self.batch, StepInput(*(segment.numpy() for segment in vars(step).values()))
+        batch, step = self.batch, StepInput(*(segment.numpy() for segment in step))
         num_tokens, size = batch.num_tokens, header.num_tokens
-        assert size in self.short_sizes and all(len(segment) == size for segment in list(vars(step).values())[2:7])
+        assert size in self.short_sizes and all(len(segment) == size for segment in step[2:7])
         assert header.max_seqlen_q == 1
         owners = [(self.requests[seq.seq_id], seq.req_idx, position)
                   for seq, start, stop in zip(batch.seqs, batch.starts, batch.stops, strict=True)

@@ -33,7 +33,7 @@ def prefill(*chunks):
 def prepared(batch, short_sizes):
     staged = StagedWrites(MAX_NUM_SEQS, MAX_BLOCKS, StagedTables(BLOCK_SIZE * MAX_BLOCKS, vocab_size=1000))
     header, packed = prepare(batch, staged, BLOCK_SIZE, short_sizes)
-    return header, {name: segment.tolist() for name, segment in vars(unpack(header, packed)).items()}
+    return header, {name: segment.tolist() for name, segment in unpack(header, packed)._asdict().items()}
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 15, 16, 17, 31, 100, 255, 256, 10_000])

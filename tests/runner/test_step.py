@@ -35,7 +35,7 @@ def test_prefill_there_and_back(sizes, short, on_device):
     there, packed = from_words(to_words(header, pack(header, step)))
     assert there == header and packed.dtype == np.int32
     back = unpack(there, torch.from_numpy(packed) if on_device else packed)
-    for name, expected in vars(step).items():
+    for name, expected in step._asdict().items():
         assert getattr(back, name).tolist() == expected.tolist(), name
 
 
@@ -45,7 +45,7 @@ def test_masks_of_a_guided_step():
     assert header.kind == StepKind.SAMPLE and header.num_sampled == header.num_updates == 0
     back = unpack(*from_words(to_words(header, packed)))
     assert back.mask_req_indices.tolist() == [4, 2] and back.mask_words.tolist() == [1, 2, 3, 4, 5, 6]
-    assert all(len(part) == 0 for name, part in vars(back).items() if not name.startswith("mask"))
+    assert all(len(part) == 0 for name, part in back._asdict().items() if not name.startswith("mask"))
 
 
 @pytest.mark.parametrize("u", [0, 3])
@@ -56,7 +56,7 @@ def test_decode_sends_only_what_changed(u):
     assert len(packed) == (0 if u == 0 else 8)  # two segments of 3, padded to multiples of 4
     back = unpack(header, packed)
     assert back.indices.tolist() == step.indices.tolist() and back.values.tolist() == step.values.tolist()
-    assert all(len(part) == 0 for part in list(vars(back).values())[2:])
+    assert all(len(part) == 0 for part in back[2:])
 
 
 def test_segments_are_aligned():
@@ -67,5 +67,5 @@ def test_segments_are_aligned():
     )  # fmt: skip
     sizes = (3, 3, 5, 5, 5, 1, 1, 2, 2, 1, 3, 3, 3, 3, 1, 2, 3, 3, 1, 1)
     packed = torch.from_numpy(pack(header, StepInput(*(segment(size, 0) for size in sizes))))
-    starts = [s.storage_offset() for s in vars(unpack(header, packed)).values()]
+    starts = [s.storage_offset() for s in unpack(header, packed)]
     assert all(start % 4 == 0 for start in starts)
