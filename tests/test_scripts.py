@@ -178,7 +178,7 @@ def test_readme_commands_are_what_ci_runs():
     lines = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
     assert len(lines) == 2
     assert lines[0].endswith("example.py")
-    assert lines[1].endswith("pytest")
+    assert lines[1].endswith("pytest -n 2")
     ci = ROOT / ".ci" / "run"
     assert lines[1] in ci.read_text(encoding="utf-8").splitlines()
     assert os.access(ci, os.X_OK)
