@@ -1,6 +1,7 @@
 """Sampling: logits -> token ids.
 
-Owns the logits steps, their order, and the draw over tensor-parallel ranks. Sees requests only as ``SamplingState``.
+Owns the logits steps, their order, the draw over tensor-parallel ranks, and which logits log-probabilities are of. Sees
+requests only as columns and tables on the device (``Requests``).
 
 B sequences, V vocabulary.
 """
