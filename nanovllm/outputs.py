@@ -114,9 +114,10 @@ class RequestOutput(dict):
         metrics: None.
     """
 
+    prompt_token_ids = Deferred()
     prompt_logprobs = Deferred()
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int],
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int] | Callable[[], list[int]],
                  outputs: list[CompletionOutput], num_cached_tokens: int = 0, finished: bool = True,
                  prompt_logprobs: Any = None, index: int = 0):
         first = outputs[0]
@@ -137,7 +138,7 @@ class RequestOutput(dict):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple:
-        _ = self.prompt_logprobs  # a function cannot be pickled
+        _ = self.prompt_token_ids, self.prompt_logprobs  # functions are not for pickling
         return _rebuild, (vars(self), dict(self))
 
 

@@ -173,7 +173,6 @@ class Tracked:
 
     def __init__(self, name: str, request: Request, kind: RequestOutputKind):
         self.name, self.kind, self.request = name, kind, request
-        request.prompt_token_ids = request.seqs[0].prompt_token_ids  # nanovllm sets them at the end
         self._deltas = None if kind is RequestOutputKind.FINAL_ONLY else DeltaStream(request)
         self._so_far = [CompletionOutput(index, "", []) for index in range(len(request.seqs))]
 

@@ -70,8 +70,10 @@ class Request:
         return self.seqs[0].seq_id
 
     @cached_property
-    def prompt_token_ids(self) -> list[int]:
-        return self.seqs[0].prompt_token_ids
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [num_prompt_tokens], a copy: a list of ids is made when somebody reads it."""
+        seq = self.seqs[0]
+        return seq.tokens(0, seq.num_prompt_tokens).copy()
 
     @property
     def params(self) -> SamplingParams:
@@ -95,11 +97,11 @@ class Request:
         return RequestOutput(
             request_id=str(self.request_id),
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self.prompt_ids.tolist,
             outputs=outputs,
             num_cached_tokens=self.seqs[0].num_cached_tokens,
             finished=finished,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs,
             index=self.index,
         )
 
@@ -108,12 +110,10 @@ class Request:
         values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
 
-    def _prompt_logprobs(self) -> list | None:
-        if self.params.prompt_logprobs is None:
-            return None
+    def _prompt_logprobs(self) -> list:
         if not self.prompt_logprobs:  # a prompt of one token
             return [None]
-        rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_token_ids[1:]
+        rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_ids[1:].tolist()
         return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
 
 
@@ -304,7 +304,6 @@ class RequestProcessor:
             elif request.call.detokenize:
                 request.texts[seq.seq_id] = self._tokenizer.decode_later(text_ids(seq, token_ids), seq.sampling_params)
             if len(request.token_ids) == len(request.seqs):
-                _ = request.prompt_token_ids
                 del request.call.unfinished[request.request_id], self._unfinished[str(request.request_id)]
                 request.call.finished.append(request)
 
