@@ -128,6 +128,38 @@ def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts in the layers outside ``dense_layers``.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        top_k: experts of a token.
+        expert_size: intermediate units of an expert.
+        scoring: "softmax" over all experts, or "sigmoid".
+        renormalize: the weights of the chosen experts sum to 1.
+        routed_scale: a factor of all weights.
+        num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
+        has_correction_bias: a bias per expert counts for the choice, and not for the weight.
+        shared_size: intermediate units of the shared expert, which every token passes; 0: none.
+        has_shared_gate: a sigmoid gate scales the shared expert.
+        dense_layers: layers with an ordinary MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    has_correction_bias: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of a dense decoder; names as in ``config.json``."""
 
