@@ -115,10 +115,15 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(ReplicatedLinear):
-    """Input features sharded over ranks: this rank holds ``input_size / size`` of them; outputs are all-reduced."""
+    """Input features sharded over ranks: this rank holds ``input_size / size`` of them; outputs are all-reduced.
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
+    Without ``all_reduce`` the caller sums up over the ranks.
+    """
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
+                 all_reduce: bool = True):
         super().__init__(input_size // tp.size, output_size, bias, tp)
+        self.all_reduce = all_reduce
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         if param.dim() == 1:  # the bias is added once, by rank 0
@@ -132,4 +137,4 @@ class RowParallelLinear(ReplicatedLinear):
                 residual: torch.Tensor | None = None) -> torch.Tensor:
         """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
         y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
-        return y if self.tp.size == 1 else self.tp.all_reduce(y)
+        return self.tp.all_reduce(y) if self.all_reduce and self.tp.size > 1 else y
