@@ -35,10 +35,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Weights of all experts of a layer: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
+    """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
-    A checkpoint has a tensor for each expert and projection, or one for all experts (``shard_id`` None), then with the
-    shape of the parameter on a single rank.
+    A checkpoint has a tensor for each expert and projection, or one of all experts (``shard_id`` None), of the
+    parameter's shape on a single rank.
     """
 
     def __init__(self, moe: MoEConfig, hidden_size: int, tp: TPGroup):
