@@ -83,12 +83,11 @@ def fused_moe(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
     chosen, order = ids.flatten().sort(stable=True)
-    experts, counts = chosen.unique_consecutive(return_counts=True)
-    for expert, entries in zip(experts.tolist(), order.split(counts.tolist()), strict=True):
+    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
+    tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
+    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
         if expert >= 0:
-            tokens = entries // routing.top_k
-            hidden = act_and_mul(F.linear(x[tokens], gate_up[expert]), act)
-            y = F.linear(hidden, down[expert]).float() * weights.flatten()[entries, None]
-            total.index_add_(0, tokens, y)
+            hidden = act_and_mul(F.linear(x[rows], gate_up[expert]), act)
+            total.index_add_(0, rows, F.linear(hidden, down[expert]) * share)
     total = total.to(x.dtype)
     return residual + total if add_residual else total
