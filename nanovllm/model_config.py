@@ -1,25 +1,19 @@
-"""The model's shape, read from ``config.json``, and the table of supported architectures. Imports no torch.
+"""The model's shape and switches, read from ``config.json``. Imports no torch.
 
-Every field that would change the computation is honoured or refused, never ignored.
+Every field that would change the computation is honoured or refused, never ignored. ``families.py`` has what
+``config.json`` does not say.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, number, optional
+from nanovllm.families import FAMILIES, SWITCHES, Family
+from nanovllm.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
 
-
-class Family(NamedTuple):
-    """Differences between decoder architectures."""
-
-    qk_norm: bool  # per-head RMSNorm of q and k before RoPE
-
-
-FAMILIES = {
-    "Qwen3ForCausalLM": Family(qk_norm=True),
-}
 DTYPES = ("bfloat16", "float16", "float32")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
 
 
 def _supported(*allowed: Any) -> Rule:
@@ -27,8 +21,6 @@ def _supported(*allowed: Any) -> Rule:
     return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
 
 
-SIZE = at_least(1)
-POSITIVE = number("a positive number", lambda x: x > 0)
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
 UNSUPPORTED = Rule("absent or false (it is not supported)", lambda x: not x)
@@ -37,12 +29,20 @@ IDS = list_of(ID, "a token id or a list of them")
 TOKEN_IDS = Rule(
     IDS.allowed, lambda x: ID.accepts(x) or IDS.accepts(x), lambda x: IDS.convert([x] if ID.accepts(x) else x)
 )
+LAYERS = list_of(ID, "a list of layers")
+COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
+SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
+ARCHITECTURES = Rule(
+    f"one of {', '.join(FAMILIES)} (others are not supported)",
+    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in FAMILIES,
+)
 RULES = {
-    "architectures": _supported(*([name] for name in FAMILIES)),
     "quantization_config": UNSUPPORTED,
-    "use_sliding_window": UNSUPPORTED,
-    "layer_types": list_of(choice("full_attention"), "a list of 'full_attention' (others are not supported)"),
-    "hidden_act": _supported("silu"),
+    "layer_types": list_of(
+        choice("full_attention", "sliding_attention"),
+        "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
+    ),
+    "hidden_act": _supported(*ACTIVATIONS),
     "vocab_size": SIZE,
     "hidden_size": SIZE,
     "intermediate_size": SIZE,
@@ -54,77 +54,46 @@ RULES = {
     "rms_norm_eps": POSITIVE,
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
+    "attention_out_bias": optional(BOOLEAN),
+    "mlp_bias": FLAG,
+    "use_bias": FLAG,
+    "qkv_bias": optional(BOOLEAN),
+    "use_qk_norm": FLAG,
     "dtype": _supported(*DTYPES),
     "eos_token_id": TOKEN_IDS,
     "rope_parameters": OBJECT,
     "rope_scaling": OBJECT,
+    "rope_local_base_freq": optional(POSITIVE),
+    "sliding_window": COUNT,
+    "use_sliding_window": optional(BOOLEAN),
+    "max_window_layers": COUNT,
+    "sliding_window_pattern": optional(SIZE),
+    "no_rope_layers": optional(list_of(choice(0, 1), "a list of 0 and 1")),
+    "no_rope_layer_interval": optional(SIZE),
+    "query_pre_attn_scalar": optional(POSITIVE),
+    "attention_multiplier": optional(POSITIVE),
+    "embedding_multiplier": SCALE,
+    "residual_multiplier": SCALE,
+    "logits_scaling": SCALE,
+    "num_nextn_predict_layers": COUNT,
+}
+MOE_RULES = {
+    "num_experts": SIZE,
+    "num_experts_per_tok": SIZE,
+    "moe_intermediate_size": SIZE,
+    "norm_topk_prob": Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x),
+    "routed_scaling_factor": SCALE,
+    "n_group": optional(SIZE),
+    "topk_group": optional(SIZE),
+    "shared_expert_intermediate_size": COUNT,
+    "n_shared_experts": COUNT,
+    "first_k_dense_replace": COUNT,
+    "mlp_only_layers": LAYERS,
+    "decoder_sparse_step": optional(SIZE),
+    "scoring_func": optional(choice("softmax", "sigmoid")),
 }
 # of absent fields; any other field is required unless its rule allows None
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
-
-ROPE_RULES = {  # rope_type -> its fields
-    "default": {"rope_theta": POSITIVE},
-    "linear": {"rope_theta": POSITIVE, "factor": POSITIVE},
-    "yarn": {
-        "rope_theta": number("a number > 1", lambda x: x > 1),
-        "factor": POSITIVE,
-        "original_max_position_embeddings": optional(SIZE),
-        "beta_fast": optional(POSITIVE),
-        "beta_slow": optional(POSITIVE),
-        "attention_factor": optional(POSITIVE),
-    },
-}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of rotary positions.
-
-    Attributes:
-        kind: "default", "linear" (positions divided by ``factor``) or "yarn" (arXiv:2309.00071).
-        theta: base of the rotary frequencies.
-        factor: context length over ``original_max_position``.
-        original_max_position: context length of the training (yarn).
-        beta_fast, beta_slow: rotations within that context above which yarn keeps a frequency, and below which it
-            interpolates it fully.
-        attention_factor: yarn's scale of cosines and sines; None takes ``0.1 ln(factor) + 1``.
-    """
-
-    kind: str = "default"
-    theta: float = 1_000_000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
-        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
-        new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
-        rope = _with_rope_type(new or old or {})
-        # a long-context recipe may add rope_scaling to a file that has rope_parameters; their rope_theta may differ
-        if new and old and {**rope, "rope_theta": None} != {**_with_rope_type(old), "rope_theta": None}:
-            raise CheckpointError(
-                f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
-            )
-        rope = {"rope_theta": raw.get("rope_theta", 10_000.0), **rope}
-        kind = check("config.json", "rope_type", rope.pop("rope_type"), _supported(*ROPE_RULES), CheckpointError)
-        rules = ROPE_RULES[kind]
-        unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
-        if unknown:
-            raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
-        checked = check_all(f"config.json: rope scaling {kind!r}", rope, rules, CheckpointError)
-        given = {name: value for name, value in checked.items() if value is not None}
-        max_position = raw.get("max_position_embeddings", DEFAULTS["max_position_embeddings"])
-        original = given.pop("original_max_position_embeddings", max_position)
-        return cls(kind=kind, theta=given.pop("rope_theta"), original_max_position=original, **given)
-
-
-def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which "type", the older name, is "rope_type"."""
-    rope = dict(rope)
-    return {"rope_type": rope.pop("type", "default"), **rope}
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -158,10 +127,49 @@ class MoEConfig:
     has_shared_gate: bool = False
     dense_layers: frozenset[int] = frozenset()
 
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], family: Family) -> "MoEConfig":
+        """Read the fields of a mixture of experts, whose names differ between families."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((raw[name] for name in names if raw.get(name) is not None), None)
+        size = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
+        raw = {**raw, "num_experts": experts, "moe_intermediate_size": size}
+        given = check_all("config.json", raw, MOE_RULES, CheckpointError)
+        if given["scoring_func"] not in (None, family.experts):
+            raise CheckpointError(
+                f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
+            )
+        num_experts, top_k = given["num_experts"], given["num_experts_per_tok"]
+        groups, top_groups = given["n_group"] or 1, given["topk_group"] or 1
+        if num_experts % groups or not top_groups <= groups or top_k > num_experts // groups * top_groups:
+            raise CheckpointError(
+                f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
+            )
+        layers, step = range(raw["num_hidden_layers"]), given["decoder_sparse_step"] or 1
+        dense = {i for i in layers if i < given["first_k_dense_replace"] or (i + 1) % step}
+        shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
+        return cls(
+            num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
+            given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.experts == "sigmoid",
+            shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
+            dense_layers=frozenset(dense | set(given["mlp_only_layers"])),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a dense decoder; names as in ``config.json``."""
+    """Shape and switches of a decoder; names as in ``config.json`` where it has them.
+
+    Attributes:
+        act: gated activation of the MLP, "silu" or "gelu_tanh".
+        qk_norm: see ``Family``.
+        attention_scale: of the scores before the softmax.
+        embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
+        windows: of each layer, the tokens that a token attends, itself included; 0: all before it.
+        ropes: of each layer; None: positions are not rotated (NoPE).
+        moe: None in a dense model.
+        num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
+    """
 
     family: Family
     vocab_size: int
@@ -174,35 +182,83 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    act: str
+    qk_norm: str
+    attention_scale: float
+    embed_scale: float
+    residual_scale: float
+    logit_scale: float
+    windows: tuple[int, ...]
+    ropes: tuple[RopeScaling | None, ...]
+    moe: MoEConfig | None
+    num_nextn_predict_layers: int
     dtype: str
-    rope: RopeScaling
     eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
+        (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
+        family = FAMILIES[name]
+        text = raw.get("text_config") or {}  # of a model that also has a vision tower
+        raw = {**DEFAULTS, **family.defaults, **raw, **text}
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        given = check_all("config.json", {**DEFAULTS, **raw, "dtype": dtype}, RULES, CheckpointError)
-        heads = given["num_attention_heads"]
+        if raw.get("tie_word_embeddings") is None:
+            raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
+        raw |= {"dtype": dtype, "hidden_act": _activation(raw, family)}
+        for switch, neutral in SWITCHES.items():
+            value = raw.get(switch)
+            ignored = switch == "sliding_window" and raw.get("use_sliding_window") is False
+            if switch not in family.reads and value not in neutral and not ignored:
+                allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+                raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
+        given = check_all("config.json", raw, RULES, CheckpointError)
+        heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
-        head_dim = given["head_dim"] or given["hidden_size"] // heads
+        head_dim = given["head_dim"] or hidden // heads
         if head_dim < 2 or head_dim % 2:
             raise CheckpointError(f"config.json: heads of size {head_dim}; RoPE needs an even size.")
-        rope, max_position = RopeScaling.from_json(raw), given["max_position_embeddings"]
-        if rope.kind == "yarn":  # Qwen's recipe adds rope_scaling to a config.json and leaves max_position_embeddings
-            max_position = max(max_position, int(rope.factor * rope.original_max_position))
+        windows = _windows(given, family)
+        ropes = _ropes(raw, given, family, windows)
+        # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
+        stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope and rope.kind == "yarn"]
+        bias = given["attention_bias"] or given["use_bias"]
+        qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
+        o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
+        divisor = given["query_pre_attn_scalar"] or head_dim
         given |= {
-            "family": FAMILIES[given["architectures"][0]],
+            "family": family,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
-            "max_position_embeddings": max_position,
-            "rope": rope,
+            "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
+            "qkv_bias": bias if qkv_bias is None else qkv_bias,
+            "o_bias": bias if o_bias is None else o_bias,
+            "mlp_bias": given["mlp_bias"] or given["use_bias"],
+            "act": ACTIVATIONS[given["hidden_act"]],
+            "qk_norm": "head" if given["use_qk_norm"] else family.qk_norm,
+            "attention_scale": given["attention_multiplier"] or divisor**-0.5,
+            "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
+            "residual_scale": given["residual_multiplier"],
+            "logit_scale": 1 / given["logits_scaling"],
+            "windows": windows,
+            "ropes": ropes,
+            "moe": MoEConfig.from_json(raw, family) if family.experts else None,
             "eos_token_ids": given["eos_token_id"],
         }
         return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+    def for_length(self, max_model_len: int) -> "ModelConfig":
+        """For requests of at most ``max_model_len`` tokens: windows that hold them all are none."""
+        return replace(
+            self,
+            windows=tuple(window if window < max_model_len else 0 for window in self.windows),
+            ropes=tuple(rope and rope.for_length(max_model_len) for rope in self.ropes),
+        )
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError unless the model divides over ``size`` ranks (KV heads fewer than ranks are replicated)."""
@@ -210,6 +266,8 @@ class ModelConfig:
             ("attention heads", self.num_attention_heads),
             ("vocabulary entries", self.vocab_size),
             ("intermediate units", self.intermediate_size),
+            ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
+            ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
@@ -218,3 +276,64 @@ class ModelConfig:
                 f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "
                 "or be a multiple of their number."
             )
+
+def _activation(raw: dict[str, Any], family: Family) -> Any:
+    """Gemma's old files say "gelu", or nothing, and mean the tanh form."""
+    act = raw.get("hidden_activation") or raw.get("hidden_act")
+    tanh = "gelu_pytorch_tanh"
+    return tanh if act == "gelu" and family.defaults.get("hidden_act") == tanh else act
+
+
+def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
+    """The window of each layer, 0 without one."""
+    num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
+    layers = range(num_layers)
+    if given["use_sliding_window"] is False:
+        window = 0
+    if kinds and len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers.")
+    has_window = {
+        "": lambda i: False,
+        "all": lambda i: True,
+        "late": lambda i: i >= given["max_window_layers"],
+        "pattern": lambda i: (i + 1) % given["sliding_window_pattern"] > 0,
+        "unrotated": lambda i: not _is_rotated(given, i),
+    }[family.windows]
+    slides = [window > 0 and has_window(i) for i in layers]
+    if kinds:
+        slides_by_kind = [kind == "sliding_attention" for kind in kinds]
+        if any(slides_by_kind) and not window:
+            raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
+        if family.windows in ("", "all") and slides != slides_by_kind:
+            raise CheckpointError(
+                f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
+            )
+        slides = slides_by_kind
+    return tuple(window if slides[i] else 0 for i in layers)
+
+
+def _is_rotated(given: dict[str, Any], layer: int) -> bool:
+    """NoPE: some layers leave positions out."""
+    rotated, interval = given["no_rope_layers"], given["no_rope_layer_interval"]
+    if rotated:
+        return layer < len(rotated) and bool(rotated[layer])
+    return not interval or (layer + 1) % interval > 0
+
+
+def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
+           windows: tuple[int, ...]) -> tuple[RopeScaling | None, ...]:
+    """RoPE of each layer, None without one. Layers with and without a window may differ."""
+    parts = given["rope_parameters"] or {}
+    if {"full_attention", "sliding_attention"} & set(parts):
+        full, local = ({**raw, "rope_parameters": parts.get(f"{kind}_attention")} for kind in ("full", "sliding"))
+    elif family.plain_window_rope:
+        theta = given["rope_local_base_freq"] or raw.get("rope_theta", 10_000.0)
+        full, local = raw, {**raw, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    else:
+        full = local = raw
+    of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
+    by_window = family.rotates_windows_only and any(windows)
+    return tuple(
+        (of_local if window else of_full) if _is_rotated(given, i) and (window or not by_window) else None
+        for i, window in enumerate(windows)
+    )

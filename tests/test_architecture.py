@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
 # from the bottom up; a module may import from its own floor and from those below
 FLOORS = [
-    ["errors", "validation"],
+    ["errors", "validation", "families"],
+    ["rope"],
     ["sampling_params", "outputs", "model_config", "utils.gc_pause"],
     ["utils.checkpoint"],
     ["config", "utils.loader"],

@@ -17,9 +17,7 @@ import torch
 from nanovllm.errors import CheckpointError, ConfigError, EngineError
 from nanovllm.llm import LLM
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-from nanovllm.utils.loader import CheckpointTensor, _expected_tensors, copy_checked, load_model
-
-SKIPPED = "rotary_emb.inv_freq"  # in some trainers' state dicts; derived from the configuration here
+from nanovllm.utils.loader import CheckpointTensor, TensorNames, fill, load_model
 
 
 class InMemory:
@@ -69,21 +67,15 @@ class Memory:
         """
         self.require_idle("load_weights")
         self._require_weights()
-        model = self._llm.model_runner.model
-        params = dict(model.named_parameters())
-        expected, loaded = _expected_tensors(params, model.packed_modules_mapping), set()
+        names, loaded = TensorNames(self._llm.model_runner.model), set()
         with torch.inference_mode():
             for name, tensor in weights:
-                if name in model.unused_weights or SKIPPED in name:
+                if names.is_unused(name):
                     continue
-                if name not in expected:
+                param, shard_id, _ = names.find(name) or (None, None, None)
+                if param is None:
                     raise CheckpointError(f"load_weights: the model has no tensor {name!r}, by the checkpoint's names.")
-                param_name, shard_id = expected[name]
-                param = params[param_name]
-                if hasattr(param, "weight_loader"):
-                    param.weight_loader(param, CheckpointTensor(name, InMemory(tensor)), shard_id)
-                else:
-                    copy_checked(param, CheckpointTensor(name, InMemory(tensor)))
+                fill(param, CheckpointTensor(name, InMemory(tensor)), shard_id)
                 loaded.add(name)
         self._llm.reset_prefix_cache()
         return loaded

@@ -6,6 +6,7 @@ residual is a tensor [T, C] or, between a small split-K product and the next RMS
 Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """
 
+import re
 from typing import ClassVar
 
 import torch
@@ -27,12 +28,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         C, D, H, K = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.attention_bias, tp)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.family.qk_norm else None
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.family.qk_norm else None
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
         self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
         self.attn = Attention(self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend)
-        self.o_proj = RowParallelLinear(H * D, C, config.attention_bias, tp)
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp)
         self.eps = config.rms_norm_eps
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context,
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope)
+        self.rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.ropes[0])
         self.layers = nn.ModuleList(
             DecoderLayer(config, self.rope, backend, tp) for _ in range(config.num_hidden_layers)
         )
@@ -124,7 +125,13 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         # published checkpoints of tied models may carry a copy of the embedding under the head's name
-        self.unused_weights = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        n = config.num_hidden_layers
+        speculative = "|".join(map(str, range(n, n + config.num_nextn_predict_layers)))
+        unused = [r".*rotary_emb\.inv_freq", config.family.skipped]
+        unused += [rf"model\.layers\.({speculative})\..*"] if speculative else []
+        unused += [r"lm_head\.weight"] if config.tie_word_embeddings else []
+        self.unused_tensors = re.compile("|".join(filter(None, unused)))
+        self.renamed_tensors = config.family.renamed
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

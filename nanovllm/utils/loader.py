@@ -23,6 +23,25 @@ class CheckpointTensor(NamedTuple):
     lazy: Any
 
 
+    def rows(self, start: int, count: int) -> "CheckpointTensor":
+        """The part ``[start : start + count]`` of the first dimension, as a tensor of its own."""
+        return CheckpointTensor(self.name, _Rows(self.lazy, start, count))
+
+
+class _Rows:
+    """A lazy tensor's rows ``[start : start + count]``."""
+
+    def __init__(self, lazy: Any, start: int, count: int):
+        self.lazy, self.start, self.count = lazy, start, count
+
+    def get_shape(self) -> list[int]:
+        return [self.count, *self.lazy.get_shape()[1:]]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        begin, end, _ = index[0].indices(self.count)
+        return self.lazy[(slice(self.start + begin, self.start + end), *index[1:])]
+
+
 def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, start: int = 0, total: int = 1) -> None:
     """Copy ``loaded[start : start + param.shape[dim]]`` (along ``dim``) into ``param``.
 
@@ -40,11 +59,62 @@ def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, st
     param.copy_(shard)
 
 
-def load_model(model: nn.Module, path: str) -> None:
-    """Fill ``model`` from the safetensors files in directory ``path``.
+class TensorNames:
+    """Which parameters of ``model`` checkpoint tensors fill.
 
-    The model maps checkpoint names to its merged layers in ``packed_modules_mapping``, e.g.
-    ``{"q_proj": ("qkv_proj", "q")}``, and lists checkpoint tensors to skip in ``unused_weights``.
+    The model says: in ``packed_modules_mapping`` the parts of its merged layers, e.g.
+    ``{"q_proj": ("qkv_proj", "q")}``; in ``renamed_tensors`` pairs (in the checkpoint, here) of parts of names; in
+    ``unused_tensors`` a regular expression of names to skip. A checkpoint may also hold a merged layer as one tensor.
+    """
+
+    def __init__(self, model: Any):
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.renamed, self.unused = model.renamed_tensors, model.unused_tensors
+        packed = model.packed_modules_mapping
+        self.parts = {name: _parts(name, param, packed) for name, param in self.params.items()}
+        self.targets = {part: (name, shard_id) for name, parts in self.parts.items() for part, shard_id in parts}
+
+    def is_unused(self, name: str) -> bool:
+        return self.unused.fullmatch(name) is not None
+
+    def find(self, name: str) -> tuple[nn.Parameter, Any, list[str]] | None:
+        """The parameter of checkpoint tensor ``name``, the shard id, and the ``targets`` it fills; None if unknown."""
+        for old, new in self.renamed:
+            name = name.replace(old, new)
+        if name in self.targets:
+            param_name, shard_id = self.targets[name]
+            return self.params[param_name], shard_id, [name]
+        if name in self.params:  # stored as it is merged here
+            return self.params[name], None, [part for part, _ in self.parts[name]]
+        return None
+
+
+def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The checkpoint tensors of a parameter, with their shard ids. Those of experts have shard ids (expert, part)."""
+    prefix, _, merged = name.rpartition(".experts.")
+    if prefix:
+        of_one = {"gate_up_proj": (("gate_proj", 0), ("up_proj", 1)), "down_proj": (("down_proj", None),)}[merged]
+        return [
+            (f"{prefix}.experts.{expert}.{part}.weight", (expert, shard_id))
+            for expert in range(len(param)) for part, shard_id in of_one
+        ]  # fmt: skip
+    shards = [
+        (name.replace(f".{merged}.", f".{part}."), shard_id)
+        for part, (merged, shard_id) in packed.items() if f".{merged}." in name
+    ]  # fmt: skip
+    return shards or [(name, None)]
+
+
+def fill(param: nn.Parameter, tensor: CheckpointTensor, shard_id: Any) -> None:
+    """Copy a checkpoint tensor into its parameter, by the layer's ``weight_loader`` if it has one."""
+    if hasattr(param, "weight_loader"):
+        param.weight_loader(param, tensor, shard_id)
+    else:  # replicated on every rank
+        copy_checked(param, tensor)
+
+
+def load_model(model: nn.Module, path: str) -> None:
+    """Fill ``model`` from the safetensors files in directory ``path``; see ``TensorNames``.
 
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
@@ -54,23 +124,20 @@ def load_model(model: nn.Module, path: str) -> None:
     files = _weight_files(Path(path))
     if not files:
         raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
-    params = dict(model.named_parameters())
-    device = str(next(iter(params.values())).device)
-    missing = _expected_tensors(params, model.packed_modules_mapping)  # type: ignore[arg-type]
+    names = TensorNames(model)
+    missing = set(names.targets)
+    device = str(next(iter(names.params.values())).device)
     for file in files:
         try:
             with safe_open(file, "pt", device=device) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if name in model.unused_weights:  # type: ignore[operator]
+                    if names.is_unused(name):
                         continue
-                    if name not in missing:
+                    param, shard_id, filled = names.find(name) or (None, None, [])
+                    if param is None or not missing.issuperset(filled):
                         raise CheckpointError(f"{file.name}: tensor {name!r} is twice there, or unknown to the model.")
-                    param_name, shard_id = missing.pop(name)
-                    param, tensor = params[param_name], CheckpointTensor(name, tensors.get_slice(name))
-                    if hasattr(param, "weight_loader"):
-                        param.weight_loader(param, tensor, shard_id)
-                    else:  # replicated on every rank
-                        copy_checked(param, tensor)
+                    missing.difference_update(filled)
+                    fill(param, CheckpointTensor(name, tensors.get_slice(name)), shard_id)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); is the download complete?") from error
     if missing:
@@ -89,19 +156,6 @@ def _weight_files(path: Path) -> list[Path]:
     if not names.intersection(file.name for file in files):  # no index, or a stale one
         return files
     return [file for file in files if file.name in names or file.name == "model.safetensors"]
-
-
-def _expected_tensors(params: dict[str, nn.Parameter], packed: dict[str, tuple[str, Any]]) -> dict[str, tuple]:
-    """Checkpoint tensor name -> (parameter name, shard id)."""
-    expected: dict[str, tuple] = {}
-    for name in params:
-        shards = {
-            name.replace(f".{merged}.", f".{part}."): (name, shard_id)
-            for part, (merged, shard_id) in packed.items()
-            if f".{merged}." in name
-        }
-        expected |= shards or {name: (name, None)}
-    return expected
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:

@@ -1,0 +1,124 @@
+"""Rotary positions as ``config.json`` describes them: every field is honoured or refused. Imports no torch.
+
+``layers/rotary_embedding.py`` makes the tables of cosines and sines.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, number, optional
+
+DEFAULT_MAX_POSITION = 32768  # of a config.json without max_position_embeddings
+SIZE = at_least(1)
+POSITIVE = number("a positive number", lambda x: x > 0)
+FRACTION = optional(number("a number in (0, 1]", lambda x: 0 < x <= 1))
+FACTORS = Rule("a list of positive numbers", lambda x: isinstance(x, (list, tuple)) and all(map(POSITIVE.accepts, x)),
+               list_of(POSITIVE, "").convert)  # fmt: skip
+COMMON = {"rope_theta": POSITIVE, "partial_rotary_factor": FRACTION}
+ROPE_RULES = {  # rope_type -> its fields
+    "default": COMMON,
+    "linear": COMMON | {"factor": POSITIVE},
+    "llama3": COMMON | {
+        "factor": POSITIVE,
+        "low_freq_factor": POSITIVE,
+        "high_freq_factor": POSITIVE,
+        "original_max_position_embeddings": optional(SIZE),
+    },
+    "yarn": COMMON | {
+        "rope_theta": number("a number > 1", lambda x: x > 1),
+        "factor": POSITIVE,
+        "original_max_position_embeddings": optional(SIZE),
+        "beta_fast": optional(POSITIVE),
+        "beta_slow": optional(POSITIVE),
+        "attention_factor": optional(POSITIVE),
+        "truncate": optional(BOOLEAN),
+    },
+    "longrope": COMMON | {
+        "short_factor": FACTORS,
+        "long_factor": FACTORS,
+        "factor": optional(POSITIVE),
+        "original_max_position_embeddings": optional(SIZE),
+        "attention_factor": optional(POSITIVE),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary positions and their scaling.
+
+    Attributes:
+        kind: "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071) or "longrope"
+            (arXiv:2402.13753).
+        theta: base of the rotary frequencies.
+        factor: context length over ``original_max_position``.
+        original_max_position: context length of the training (llama3, yarn, longrope).
+        beta_fast, beta_slow: rotations within that context above which yarn keeps a frequency, and below which it
+            interpolates it fully.
+        attention_factor: scale of cosines and sines (yarn, longrope); None takes the method's own formula.
+        truncate: yarn rounds the borders of its ramp to whole dimensions.
+        low_freq_factor, high_freq_factor: llama3's borders, in rotations within the original context.
+        short_factor, long_factor: longrope's divisor of each frequency, for contexts up to the original length and for
+            longer ones.
+        partial_rotary_factor: the share of a head's dimensions, the first ones, that is rotated.
+        is_long: longrope takes ``long_factor``.
+    """
+
+    kind: str = "default"
+    theta: float = 1_000_000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+    is_long: bool = False
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
+        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
+        new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+        rope = _with_rope_type(new or old or {})
+        # a long-context recipe may add rope_scaling to a file that has rope_parameters; their rope_theta may differ
+        if new and old and {**rope, "rope_theta": None} != {**_with_rope_type(old), "rope_theta": None}:
+            raise CheckpointError(
+                f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
+            )
+        defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": None}
+        rope = {**{name: raw.get(name, default) for name, default in defaults.items()}, **rope}
+        kinds = choice(*ROPE_RULES)
+        kinds = kinds._replace(allowed=f"{kinds.allowed} (others are not supported)")
+        kind = check("config.json", "rope_type", rope.pop("rope_type"), kinds, CheckpointError)
+        rules = ROPE_RULES[kind]
+        unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
+        if kind == "default":  # transformers keeps the original length there, and does not read it
+            unknown.pop("original_max_position_embeddings", None)
+        if unknown:
+            raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
+        checked = check_all(f"config.json: rope scaling {kind!r}", rope, rules, CheckpointError)
+        given = {name: value for name, value in checked.items() if value is not None}
+        max_position = raw.get("max_position_embeddings", DEFAULT_MAX_POSITION)
+        original = given.pop("original_max_position_embeddings", max_position)
+        # Phi-3 has the original length beside the scaling, and transformers prefers it there
+        outer = raw.get("original_max_position_embeddings") or original
+        outer = check("config.json", "original_max_position_embeddings", outer, SIZE, CheckpointError)
+        if kind == "longrope":  # as transformers: the lengths decide unless there is a factor
+            given.setdefault("factor", max_position / outer)
+        return cls(kind, given.pop("rope_theta"), original_max_position=outer, **given)
+
+    def for_length(self, max_model_len: int) -> "RopeScaling":
+        """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
+        return replace(self, is_long=self.kind == "longrope" and max_model_len > self.original_max_position)
+
+
+def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which "type", the older name, is "rope_type", and older kinds have today's names."""
+    rope = dict(rope)
+    rope = {"rope_type": rope.pop("type", "default"), **rope}
+    return {**rope, "rope_type": "longrope"} if rope["rope_type"] == "su" else rope
