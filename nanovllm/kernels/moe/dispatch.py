@@ -37,7 +37,7 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         logits = router_partials(x, router_weight)
     else:
         logits = fused_linear(x, Weight(router_weight))
-    ids, weights = route(logits, correction_bias, routing, slot_mapping)
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, x.dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
         h = gate_up_rows(x, gate_up, ids)
         return down_rows(h, down, ids, weights, residual if add_residual else None)

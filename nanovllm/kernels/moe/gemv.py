@@ -93,7 +93,7 @@ def down_rows_kernel(
     tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
 
 
-def gate_up_rows(x, weight, ids, block_i=4, num_warps=4):
+def gate_up_rows(x, weight, ids, block_i=2, num_warps=8):
     """act(gate) * up of every row, [T * k, I]; rows without an expert are left unwritten."""
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.shape[1] // 2, ids.shape[1]
@@ -108,7 +108,7 @@ def gate_up_rows(x, weight, ids, block_i=4, num_warps=4):
     return h
 
 
-def down_rows(h, weight, ids, weights, residual, block_n=4, num_warps=4):
+def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=8):
     """[residual +] sum over a token's rows of weight * down(h), [T, C]."""
     (num_tokens, top_k), (_, num_channels, num_units) = ids.shape, weight.shape
     assert h.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())

@@ -101,14 +101,14 @@ class GroupedConfig(NamedTuple):
 
 
 def grouped_config(num_rows, num_experts, gated):
-    """By the mean number of rows of an expert."""
+    """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels."""
     mean = num_rows / num_experts
     if mean <= 8:
-        return GroupedConfig(16, 64, 128, 4, 3) if gated else GroupedConfig(16, 64, 128, 4, 4)
-    if mean <= 24:
-        return GroupedConfig(32, 64, 128, 4, 3) if gated else GroupedConfig(32, 64, 128, 4, 4)
+        return GroupedConfig(16, 64, 128, 4, 3)
+    if mean <= 32:
+        return GroupedConfig(32, 64, 128, 4, 5 if gated else 3)
     if mean <= 96:
-        return GroupedConfig(64, 64, 64, 4, 4) if gated else GroupedConfig(64, 128, 64, 4, 4)
+        return GroupedConfig(128, 128, 64, 8, 4) if gated else GroupedConfig(64, 128, 64, 4, 4)
     return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 3)
 
 

@@ -13,6 +13,9 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from . import reference
 
 
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
@@ -28,6 +31,7 @@ def route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the model: to which logits are rounded
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -47,6 +51,7 @@ def route_kernel(
     for split in tl.static_range(SPLIT_K):
         offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
         logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
+    logits = logits.to(DTYPE).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -68,10 +73,11 @@ def route_kernel(
     tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
 
 
-def route(logits, correction_bias, routing, slot_mapping):
-    """See reference.route; logits also as partial sums [S, T, E]."""
+def route(logits, correction_bias, routing, slot_mapping, dtype=None):
+    """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`."""
+    dtype = dtype or logits.dtype
     if routing.num_groups > 1:
-        logits = logits.sum(0) if logits.dim() == 3 else logits
+        logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
         return reference.route(logits, correction_bias, routing, slot_mapping)
     *_, num_tokens, num_experts = logits.shape
     assert logits.is_contiguous()
@@ -82,7 +88,7 @@ def route(logits, correction_bias, routing, slot_mapping):
         num_tokens, float(routing.routed_scale),
         SPLIT_K=len(logits) if logits.dim() == 3 else 1, NUM_EXPERTS=num_experts, TOP_K=routing.top_k, SIGMOID=routing.scoring == "sigmoid",
         RENORMALIZE=routing.renormalize, HAS_BIAS=correction_bias is not None,
-        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
+        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
         num_warps=1, **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
