@@ -8,6 +8,7 @@ reference.py.
 """
 
 import torch
+import torch.nn.functional as F
 
 from ..linear.dispatch import fused_linear
 from ..linear.norm import SplitKPartials, rms_norm
@@ -19,6 +20,7 @@ from .router import router_partials
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
+MAX_TOKENS_ROUTER = 256
 MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more than their rounding
 
 
@@ -33,11 +35,14 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     num_tokens, num_channels = x.shape
-    if 1 < num_tokens <= 256:
+    logits_dtype = torch.float32 if routing.scoring == "sigmoid" else x.dtype
+    if num_tokens <= MAX_TOKENS_ROUTER and (num_tokens > 1 or logits_dtype != x.dtype):
         logits = router_partials(x, router_weight)
-    else:
+    elif logits_dtype == x.dtype:
         logits = fused_linear(x, Weight(router_weight))
-    ids, weights = route(logits, correction_bias, routing, slot_mapping, x.dtype)
+    else:
+        logits = F.linear(x.to(logits_dtype), router_weight.to(logits_dtype))
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
         h = gate_up_rows(x, gate_up, ids)
         return down_rows(h, down, ids, weights, residual if add_residual else None)

@@ -16,6 +16,14 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
+def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    if K % BLOCK_K == 0:
+        return tl.load(ptrs + step)
+    else:
+        return tl.load(ptrs + step, mask=(step + k < K)[None, :], other=0.0)
+
+
+@triton.jit
 def dot_tile(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them."""
     if SWAP_AB:
@@ -60,25 +68,13 @@ def grouped_gemm_kernel(
         row = tl.load(rows_ptr + expert * num_tokens + start + offs_m, mask=is_row, other=0)
         x_row = row // TOP_K if GATED else row
         x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
-        if SWAP_AB:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         for step in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
-                x = tl.load(x_ptrs + step, mask=is_row[:, None], other=0.0)
-                weight = tl.load(weight_ptrs + step)
-                acc = dot_tile(x, weight, acc, SWAP_AB, PRECISION)
-                if GATED:
-                    up = dot_tile(x, tl.load(weight_ptrs + N * K + step), up, SWAP_AB, PRECISION)
-            else:
-                inside = (step + k < K)[None, :]
-                x = tl.load(x_ptrs + step, mask=is_row[:, None] & inside, other=0.0)
-                weight = tl.load(weight_ptrs + step, mask=inside, other=0.0)
-                acc = dot_tile(x, weight, acc, SWAP_AB, PRECISION)
-                if GATED:
-                    up = dot_tile(x, tl.load(weight_ptrs + N * K + step, mask=inside, other=0.0), up, SWAP_AB, PRECISION)
+            x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
+            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), acc, SWAP_AB, PRECISION)
+            if GATED:
+                up = dot_tile(x, load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K), up, SWAP_AB, PRECISION)
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
         else:

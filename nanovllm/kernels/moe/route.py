@@ -12,7 +12,6 @@ import triton.language as tl
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from . import reference
 
-
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -67,7 +66,7 @@ def route_kernel(
         weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
         left = tl.where(chosen, -float("inf"), left)
     if RENORMALIZE:
-        weights = weights / tl.sum(weights, 0)
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
     offs = token * TOP_K + offs_k
     tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K)
     tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
@@ -76,7 +75,7 @@ def route_kernel(
 def route(logits, correction_bias, routing, slot_mapping, dtype=None):
     """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`."""
     dtype = dtype or logits.dtype
-    if routing.num_groups > 1:
+    if routing.top_groups < routing.num_groups:
         logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
         return reference.route(logits, correction_bias, routing, slot_mapping)
     *_, num_tokens, num_experts = logits.shape
@@ -86,7 +85,8 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None):
     launch(
         route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights,
         num_tokens, float(routing.routed_scale),
-        SPLIT_K=len(logits) if logits.dim() == 3 else 1, NUM_EXPERTS=num_experts, TOP_K=routing.top_k, SIGMOID=routing.scoring == "sigmoid",
+        SPLIT_K=len(logits) if logits.dim() == 3 else 1, NUM_EXPERTS=num_experts,
+        TOP_K=routing.top_k, SIGMOID=routing.scoring == "sigmoid",
         RENORMALIZE=routing.renormalize, HAS_BIAS=correction_bias is not None,
         DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
         num_warps=1, **launch_options(logits.device),
