@@ -17,12 +17,13 @@ if DEVICE == "cpu":
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.linear.reference import rms_norm  # noqa: E402
-from nanovllm.kernels.moe import reference  # noqa: E402
+from nanovllm.kernels.moe import dispatch, reference  # noqa: E402
 from nanovllm.kernels.moe.reference import Routing  # noqa: E402
 
 EPS = 1e-6
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bf16 matrices
 pytestmark = pytest.mark.usefixtures("poisoned")
 ROUTINGS = {
     "qwen3-moe": Routing(8),
@@ -34,16 +35,6 @@ ROUTINGS = {
     "all groups": Routing(4, "sigmoid", num_groups=4, top_groups=4),
     "softmax groups": Routing(3, "softmax", renormalize=False, routed_scale=16.0, num_groups=8, top_groups=3),
 }
-
-
-@pytest.fixture
-def kernels():
-    """The module of the Triton kernels."""
-    from nanovllm.kernels.moe import dispatch
-
-    if dispatch.fused_moe is reference.fused_moe:
-        pytest.skip("the Triton kernels do not exist yet: nanovllm/kernels/moe/dispatch.py has the twins")
-    return dispatch
 
 
 def randn(*shape, dtype=torch.float32, scale=1.0):
@@ -128,15 +119,14 @@ def test_fused_moe_twin_agrees_with_every_expert_computed(has_norm, add_residual
 
 # The kernels against the twins.
 
-SIZES = [0, 1, 2, 5, 33]  # tokens that the interpreter can do
 GPU_SIZES = [gpu_param(n) for n in (8, 16, 17, 64, 127, 256, 257, 1000, 2048, 4096, 16384)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", SIZES + GPU_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, gpu_param(torch.bfloat16)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 6, *GPU_SIZES])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_route(kernels, name, num_tokens, dtype):
-    for num_experts in (16, 64) if DEVICE == "cpu" else (16, 60, 64, 128, 160):
+def test_route(name, num_tokens, dtype):
+    for num_experts in (24,) if DEVICE == "cpu" else (16, 60, 64, 128, 160):
         routing = ROUTINGS[name]
         if num_experts % routing.num_groups:
             continue
@@ -144,32 +134,33 @@ def test_route(kernels, name, num_tokens, dtype):
         bias = randn(num_experts, scale=0.01) if routing.scoring == "sigmoid" else None
         padding = [t for t in (1, num_tokens - 1) if 0 <= t < num_tokens]
         args = logits, bias, routing, slots(num_tokens, padding)
-        ids, weights = kernels.route(*args)
+        ids, weights = dispatch.route(*args)
         expected_ids, expected_weights = reference.route(*args)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "groups", "softmax groups"])
-def test_route_gives_ties_to_the_lowest_index(kernels, name):
+def test_route_gives_ties_to_the_lowest_index(name):
     routing = ROUTINGS[name]
     logits = torch.zeros(3, 16, device=DEVICE)
     logits[1] = torch.arange(16, device=DEVICE) // 4 % 2  # pairs of equal groups of 4
     logits[2, 5] = logits[2, 13] = 1.0
     args = logits, None, routing, slots(3)
-    ids, weights = kernels.route(*args)
+    ids, weights = dispatch.route(*args)
     expected_ids, expected_weights = reference.route(*args)
     assert torch.equal(ids, expected_ids) and ids[0].tolist() == list(range(routing.top_k))
     torch.testing.assert_close(weights, expected_weights)
 
 
-def test_route_with_extreme_logits(kernels):
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_route_with_extreme_logits():
     """One expert has all the probability, or none has any: nothing overflows, nothing is divided by 0."""
     logits = spread_logits(4, 16)
     logits[0, 3], logits[1], logits[2] = 1e4, logits[1] * 30, logits[2] - 300.0
     for routing in (Routing(4), Routing(4, "sigmoid")):
         args = logits, None, routing, slots(4)
-        ids, weights = kernels.route(*args)
+        ids, weights = dispatch.route(*args)
         expected_ids, expected_weights = reference.route(*args)
         for t in range(4):  # experts of weight 0 are alike
             chosen = expected_weights[t] > 0
@@ -180,7 +171,7 @@ def test_route_with_extreme_logits(kernels):
 class Problem:
     """Arguments of `fused_moe`. The router looks at the first E channels only, which `choose` sets."""
 
-    def __init__(self, num_tokens, C=64, E=16, I=32, routing=Routing(4), dtype=torch.float32, padding=()):
+    def __init__(self, num_tokens, C=32, E=16, I=12, routing=Routing(4), dtype=torch.float32, padding=()):
         self.routing, self.E = routing, E
         self.residual = randn(num_tokens, C, dtype=dtype)
         self.norm_weight = (1 + randn(C, scale=0.1)).to(dtype)
@@ -203,18 +194,19 @@ class Problem:
             self.routing, self.slots, **options,
         )  # fmt: skip
 
-    def check(self, kernels, **options):
-        got = whole(self.run(kernels.fused_moe, **options))
-        expected = self.run(reference.fused_moe, **{**options, "allow_split_k": False})
-        assert got.isfinite().all()
+    def check(self, **options):
+        """Rows of padding may hold anything."""
+        live = self.slots >= 0
+        got = whole(self.run(dispatch.fused_moe, **options))[live]
+        expected = self.run(reference.fused_moe, **options)[live]
         assert_close(got, expected)
-        return got
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", SIZES)
-def test_fused_moe(kernels, num_tokens, dtype):
-    Problem(num_tokens, dtype=dtype).check(kernels)
+@pytest.mark.parametrize(
+    "num_tokens, dtype", [(0, HALF), (1, HALF), (2, torch.float32), (5, HALF), (33, torch.float32)]
+)
+def test_fused_moe(num_tokens, dtype):
+    Problem(num_tokens, dtype=dtype).check()
 
 
 SHAPES = {  # C, E, I, routing
@@ -231,104 +223,88 @@ SHAPES = {  # C, E, I, routing
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, *(param.values[0] for param in GPU_SIZES)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_moe_of_published_shapes(kernels, shape, num_tokens):
+def test_fused_moe_of_published_shapes(shape, num_tokens):
     C, E, I, routing = SHAPES[shape]
     padding = [num_tokens - 1] if num_tokens > 4 else []
-    Problem(num_tokens, C, E, I, routing, torch.bfloat16, padding).check(kernels, allow_split_k=True)
+    Problem(num_tokens, C, E, I, routing, torch.bfloat16, padding).check(allow_split_k=True)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 20, gpu_param(300), gpu_param(5000)])
+@pytest.mark.parametrize("num_tokens", [7, gpu_param(1), gpu_param(3), gpu_param(300), gpu_param(5000)])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_fused_moe_with_every_routing(kernels, name, num_tokens):
-    Problem(num_tokens, routing=ROUTINGS[name], padding=[num_tokens // 2]).check(kernels)
+def test_fused_moe_with_every_routing(name, num_tokens):
+    Problem(num_tokens, routing=ROUTINGS[name], padding=[num_tokens // 2]).check()
 
 
-@pytest.mark.parametrize("C, E, I", [(48, 6, 40), (80, 60, 24), (96, 5, 17), (176, 8, 88)])
-def test_fused_moe_of_odd_sizes(kernels, C, E, I):
-    Problem(7, C, E, I, Routing(3)).check(kernels)
+@pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])
+def test_fused_moe_of_odd_sizes(C, E, I):
+    Problem(7, C, E, I, Routing(3)).check()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 37, gpu_param(256), gpu_param(16384)])
-def test_all_tokens_choose_the_same_experts(kernels, num_tokens):
+@pytest.mark.parametrize("num_tokens", [1, 9, gpu_param(256), gpu_param(16384)])
+def test_all_tokens_choose_the_same_experts(num_tokens):
     problem = Problem(num_tokens)
     problem.choose(spread_logits(1, problem.E).expand(num_tokens, -1))
-    problem.check(kernels)
+    problem.check()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 19, gpu_param(4096)])
-@pytest.mark.parametrize("expert", [0, 9, 15])
-def test_all_tokens_choose_one_expert(kernels, num_tokens, expert):
+@pytest.mark.parametrize("num_tokens", [2, 19, gpu_param(4096)])
+@pytest.mark.parametrize("expert", [0, 15])
+def test_all_tokens_choose_one_expert(num_tokens, expert):
     problem = Problem(num_tokens, routing=Routing(1))
     logits = spread_logits(num_tokens, problem.E)
     logits[:, expert] = 8.0
     problem.choose(logits)
-    problem.check(kernels)
+    problem.check()
 
 
-def test_experts_without_tokens_are_not_read(kernels):
+def test_experts_without_tokens_are_not_read():
     problem = Problem(12)
     logits = spread_logits(12, problem.E)
     logits[:, 3:11] -= 20.0
     problem.choose(logits)
     problem.gate_up[3:11] = problem.down[3:11] = torch.nan
-    problem.check(kernels)
+    problem.check()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 6, gpu_param(64)])
-@pytest.mark.parametrize("allow_split_k", [False, True])
-def test_padding_chooses_no_expert(kernels, num_tokens, allow_split_k):
-    """A launch of padding alone leaves the residual, whatever it holds, as it is, and reads no expert."""
-    problem = Problem(num_tokens, padding=range(num_tokens))
-    problem.gate_up.fill_(torch.nan)
-    got = problem.check(kernels, allow_split_k=allow_split_k)
-    assert torch.equal(got, problem.residual)
+@pytest.mark.parametrize("num_tokens", [3, 6, gpu_param(64)])
+def test_padding_does_not_disturb_others(num_tokens):
+    """Rows of padding may hold anything, and so may an expert that they alone would choose."""
+    padding = [0, num_tokens // 2, num_tokens - 1]
+    problem = Problem(num_tokens, padding=padding)
+    logits = spread_logits(num_tokens, problem.E)
+    logits[:, 5] = -8.0
+    logits[padding, 5] = 8.0
+    problem.choose(logits)
+    problem.gate_up[5] = problem.down[5] = torch.nan
+    problem.residual[padding[0]] = torch.nan if DEVICE == "cuda" else 1e4  # numpy's argmax would raise an error
+    problem.check()
 
 
-def test_padding_does_not_disturb_others(kernels):
-    """Rows of padding may hold anything; a NaN in one must not reach another token."""
-    problem, clean = Problem(9, padding=[0, 4, 8]), Problem(9, padding=[0, 4, 8])
-    for name in ("residual", "router", "bias", "norm_weight", "gate_up", "down"):
-        setattr(clean, name, getattr(problem, name))
-    live = [1, 2, 3, 5, 6, 7]
-    expected = whole(clean.run(kernels.fused_moe))[live]
-    problem.residual = problem.residual.clone()
-    problem.residual[[0, 4, 8]] = torch.nan
-    assert torch.equal(whole(problem.run(kernels.fused_moe))[live], expected)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
-def test_a_token_alone_gets_what_it_gets_among_others(kernels, num_tokens):
+@pytest.mark.parametrize("num_tokens", [5, gpu_param(1), gpu_param(200)])
+def test_a_token_alone_gets_what_it_gets_among_others(num_tokens):
     """Up to the order of sums, which kernels for other numbers of tokens may change."""
     problem = Problem(num_tokens + 1)
-    together = whole(problem.run(kernels.fused_moe))
+    together = whole(problem.run(dispatch.fused_moe))
     problem.residual, problem.slots = problem.residual[:1], problem.slots[:1]
-    assert_close(whole(problem.run(kernels.fused_moe)), together[:1])
+    assert_close(whole(problem.run(dispatch.fused_moe)), together[:1])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
 @pytest.mark.parametrize("add_residual, allow_split_k", [(False, False), (False, True), (True, True)])
-def test_residual(kernels, num_tokens, add_residual, allow_split_k):
+def test_residual(num_tokens, add_residual, allow_split_k):
     problem = Problem(num_tokens, padding=[num_tokens - 1])
-    got = problem.check(kernels, add_residual=add_residual, allow_split_k=allow_split_k)
-    if not add_residual:
-        assert not got[-1].any()
+    problem.check(add_residual=add_residual, allow_split_k=allow_split_k)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
-def test_without_a_norm(kernels, num_tokens):
+def test_without_a_norm(num_tokens):
     problem = Problem(num_tokens)
     problem.norm_weight = None
-    problem.check(kernels)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5])
-def test_gelu(kernels, num_tokens):
-    problem = Problem(num_tokens)
-    assert not torch.equal(problem.check(kernels, act="gelu_tanh"), problem.check(kernels))
+    problem.check()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6])
-def test_split_k_partials_as_residual(kernels, num_tokens):
+def test_split_k_partials_as_residual(num_tokens):
     """The residual may come unreduced from the attention's o_proj; the norm reduces it."""
     from nanovllm.kernels.linear.norm import SplitKPartials
 
@@ -336,7 +312,7 @@ def test_split_k_partials_as_residual(kernels, num_tokens):
     expected = problem.run(reference.fused_moe)
     partials = randn(3, *problem.residual.shape)
     unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
-    got = kernels.fused_moe(
+    got = dispatch.fused_moe(
         unreduced, problem.norm_weight, EPS, problem.router, problem.bias, problem.gate_up, problem.down,
         problem.routing, problem.slots, allow_split_k=True,
     )  # fmt: skip
