@@ -23,6 +23,7 @@ OPS = {
     "norm_rope_store": "linear.norm_rope_store",
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",
+    "fused_moe": "moe.dispatch",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
     "mask_stop_ids": "sampling.mask_stop_ids",

@@ -1,0 +1,93 @@
+"""PyTorch twins of the mixture-of-experts kernels: the CPU backend and the oracle of the kernels' tests.
+
+Owns the meaning of each operation and the value `Routing`. Knows nothing of layers, shards or devices.
+
+T packed tokens, C channels, E experts, I intermediate units of an expert (of this rank), k experts of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..linear.reference import act_and_mul, rms_norm
+
+
+class Routing(NamedTuple):
+    """How a token chooses its experts."""
+
+    top_k: int
+    scoring: str = "softmax"  # over all experts, or "sigmoid"
+    renormalize: bool = True  # the weights of the chosen experts sum to 1
+    routed_scale: float = 1.0  # a factor of the weights
+    num_groups: int = 1  # of E / num_groups neighbouring experts each
+    top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+
+
+def route(logits, correction_bias, routing, slot_mapping):
+    """The experts of each token, the best first, and their weights.
+
+    Args:
+        logits: [T, E], scored in fp32.
+        correction_bias: fp32 [E] or None, added to the scores for the choice only.
+        slot_mapping: i32[T]; a row with a negative slot is padding and chooses no expert.
+
+    Returns:
+        ids i32[T, k] and weights fp32 [T, k]; -1 and 0 in rows of padding. Of equal scores, and of equal groups, the
+        lowest index wins.
+    """
+    wide = logits.float()
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if routing.top_groups < routing.num_groups:
+        grouped = choice.unflatten(1, (routing.num_groups, -1))  # [T, groups, E / groups]
+        group_scores = grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        kept.scatter_(1, best(group_scores, routing.top_groups), True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = best(choice, routing.top_k)
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    is_padding = (slot_mapping < 0).unsqueeze(1)
+    return ids.int().masked_fill(is_padding, -1), (weights * routing.routed_scale).masked_fill(is_padding, 0.0)
+
+
+def best(scores, count):
+    """Indices of the `count` largest scores of each row, i64 [T, count]; torch.topk does not say how it breaks ties."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def fused_moe(
+    residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
+    add_residual=True, allow_split_k=False,
+):  # fmt: skip
+    """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
+
+    Args:
+        residual: [T, C].
+        norm_weight: [C], or None for x = residual; with its eps.
+        router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid scores.
+        correction_bias, routing, slot_mapping: as in `route`; rows of padding get a sum of zeros.
+        gate_up: [E, 2I, C], gate features before up features.
+        down: [E, C, I].
+        act: as in `act_and_mul`.
+
+    The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
+    SplitKPartials (linear/norm.py).
+    """
+    x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
+    dtype = torch.float32 if routing.scoring == "sigmoid" else x.dtype
+    logits = F.linear(x.to(dtype), router_weight.to(dtype))
+    ids, weights = route(logits, correction_bias, routing, slot_mapping)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
+    chosen, order = ids.flatten().sort(stable=True)
+    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
+    tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
+    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
+        if expert >= 0:
+            hidden = act_and_mul(F.linear(x[rows], gate_up[expert]), act)
+            total.index_add_(0, rows, F.linear(hidden, down[expert]) * share)
+    total = total.to(x.dtype)
+    return residual + total if add_residual else total

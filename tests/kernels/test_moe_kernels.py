@@ -1,0 +1,343 @@
+"""The mixture-of-experts kernels against their twins, and the twins against other formulas.
+
+Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a kernel allocates is poisoned first, so
+that an element it forgets to write cannot pass.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import gpu_param
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels.linear.reference import rms_norm  # noqa: E402
+from nanovllm.kernels.moe import reference  # noqa: E402
+from nanovllm.kernels.moe.reference import Routing  # noqa: E402
+
+EPS = 1e-6
+# share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.usefixtures("poisoned")
+ROUTINGS = {
+    "qwen3-moe": Routing(8),
+    "mixtral": Routing(2),
+    "olmoe": Routing(8, renormalize=False),
+    "top-1": Routing(1, renormalize=False),
+    "glm": Routing(4, "sigmoid", routed_scale=2.5),
+    "groups": Routing(4, "sigmoid", renormalize=False, num_groups=4, top_groups=2),
+    "all groups": Routing(4, "sigmoid", num_groups=4, top_groups=4),
+    "softmax groups": Routing(3, "softmax", renormalize=False, routed_scale=16.0, num_groups=8, top_groups=3),
+}
+
+
+@pytest.fixture
+def kernels():
+    """The module of the Triton kernels."""
+    from nanovllm.kernels.moe import dispatch
+
+    if dispatch.fused_moe is reference.fused_moe:
+        pytest.skip("the Triton kernels do not exist yet: nanovllm/kernels/moe/dispatch.py has the twins")
+    return dispatch
+
+
+def randn(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def spread_logits(num_tokens, num_experts, dtype=torch.float32):
+    """[T, E], those of a token at least 6 / E apart: no rounding of the scores changes the choice."""
+    values = torch.linspace(-3, 3, num_experts, device=DEVICE)
+    order = torch.rand(num_tokens, num_experts, device=DEVICE).argsort(1)
+    return values[order].to(dtype)
+
+
+def slots(num_tokens, padding=()):
+    mapping = torch.arange(num_tokens, dtype=torch.int32, device=DEVICE) + 7
+    mapping[list(padding)] = -1
+    return mapping
+
+
+def assert_close(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    tolerance = TOLERANCE[expected.dtype]
+    atol = tolerance * expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=atol)
+
+
+def whole(result):
+    """A result as a tensor: SplitKPartials are added up."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return (result.residual.float() + result.partials.sum(0)).to(result.residual.dtype)
+
+
+# Twins against formulas written elsewhere.
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route_twin_agrees_with_a_loop(name):
+    """One token and one expert at a time, in Python floats."""
+    routing, num_experts = ROUTINGS[name], 16
+    logits, bias = randn(9, num_experts), randn(num_experts, scale=0.3)
+    ids, weights = reference.route(logits, bias, routing, slots(9, padding=[3]))
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    for t, row in enumerate(logits.double().cpu()):
+        if t == 3:
+            assert ids[t].tolist() == [-1] * routing.top_k and not weights[t].any()
+            continue
+        scores = (row.exp() / row.exp().sum() if routing.scoring == "softmax" else 1 / (1 + (-row).exp())).tolist()
+        choice = [score + b for score, b in zip(scores, bias.tolist(), strict=True)]
+        size = num_experts // routing.num_groups
+        groups = [sorted(choice[i : i + size], reverse=True)[:2] for i in range(0, num_experts, size)]
+        kept = sorted(range(routing.num_groups), key=lambda g: -sum(groups[g]))[: routing.top_groups]
+        allowed = [e for e in range(num_experts) if e // size in kept]
+        expected = sorted(allowed, key=lambda e: -choice[e])[: routing.top_k]
+        assert ids[t].tolist() == expected
+        total = sum(scores[e] for e in expected) if routing.renormalize else 1.0
+        want = [scores[e] / total * routing.routed_scale for e in expected]
+        assert weights[t].tolist() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("add_residual", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_fused_moe_twin_agrees_with_every_expert_computed(has_norm, add_residual):
+    T, C, E, I, routing = 11, 24, 6, 20, Routing(2)
+    x, norm_weight, router = randn(T, C), randn(C), randn(E, C)
+    gate_up, down = randn(E, 2 * I, C), randn(E, C, I)
+    before = x.clone()
+    got = reference.fused_moe(
+        x, norm_weight if has_norm else None, EPS, router, None, gate_up, down, routing, slots(T, padding=[0, 10]),
+        add_residual=add_residual,
+    )  # fmt: skip
+    normed = rms_norm(x, norm_weight, EPS) if has_norm else x
+    gate, up = torch.einsum("tc,enc->ten", normed, gate_up).chunk(2, -1)
+    every = torch.einsum("tei,eci->tec", F.silu(gate) * up, down)
+    weights, ids = (normed @ router.T).softmax(-1).topk(2)
+    share = torch.zeros(T, E, device=DEVICE).scatter(1, ids, weights / weights.sum(-1, keepdim=True))
+    share[[0, 10]] = 0.0
+    expected = torch.einsum("te,tec->tc", share, every)
+    assert_close(got, expected + x if add_residual else expected)
+    assert torch.equal(x, before)
+
+
+# The kernels against the twins.
+
+SIZES = [0, 1, 2, 5, 33]  # tokens that the interpreter can do
+GPU_SIZES = [gpu_param(n) for n in (8, 16, 17, 64, 127, 256, 257, 1000, 2048, 4096, 16384)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", SIZES + GPU_SIZES)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route(kernels, name, num_tokens, dtype):
+    for num_experts in (16, 64) if DEVICE == "cpu" else (16, 60, 64, 128, 160):
+        routing = ROUTINGS[name]
+        if num_experts % routing.num_groups:
+            continue
+        logits = spread_logits(num_tokens, num_experts, dtype)
+        bias = randn(num_experts, scale=0.01) if routing.scoring == "sigmoid" else None
+        padding = [t for t in (1, num_tokens - 1) if 0 <= t < num_tokens]
+        args = logits, bias, routing, slots(num_tokens, padding)
+        ids, weights = kernels.route(*args)
+        expected_ids, expected_weights = reference.route(*args)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "groups", "softmax groups"])
+def test_route_gives_ties_to_the_lowest_index(kernels, name):
+    routing = ROUTINGS[name]
+    logits = torch.zeros(3, 16, device=DEVICE)
+    logits[1] = torch.arange(16, device=DEVICE) // 4 % 2  # pairs of equal groups of 4
+    logits[2, 5] = logits[2, 13] = 1.0
+    args = logits, None, routing, slots(3)
+    ids, weights = kernels.route(*args)
+    expected_ids, expected_weights = reference.route(*args)
+    assert torch.equal(ids, expected_ids) and ids[0].tolist() == list(range(routing.top_k))
+    torch.testing.assert_close(weights, expected_weights)
+
+
+def test_route_with_extreme_logits(kernels):
+    """One expert has all the probability, or none has any: nothing overflows, nothing is divided by 0."""
+    logits = spread_logits(4, 16)
+    logits[0, 3], logits[1], logits[2] = 1e4, logits[1] * 30, logits[2] - 300.0
+    for routing in (Routing(4), Routing(4, "sigmoid")):
+        args = logits, None, routing, slots(4)
+        ids, weights = kernels.route(*args)
+        expected_ids, expected_weights = reference.route(*args)
+        for t in range(4):  # experts of weight 0 are alike
+            chosen = expected_weights[t] > 0
+            assert torch.equal(ids[t][chosen], expected_ids[t][chosen])
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+class Problem:
+    """Arguments of `fused_moe`. The router looks at the first E channels only, which `choose` sets."""
+
+    def __init__(self, num_tokens, C=64, E=16, I=32, routing=Routing(4), dtype=torch.float32, padding=()):
+        self.routing, self.E = routing, E
+        self.residual = randn(num_tokens, C, dtype=dtype)
+        self.norm_weight = (1 + randn(C, scale=0.1)).to(dtype)
+        self.router = torch.zeros(E, C, device=DEVICE, dtype=dtype)
+        self.router[:, :E] = torch.eye(E, device=DEVICE, dtype=dtype)
+        self.norm_weight[:E] = 1.0
+        self.bias = randn(E, scale=0.01) if routing.scoring == "sigmoid" else None
+        self.gate_up = randn(E, 2 * I, C, dtype=dtype, scale=C**-0.5)
+        self.down = randn(E, C, I, dtype=dtype, scale=I**-0.5)
+        self.slots = slots(num_tokens, padding)
+        self.choose(spread_logits(num_tokens, E))
+
+    def choose(self, logits):
+        self.residual[:, : self.E] = logits.to(self.residual.dtype)
+
+    def run(self, op, **options):
+        """The result on copies of the residual, which a kernel may overwrite."""
+        return op(
+            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, self.gate_up, self.down,
+            self.routing, self.slots, **options,
+        )  # fmt: skip
+
+    def check(self, kernels, **options):
+        got = whole(self.run(kernels.fused_moe, **options))
+        expected = self.run(reference.fused_moe, **{**options, "allow_split_k": False})
+        assert got.isfinite().all()
+        assert_close(got, expected)
+        return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", SIZES)
+def test_fused_moe(kernels, num_tokens, dtype):
+    Problem(num_tokens, dtype=dtype).check(kernels)
+
+
+SHAPES = {  # C, E, I, routing
+    "qwen3-30b-a3b": (2048, 128, 768, Routing(8)),
+    "qwen3-30b-a3b on two": (2048, 128, 384, Routing(8)),
+    "mixtral-8x7b on four": (4096, 8, 3584, Routing(2)),
+    "olmoe": (2048, 64, 1024, Routing(8, renormalize=False)),
+    "qwen1.5-moe": (2048, 60, 1408, Routing(4, renormalize=False)),
+    "glm-4.5-air": (4096, 128, 1408, Routing(8, "sigmoid")),
+    "glm-4.5-air on eight": (4096, 128, 176, Routing(8, "sigmoid")),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, *(param.values[0] for param in GPU_SIZES)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_moe_of_published_shapes(kernels, shape, num_tokens):
+    C, E, I, routing = SHAPES[shape]
+    padding = [num_tokens - 1] if num_tokens > 4 else []
+    Problem(num_tokens, C, E, I, routing, torch.bfloat16, padding).check(kernels, allow_split_k=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20, gpu_param(300), gpu_param(5000)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_fused_moe_with_every_routing(kernels, name, num_tokens):
+    Problem(num_tokens, routing=ROUTINGS[name], padding=[num_tokens // 2]).check(kernels)
+
+
+@pytest.mark.parametrize("C, E, I", [(48, 6, 40), (80, 60, 24), (96, 5, 17), (176, 8, 88)])
+def test_fused_moe_of_odd_sizes(kernels, C, E, I):
+    Problem(7, C, E, I, Routing(3)).check(kernels)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 37, gpu_param(256), gpu_param(16384)])
+def test_all_tokens_choose_the_same_experts(kernels, num_tokens):
+    problem = Problem(num_tokens)
+    problem.choose(spread_logits(1, problem.E).expand(num_tokens, -1))
+    problem.check(kernels)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 19, gpu_param(4096)])
+@pytest.mark.parametrize("expert", [0, 9, 15])
+def test_all_tokens_choose_one_expert(kernels, num_tokens, expert):
+    problem = Problem(num_tokens, routing=Routing(1))
+    logits = spread_logits(num_tokens, problem.E)
+    logits[:, expert] = 8.0
+    problem.choose(logits)
+    problem.check(kernels)
+
+
+def test_experts_without_tokens_are_not_read(kernels):
+    problem = Problem(12)
+    logits = spread_logits(12, problem.E)
+    logits[:, 3:11] -= 20.0
+    problem.choose(logits)
+    problem.gate_up[3:11] = problem.down[3:11] = torch.nan
+    problem.check(kernels)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, gpu_param(64)])
+@pytest.mark.parametrize("allow_split_k", [False, True])
+def test_padding_chooses_no_expert(kernels, num_tokens, allow_split_k):
+    """A launch of padding alone leaves the residual, whatever it holds, as it is, and reads no expert."""
+    problem = Problem(num_tokens, padding=range(num_tokens))
+    problem.gate_up.fill_(torch.nan)
+    got = problem.check(kernels, allow_split_k=allow_split_k)
+    assert torch.equal(got, problem.residual)
+
+
+def test_padding_does_not_disturb_others(kernels):
+    """Rows of padding may hold anything; a NaN in one must not reach another token."""
+    problem, clean = Problem(9, padding=[0, 4, 8]), Problem(9, padding=[0, 4, 8])
+    for name in ("residual", "router", "bias", "norm_weight", "gate_up", "down"):
+        setattr(clean, name, getattr(problem, name))
+    live = [1, 2, 3, 5, 6, 7]
+    expected = whole(clean.run(kernels.fused_moe))[live]
+    problem.residual = problem.residual.clone()
+    problem.residual[[0, 4, 8]] = torch.nan
+    assert torch.equal(whole(problem.run(kernels.fused_moe))[live], expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
+def test_a_token_alone_gets_what_it_gets_among_others(kernels, num_tokens):
+    """Up to the order of sums, which kernels for other numbers of tokens may change."""
+    problem = Problem(num_tokens + 1)
+    together = whole(problem.run(kernels.fused_moe))
+    problem.residual, problem.slots = problem.residual[:1], problem.slots[:1]
+    assert_close(whole(problem.run(kernels.fused_moe)), together[:1])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
+@pytest.mark.parametrize("add_residual, allow_split_k", [(False, False), (False, True), (True, True)])
+def test_residual(kernels, num_tokens, add_residual, allow_split_k):
+    problem = Problem(num_tokens, padding=[num_tokens - 1])
+    got = problem.check(kernels, add_residual=add_residual, allow_split_k=allow_split_k)
+    if not add_residual:
+        assert not got[-1].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, gpu_param(200)])
+def test_without_a_norm(kernels, num_tokens):
+    problem = Problem(num_tokens)
+    problem.norm_weight = None
+    problem.check(kernels)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_gelu(kernels, num_tokens):
+    problem = Problem(num_tokens)
+    assert not torch.equal(problem.check(kernels, act="gelu_tanh"), problem.check(kernels))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_split_k_partials_as_residual(kernels, num_tokens):
+    """The residual may come unreduced from the attention's o_proj; the norm reduces it."""
+    from nanovllm.kernels.linear.norm import SplitKPartials
+
+    problem = Problem(num_tokens)
+    expected = problem.run(reference.fused_moe)
+    partials = randn(3, *problem.residual.shape)
+    unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
+    got = kernels.fused_moe(
+        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, problem.gate_up, problem.down,
+        problem.routing, problem.slots, allow_split_k=True,
+    )  # fmt: skip
+    assert_close(whole(got), expected)

@@ -1,0 +1,401 @@
+"""Mixtures of experts against transformers: the layer alone, then whole models on the CPU.
+
+Random weights, fp32. transformers sums up experts in another order, so logits differ by some 1e-7 of their size.
+"""
+
+import importlib
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import generate, generate_with_logits, greedy, prompt_of, tokens_of, use_graphs_on_cpu
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.moe import SparseMoE
+from nanovllm.model_config import MoEConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.utils.checkpoint import read_model_config
+from nanovllm.utils.loader import CheckpointTensor, init_dummy_weights, load_model
+
+E, C = 8, 32
+FIELDS = {"hidden_size": C, "num_attention_heads": 2, "num_key_value_heads": 1}
+NAMED = {"num_experts": E, "num_experts_per_tok": 3}
+# family -> (transformers' module, block, config, fields of it, our MoEConfig)
+BLOCKS = {
+    "qwen3_moe": (
+        "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {**NAMED, "moe_intermediate_size": 16, "norm_topk_prob": True},
+        MoEConfig(E, 3, 16),
+    ),
+    "mixtral": (
+        "MixtralSparseMoeBlock", "MixtralConfig",
+        {"num_local_experts": E, "num_experts_per_tok": 2, "intermediate_size": 24}, MoEConfig(E, 2, 24),
+    ),
+    "olmoe": (
+        "OlmoeSparseMoeBlock", "OlmoeConfig", {**NAMED, "intermediate_size": 20}, MoEConfig(E, 3, 20, renormalize=False)
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig",
+        {**NAMED, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 28},
+        MoEConfig(E, 3, 16, renormalize=False, shared_size=28, has_shared_gate=True),
+    ),
+    "glm4_moe": (
+        "Glm4MoeMoE", "Glm4MoeConfig",
+        {"n_routed_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
+         "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7},
+        MoEConfig(E, 2, 16, scoring="sigmoid", routed_scale=1.7, num_groups=4, top_groups=2, has_correction_bias=True,
+                  shared_size=32),
+    ),
+}  # fmt: skip
+
+
+class Lazy:
+    """A tensor as safetensors' PySafeSlice."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def get_shape(self):
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index):
+        return self.tensor[index]
+
+
+def load(param, tensor, shard_id=None):
+    param.weight_loader(param, CheckpointTensor("some.tensor", Lazy(tensor)), shard_id)
+
+
+def hf_block(family, dtype=torch.float32):
+    block_name, config_name, fields, moe = BLOCKS[family]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(importlib.import_module("transformers"), config_name)(**FIELDS, **fields)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    block = getattr(module, block_name)(config)
+    for name, tensor in block.state_dict().items():
+        nn.init.normal_(tensor, std=0.1 if "bias" in name else 0.3)
+    return block.to(dtype).eval(), moe
+
+
+def our_layer(family, block, merged=True, tp=TPGroup()):
+    """The layer with the block's weights, loaded as the loader would: of all experts at once, or one by one."""
+    moe, dtype = BLOCKS[family][3], block.experts.down_proj.dtype
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, dtype=dtype: torch.full(shape, torch.nan, dtype=dtype))
+        layer = SparseMoE(SimpleNamespace(hidden_size=C, act="silu", moe=moe), tp)
+    weights = {name.replace("shared_experts", "shared_expert"): t for name, t in block.state_dict().items()}
+    for name, param in layer.named_parameters():
+        if name == "experts.gate_up_proj" and not merged:
+            for e, both in enumerate(weights[name]):
+                for i, part in enumerate(both.chunk(2)):
+                    load(param, part, (e, i))
+        elif name == "experts.down_proj" and not merged:
+            for e, down in enumerate(weights[name]):
+                load(param, down, (e, None))
+        elif name == "shared_expert.gate_up_proj.weight":
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                load(param, weights[f"shared_expert.{part}.weight"], i)
+        elif hasattr(param, "weight_loader"):
+            load(param, weights[name])
+        else:
+            param.copy_(weights[name])
+    assert not any(param.isnan().any() for param in layer.parameters())
+    return layer
+
+
+def problem(num_tokens, dtype=torch.float32):
+    norm = RMSNorm(C)
+    norm.weight.data.normal_(1.0, 0.3)
+    context = SimpleNamespace(slot_mapping=torch.arange(num_tokens, dtype=torch.int32), logits_indices=None)
+    return torch.randn(num_tokens, C).to(dtype), norm.to(dtype), context
+
+
+def relative_error(got, want):
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 100])
+@pytest.mark.parametrize("family", BLOCKS)
+@torch.inference_mode()
+def test_layer(family, num_tokens):
+    block, _ = hf_block(family)
+    residual, norm, context = problem(num_tokens)
+    want = block(norm(residual)[None])[0]
+    for merged in (True, False):
+        got = our_layer(family, block, merged)(residual.clone(), norm, context)
+        assert relative_error(got - residual, want) < 2e-6
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@torch.inference_mode()
+def test_layer_in_bf16(family):
+    """Rounded where transformers rounds, or less often."""
+    block, _ = hf_block(family, torch.bfloat16)
+    layer = our_layer(family, block)
+    residual, norm, context = problem(200, torch.bfloat16)
+    if family == "glm4_moe":
+        assert layer.gate.e_score_correction_bias.dtype == torch.float32
+    rounded = block(norm(residual)[None])[0].float()
+    difference = layer(residual, norm, context).float() - residual.float() - rounded
+    assert difference.square().mean().sqrt() < 0.02 * rounded.std()
+
+
+CHANGES = {  # a switch of the layer -> the families that must notice
+    "renormalize": {"qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe"},
+    "scoring": {"glm4_moe", "mixtral"},
+    "routed_scale": {"glm4_moe"},
+    "num_groups": {"glm4_moe"},
+    "top_groups": {"glm4_moe"},
+    "correction bias": {"glm4_moe"},
+    "shared_expert": {"qwen2_moe", "glm4_moe"},
+    "shared_expert_gate": {"qwen2_moe"},
+}
+
+
+@pytest.mark.parametrize("change, family", [(c, f) for c, families in CHANGES.items() for f in sorted(families)])
+@torch.inference_mode()
+def test_each_switch_matters(change, family):
+    block, _ = hf_block(family)
+    layer, (residual, norm, context) = our_layer(family, block), problem(50)
+    before = layer(residual, norm, context)
+    routing = layer.routing
+    if change == "correction bias":
+        layer.gate.e_score_correction_bias = None
+    elif change.startswith("shared"):
+        setattr(layer, change, None)
+    else:
+        other = {"renormalize": not routing.renormalize, "routed_scale": 1.0, "num_groups": 2, "top_groups": 4,
+                 "scoring": "softmax" if routing.scoring == "sigmoid" else "sigmoid"}[change]  # fmt: skip
+        layer.routing = routing._replace(**{change: other})
+    assert relative_error(layer(residual, norm, context), before) > 1e-2
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("size", [2, 4])
+@torch.inference_mode()
+def test_ranks_add_up(family, size):
+    """Each rank computes its part of every expert; the residual, which may be overwritten, is in rank 0's only."""
+    block, _ = hf_block(family)
+    residual, norm, context = problem(21)
+    want = residual + block(norm(residual)[None])[0]
+    for merged in (True, False):
+        parts = []
+
+        class Rank(TPGroup):
+            def all_reduce(self, x):
+                parts.append(x)  # noqa: B023
+                return x
+
+        for rank in range(size):
+            our_layer(family, block, merged, Rank(rank, size))(residual.clone(), norm, context)
+        assert len(parts) == size, "one all-reduce a layer"
+        assert relative_error(sum(parts), want) < 2e-6
+
+
+@torch.inference_mode()
+def test_padding_and_the_last_layer_of_a_prefill():
+    block, _ = hf_block("mixtral")
+    layer, (residual, norm, context) = our_layer("mixtral", block), problem(6)
+    whole = layer(residual, norm, context)
+    context.slot_mapping = torch.tensor([3, -1, 4, 5, -1, 6], dtype=torch.int32)
+    padded = layer(residual, norm, context)
+    assert torch.equal(padded[[1, 4]], residual[[1, 4]])
+    torch.testing.assert_close(padded[[0, 2, 3, 5]], whole[[0, 2, 3, 5]])
+    context.logits_indices = torch.tensor([2, 5])
+    torch.testing.assert_close(layer(residual[[2, 5]], norm, context), whole[[2, 5]])
+
+
+@torch.inference_mode()
+def test_wrong_shapes():
+    layer = our_layer("mixtral", hf_block("mixtral")[0])
+    gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    for param, shape, shard_id, expected in (
+        (gate_up, (E, 24, C), None, [E, 48, C]),
+        (gate_up, (48, C), (0, 1), [24, C]),
+        (down, (E + 1, C, 24), None, [E, C, 24]),
+        (down, (C, 23), (7, None), [C, 24]),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            load(param, torch.zeros(shape), shard_id)
+        assert str(error.value) == f"tensor 'some.tensor' has shape {list(shape)}, expected {expected}."
+
+
+def test_random_weights():
+    layer = our_layer("glm4_moe", hf_block("glm4_moe")[0])
+    init_dummy_weights(layer, seed=0)
+    for param in layer.parameters():
+        assert 0 < param.abs().max() < 0.2
+
+
+# Whole models: the engine on checkpoints that transformers wrote.
+
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": 0,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {  # family -> fields besides TINY; experts of 32 units, so that four ranks share them
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16},
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 2, "num_hidden_layers": 4, "head_dim": 16,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+    },
+}  # fmt: skip
+PROMPTS = [prompt_of(n) for n in (1, 5, 33, 100)]
+PROMPTS.append(PROMPTS[-1][:80] + prompt_of(30, seed=1))  # a prefix that is cached by then
+NUM_DECODED = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(family) -> (transformers' model, path of its checkpoint)."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            transformers = importlib.import_module("transformers")
+            config = getattr(transformers, BLOCKS[family][1])(**TINY | MODELS[family])
+            torch.manual_seed(0)
+            model = getattr(transformers, BLOCKS[family][1].replace("Config", "ForCausalLM"))(config).eval()
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if "inv_freq" not in name:
+                    nn.init.normal_(tensor, mean=float("norm" in name), std=0.1)
+            path = tmp_path_factory.mktemp(family)
+            model.save_pretrained(path)
+            made[family] = model, str(path)
+        return made[family]
+
+    return make
+
+
+@torch.inference_mode()
+def check_logits(model, completions, logits):
+    """Each token is transformers' best; the largest difference of a logit, relative to the largest logit."""
+    errors = []
+    for prompt, completion, got in zip(PROMPTS, completions, logits, strict=True):
+        want = model(torch.tensor([prompt + completion[:-1]])).logits[0, len(prompt) - 1 :]
+        assert want.argmax(-1).tolist() == completion
+        errors.append(relative_error(got, want))
+    assert max(errors) < 1e-4
+    return max(errors)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_model(family, models, make_llm):
+    """Chunks of 64 tokens, a cached prefix, and then everything cached; preempted; in padded batches."""
+    model, path = models(family)
+    llm = make_llm(model=path, max_model_len=256)
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    check_logits(model, completions, logits)
+    assert len({token for completion in completions for token in completion}) > 20
+    outputs = llm.generate(PROMPTS, greedy(NUM_DECODED), use_tqdm=False)
+    assert tokens_of(outputs) == completions and outputs[-1].num_cached_tokens >= 80
+    small = make_llm(model=path, max_model_len=128, num_kvcache_blocks=11)
+    assert generate(small, PROMPTS, greedy(NUM_DECODED)) == completions
+    assert small.scheduler.num_preemptions > 0
+    padded = use_graphs_on_cpu(make_llm(model=path, max_model_len=256))
+    assert generate(padded, PROMPTS, greedy(NUM_DECODED)) == completions
+
+
+@pytest.mark.parametrize("family, size", [("qwen2_moe", 2), ("glm4_moe", 4)])
+def test_tensor_parallel(family, size, models, make_llm):
+    model, path = models(family)
+    one = generate(make_llm(model=path, max_model_len=256), PROMPTS, greedy(NUM_DECODED))
+    llm = make_llm(model=path, max_model_len=256, tensor_parallel_size=size)
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    assert completions == one
+
+
+def edited(path, target, **fields):
+    """A copy of a checkpoint with other fields in config.json."""
+    shutil.copytree(path, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | fields))
+    return str(target)
+
+
+EDITS = [
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("qwen3_moe", {"num_experts_per_tok": 2}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("glm4_moe", {"norm_topk_prob": False}),
+    ("glm4_moe", {"routed_scaling_factor": 1.0}),
+    ("glm4_moe", {"n_group": 2, "topk_group": 1}),
+    ("glm4_moe", {"topk_group": 4}),
+]
+
+
+@pytest.mark.parametrize("family, fields", EDITS)
+def test_each_field_matters(family, fields, models, make_llm, tmp_path):
+    model, path = models(family)
+    llm = make_llm(model=edited(path, tmp_path / "edited", **fields), max_model_len=256)
+    _, (logits,) = generate_with_logits(llm, PROMPTS[2:3], 1)
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPTS[2]])).logits[0, -1:]
+    assert relative_error(logits, want) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "family, fields, message",
+    [
+        ("qwen3_moe", {"mlp_only_layers": []}, "missing"),
+        ("qwen2_moe", {"decoder_sparse_step": 1}, "missing"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "unknown to the model"),
+        ("glm4_moe", {"n_shared_experts": 1}, "expected"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "unknown to the model"),
+    ],
+)
+def test_fields_that_the_weights_contradict(family, fields, message, models, tmp_path):
+    path = edited(models(family)[1], tmp_path / "edited", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(CausalLM(read_model_config(path), None, SINGLE_RANK), path)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_merged_expert_tensors(family, models, tmp_path):
+    """transformers 5 writes one tensor of all experts if asked to."""
+    model, path = models(family)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert any(name.endswith("experts.gate_up_proj") for name in file.keys())  # noqa: SIM118
+    for tp in (SINGLE_RANK, TPGroup(1, 2)):
+        first, second = (CausalLM(read_model_config(p), None, tp) for p in (path, str(tmp_path)))
+        load_model(first, path)
+        load_model(second, str(tmp_path))
+        weights = second.state_dict()
+        for name, tensor in first.state_dict().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
+def test_layers_that_predict_further_tokens_are_skipped(models, tmp_path):
+    """GLM's checkpoints end with a layer for speculation."""
+    _, path = models("glm4_moe")
+    copy = edited(path, tmp_path / "copy", num_nextn_predict_layers=1)
+    tensors = load_file(f"{copy}/model.safetensors")
+    extra = {f"model.layers.3.{name}": torch.zeros(1) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    save_file(tensors | extra, f"{copy}/model.safetensors")
+    load_model(CausalLM(read_model_config(copy), None, SINGLE_RANK), copy)
+
+
+def test_dummy_weights(models, make_llm):
+    llm = make_llm(model=models("qwen3_moe")[1], load_format="dummy", max_model_len=256)
+    assert len(generate(llm, PROMPTS[1:2], greedy(3))[0]) == 3
