@@ -151,6 +151,6 @@ class Config:
         if max_model_len > limit:
             raise ConfigError(f"max_model_len={max_model_len}: the model has positions for {limit} tokens.")
         vars(self).update(
-            model_path=model_path, tokenizer_path=tokenizer_path, model_config=model_config,
+            model_path=model_path, tokenizer_path=tokenizer_path, model_config=model_config.for_length(max_model_len),
             max_model_len=max_model_len,
         )  # fmt: skip

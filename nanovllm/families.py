@@ -87,12 +87,12 @@ _GEMMA3 = Family(
         "max_position_embeddings": 131_072,
     },
     renamed=(
-        ("post_attention_layernorm", "attn_post_norm"),
+        ("post_attention_layernorm", "self_attn.post_norm"),
         ("pre_feedforward_layernorm", "post_attention_layernorm"),
-        ("post_feedforward_layernorm", "mlp_post_norm"),
+        ("post_feedforward_layernorm", "mlp.post_norm"),
     ),
 )  # fmt: skip
-_POST = (("post_attention_layernorm", "attn_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
+_POST = (("post_attention_layernorm", "self_attn.post_norm"), ("post_feedforward_layernorm", "mlp.post_norm"))
 _OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, renamed=_POST)
 _GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}
 
@@ -120,7 +120,7 @@ FAMILIES = {
     "Glm4ForCausalLM": Family(
         o_bias=False, post_norm=True, interleaved=True, reads=("partial_rotary_factor",),
         defaults=_GLM | {"attention_bias": True, "eos_token_id": [151329, 151336, 151338]},
-        renamed=(("post_self_attn_layernorm", "attn_post_norm"), ("post_mlp_layernorm", "mlp_post_norm")),
+        renamed=(("post_self_attn_layernorm", "self_attn.post_norm"), ("post_mlp_layernorm", "mlp.post_norm")),
     ),
     "GemmaForCausalLM": Family(norm_offset=1.0, embed_scaled=True, defaults=_GEMMA),
     "Gemma3ForCausalLM": _GEMMA3,

@@ -260,6 +260,17 @@ class ModelConfig:
             ropes=tuple(rope and rope.for_length(max_model_len) for rope in self.ropes),
         )
 
+    def one_layer_of_each_kind(self) -> "ModelConfig":
+        """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
+        last, dense = self.num_hidden_layers - 1, self.moe.dense_layers if self.moe else frozenset()
+        kinds = {(self.windows[i], i in dense): i for i in reversed(range(last))}
+        layers = [*sorted(kinds.values()), last]
+        moe = self.moe and replace(self.moe, dense_layers=frozenset(n for n, i in enumerate(layers) if i in dense))
+        return replace(
+            self, num_hidden_layers=len(layers), windows=tuple(self.windows[i] for i in layers),
+            ropes=tuple(self.ropes[i] for i in layers), moe=moe,
+        )  # fmt: skip
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError unless the model divides over ``size`` ranks (KV heads fewer than ranks are replicated)."""
         for what, count in (

@@ -18,22 +18,29 @@ from nanovllm.layers.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B."""
+    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B.
+
+    With a ``window`` a token attends the last ``window`` ones up to itself; 0: all of them.
+    """
 
     capturable: bool  # decode may run inside a CUDA graph
 
-    def prefill(self, q, k_cache, v_cache, scale: float, context: Context) -> torch.Tensor: ...
+    def prefill(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
-    def decode(self, q, k_cache, v_cache, scale: float, context: Context) -> torch.Tensor: ...
+    def decode(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
-    """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated."""
+    """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend):
+    ``scale`` of the scores: None is D**-0.5.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend,
+                 scale: float | None = None, window: int = 0):
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
-        self.scale = head_dim**-0.5
+        self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)
 
@@ -42,7 +49,7 @@ class Attention(nn.Module):
         if len(q) == 0 or self.k_cache.numel() == 0:  # nothing to sample; or memory profiling, before the cache exists
             return torch.empty_like(q).flatten(1)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, self.scale, context).flatten(1)
+        return attend(q, self.k_cache, self.v_cache, self.scale, self.window, context).flatten(1)
 
 
 class PagedBackend:
@@ -51,18 +58,18 @@ class PagedBackend:
     def __init__(self, ops: SimpleNamespace, capturable: bool):
         self.ops, self.capturable = ops, capturable  # the twins read context_lens on the host: no graphs
 
-    def prefill(self, q, k_cache, v_cache, scale, context):
+    def prefill(self, q, k_cache, v_cache, scale, window, context):
         return self.ops.paged_prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
-            context.block_tables, scale, context.max_seqlen_q,
+            context.block_tables, scale, context.max_seqlen_q, window,
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, scale, context):
+    def decode(self, q, k_cache, v_cache, scale, window, context):
         # pdl: the kernel reads req_indices, context_lens and block_tables before griddepcontrol.wait. Legal because the
         # embedding, a launch without PDL, separates it from the kernels that write them.
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
-            context.max_context, pdl=True,
+            context.max_context, pdl=True, window=window,
         )  # fmt: skip
 
 
@@ -76,18 +83,25 @@ class FlashAttentionBackend:
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
-    def prefill(self, q, k_cache, v_cache, scale, context):
+    def prefill(self, q, k_cache, v_cache, scale, window, context):
         return self.varlen(
             q, k_cache, v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q, context.max_context,
-            softmax_scale=scale, causal=True, block_table=context.block_tables[context.req_indices.long()],
+            softmax_scale=scale, causal=True, window_size=_window_size(window),
+            block_table=context.block_tables[context.req_indices.long()],
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, scale, context):
+    def decode(self, q, k_cache, v_cache, scale, window, context):
         out = self.with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
             block_table=context.block_tables[context.req_indices.long()], softmax_scale=scale, causal=True,
+            window_size=_window_size(window),
         )  # fmt: skip
         return out.squeeze(1)
+
+
+def _window_size(window: int) -> tuple[int, int]:
+    """flash-attn's: tokens before and after the query's own, -1 for all."""
+    return (window - 1, 0) if window else (-1, -1)
 
 
 MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel

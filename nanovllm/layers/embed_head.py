@@ -11,10 +11,14 @@ from nanovllm.utils.loader import CheckpointTensor, copy_checked
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> embeddings [T, C]; each rank looks up its own ids, an all-reduce sums them up."""
+    """Token ids [T] -> embeddings [T, C]; each rank looks up its own ids, an all-reduce sums them up.
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK):
+    ``scale``, rounded to the weights' dtype, multiplies them; not the weight, which the LM head may share.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK, scale: float = 1.0):
         super().__init__()
+        self.scale = torch.tensor(scale, device="cpu").item()
         self.tp = tp
         self.vocab_start = tp.rank * (vocab_size // tp.size)
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, hidden_size), requires_grad=False)
@@ -25,10 +29,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.embedding(input_ids, self.weight)
+            x = F.embedding(input_ids, self.weight)
+            return x if self.scale == 1 else x * self.scale
         local = input_ids - self.vocab_start
         is_local = (local >= 0) & (local < self.weight.shape[0])
         x = F.embedding(local.where(is_local, 0), self.weight)
+        if self.scale != 1:
+            x = x * self.scale
         return self.tp.all_reduce(x * is_local.unsqueeze(-1))
 
 

@@ -20,7 +20,7 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.utils.loader import CheckpointTensor, copy_checked, split_rows
 
 
 class ReplicatedLinear(nn.Module):
@@ -57,7 +57,7 @@ class ReplicatedLinear(nn.Module):
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
-            silu_mul=act_fn is not None,
+            act_mul=None if act_fn is None else act_fn.act,
             allow_split_k=self.tp.size == 1,  # an all-reduce needs the reduced sum
         )
 
@@ -79,7 +79,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sum(output_sizes), bias, tp)
         self.output_sizes = output_sizes
 
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: int) -> None:  # type: ignore[override]
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: int | None) -> None:  # type: ignore[override]
+        if shard_id is None:  # merged in the checkpoint too
+            for i, part in enumerate(split_rows(loaded, self.output_sizes)):
+                self.weight_loader(param, part, i)
+            return
         size = self.tp.size
         offset, n = sum(self.output_sizes[:shard_id]) // size, self.output_sizes[shard_id] // size
         copy_checked(param[offset : offset + n], loaded, dim=0, start=self.tp.rank * n, total=size)
@@ -89,41 +93,69 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
     Heads are sharded over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a
-    replica of the same KV head.
+    replica of the same KV head. ``head_order``: of the dimensions of each head of Q and K, see ``rotary_embedding.py``.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK):
-        self.head_dim = head_dim
+                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None):
+        self.head_dim, self.head_order = head_dim, head_order
         self.num_heads = num_heads // tp.size  # of this rank
         self.num_kv_heads = max(1, num_kv_heads // tp.size)
         self.kv_head_replicas = max(1, tp.size // num_kv_heads)
+        self.q_shard = tp.rank, tp.size
+        self.kv_shard = tp.rank // self.kv_head_replicas, tp.size // self.kv_head_replicas
         output_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim * tp.size
         super().__init__(hidden_size, output_size, bias, tp)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm, epilogue: QKVEpilogue) -> torch.Tensor:  # type: ignore[override]
-        """x [T, hidden_size] -> q [T, H, D] of norm(x) W^T after QK-norm and RoPE; k and v go to the KV cache."""
-        weight = Weight(self.weight, self.weight_scale)
-        return self.ops.qkv_linear(x, weight, self.bias, norm.weight, norm.eps, epilogue)
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
+                qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> torch.Tensor:
+        """x [T, hidden_size] -> q [T, H, D] of norm(x) W^T after QK-norm and RoPE; k and v go to the KV cache.
 
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str) -> None:  # type: ignore[override]
+        ``qk_norms`` are those over all heads at once; those of each head are in the epilogue.
+        """
+        if qk_norms is None:
+            weight, norm_weight, eps = Weight(self.weight, self.weight_scale), None, 0.0
+            if norm is not None:
+                norm_weight, eps = norm.weight, norm.eps
+            return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue)
+        qkv, (q_norm, k_norm) = super().forward(x, norm), qk_norms
+        mean_squares = None if self.tp.size == 1 else self._mean_squares(qkv)
+        qkv = self.ops.qk_rms_norm(qkv, q_norm.weight, k_norm.weight, q_norm.eps, mean_squares)
+        return self.ops.norm_rope_store(qkv, *epilogue)
+
+    def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
+        """fp32 [2, T], of q and of k over the heads of all ranks."""
+        q_size, k_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, _ = qkv.split([q_size, k_size, k_size], dim=1)
+        # replicas of a KV head count once each, in the sum and in the number of ranks
+        means = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+        return self.tp.all_reduce(means) / self.tp.size
+
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str | None) -> None:  # type: ignore[override]
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if shard_id is None:  # merged in the checkpoint too
+            sizes = [q_size * self.q_shard[1], kv_size * self.kv_shard[1], kv_size * self.kv_shard[1]]
+            for part, name in zip(split_rows(loaded, sizes), "qkv", strict=True):
+                self.weight_loader(param, part, name)
+            return
         offset, n = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}[shard_id]
-        replicas = 1 if shard_id == "q" else self.kv_head_replicas
-        start = self.tp.rank // replicas * n
-        copy_checked(param[offset : offset + n], loaded, dim=0, start=start, total=self.tp.size // replicas)
+        shard, num_shards = self.q_shard if shard_id == "q" else self.kv_shard
+        copy_checked(param[offset : offset + n], loaded, dim=0, start=shard * n, total=num_shards)
+        if self.head_order is not None and shard_id != "v":
+            heads = param[offset : offset + n].unflatten(0, (-1, self.head_dim))
+            heads.copy_(heads[:, self.head_order])
 
 
 class RowParallelLinear(ReplicatedLinear):
     """Input features sharded over ranks: this rank holds ``input_size / size`` of them; outputs are all-reduced.
 
-    Without ``all_reduce`` the caller sums up over the ranks.
+    Without ``all_reduce`` the caller sums up over the ranks. ``scale`` multiplies weight and bias at load.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 all_reduce: bool = True):
+                 all_reduce: bool = True, scale: float = 1.0):
         super().__init__(input_size // tp.size, output_size, bias, tp)
-        self.all_reduce = all_reduce
+        self.all_reduce, self.scale = all_reduce, scale
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         if param.dim() == 1:  # the bias is added once, by rank 0
@@ -132,6 +164,8 @@ class RowParallelLinear(ReplicatedLinear):
                 param.zero_()
         else:
             copy_checked(param, loaded, dim=1, start=self.tp.rank * param.shape[1], total=self.tp.size)
+        if self.scale != 1:
+            param.mul_(self.scale)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""Rotary position embedding (RoPE, arXiv:2104.09864): frequencies and the table of cosines and sines.
+"""Rotary position embedding (RoPE, arXiv:2104.09864): frequencies, and the table of cosines and sines.
 
-The rotation itself is fused into the kernels that store keys. D is the head size.
+The kernels that store keys rotate one way only: pairs (j, j + D/2) of a head, by a table with an angle for each. Heads
+that are rotated in part, or in other pairs, have their rows of Q and K permuted at load (``head_order``); their scores
+stay the same. D is the head size, r the number of rotated dimensions.
 """
 
 import math
@@ -8,39 +10,74 @@ import math
 import torch
 from torch import nn
 
-from nanovllm.model_config import RopeScaling
+from nanovllm.rope import RopeScaling
+
+
+def head_order(head_dim: int, rope: RopeScaling | None, interleaved: bool) -> list[int] | None:
+    """The dimensions of a head in the order of the kernels' pairs; None: as they are.
+
+    The first r are rotated, in pairs (i, i + r/2) or, ``interleaved``, (2i, 2i + 1). The rest gets the angle 0.
+    """
+    r = _rotated_dims(head_dim, rope)
+    if r == 0 or (r == head_dim and not interleaved):
+        return None
+    pairs = [(i, i + 1) for i in range(0, r, 2)] if interleaved else [(i, i + r // 2) for i in range(r // 2)]
+    pairs += [(i, i + 1) for i in range(r, head_dim, 2)]
+    return [first for first, _ in pairs] + [second for _, second in pairs]
+
+
+def _rotated_dims(head_dim: int, rope: RopeScaling | None) -> int:
+    return 0 if rope is None else int(head_dim * rope.partial_rotary_factor)
 
 
 class RotaryEmbedding(nn.Module):
-    """Holds ``cos_sin`` fp32 [max_position, D]: cosines of the D/2 angles, then their sines."""
+    """Holds ``cos_sin`` fp32 [max_position, D]: cosines of the D/2 angles, then their sines. NoPE: all angles are 0."""
 
-    def __init__(self, head_dim: int, max_position: int, rope: RopeScaling):
+    def __init__(self, head_dim: int, max_position: int, rope: RopeScaling | None):
         super().__init__()
-        inverse_frequencies, scale = _frequencies(head_dim, rope)
-        positions = torch.arange(max_position, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies.to(positions.device))
-        self.register_buffer("cos_sin", torch.cat((angles.cos(), angles.sin()), -1) * scale, persistent=False)
+        angles = torch.zeros(max_position, head_dim // 2)
+        cos, sin, r = angles.cos(), angles.sin(), _rotated_dims(head_dim, rope)
+        if rope is not None:
+            inverse_frequencies, scale = _frequencies(r, rope)
+            positions = torch.arange(max_position, dtype=torch.float32)
+            angles = torch.outer(positions, inverse_frequencies.to(positions.device))
+            cos[:, : r // 2], sin[:, : r // 2] = angles.cos() * scale, angles.sin() * scale
+        self.register_buffer("cos_sin", torch.cat((cos, sin), -1), persistent=False)
         self.cos_sin: torch.Tensor
 
 
-def _frequencies(head_dim: int, rope: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies fp32 [D/2], on the CPU whatever the default device, and the scale of the table."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def _frequencies(num_dims: int, rope: RopeScaling) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies fp32 [r/2], on the CPU whatever the default device, and the scale of the table."""
+    exponents = torch.arange(0, num_dims, 2, dtype=torch.float32, device="cpu") / num_dims
     base = 1.0 / rope.theta**exponents
     if rope.kind == "default":
         return base, 1.0
     if rope.kind == "linear":
         return base / rope.factor, 1.0
+    if rope.kind == "llama3":  # as YaRN, with a ramp over the rotations within the original context
+        rotations = rope.original_max_position * base / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        return base * (kept + (1 - kept) / rope.factor), 1.0
+    if rope.kind == "longrope":
+        divisors = torch.tensor(rope.long_factor if rope.is_long else rope.short_factor, device="cpu")
+        scale = rope.attention_factor
+        if scale is None:
+            log_original = math.log(rope.original_max_position)
+            scale = math.sqrt(1 + math.log(rope.factor) / log_original) if rope.factor > 1 else 1.0
+        return base / divisors, scale
 
     # YaRN: high frequencies stay, low ones are interpolated, with a linear ramp over the dimensions between
     def dimension_of(rotations: float) -> float:
         """The dimension that turns this often within the original context."""
         wavelength_ratio = rope.original_max_position / (rotations * 2 * math.pi)
-        return head_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+        return num_dims * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension_of(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(rope.beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_dims - 1)
+    ramp = ((torch.arange(num_dims // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
     interpolated = base / rope.factor * ramp + base * (1 - ramp)
     scale = rope.attention_factor
     if scale is None:

@@ -1,7 +1,10 @@
-"""The decoder-only transformer, one for all families; ``model_config.FAMILIES`` says where they differ.
+"""The decoder-only transformer, one for all families; ``model_config.py`` has the switches where they differ.
 
-Pre-norm layers add to a residual: ``residual += attention(norm(residual))``, ``residual += mlp(norm(residual))``. A
-residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
+Layers add to a residual: ``residual += attention(norm(residual))``, ``residual += mlp(norm(residual))``. Some families
+also have a norm of what is added, or only that one. Differences that need no arithmetic of their own (the order of
+rotated dimensions, factors, offsets) are folded into the weights when they are loaded.
+
+A residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
 
 Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """
@@ -20,28 +23,58 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.moe import SparseMoE
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order
 from nanovllm.model_config import ModelConfig
 
 
+def hidden_norm(config: ModelConfig, wanted: bool) -> RMSNorm | None:
+    """A norm of hidden states, if it is wanted."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset) if wanted else None
+
+
+def add_to_residual(linear: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor,
+                    post_norm: RMSNorm | None) -> torch.Tensor:
+    """residual + linear(x), or residual + post_norm(linear(x)), [T, C]."""
+    return linear(x, residual=residual) if post_norm is None else post_norm.add_to(residual, linear(x))
+
+
+def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """The norms of q and k: of each head [D], or of all heads of all ranks, with weights for this rank's."""
+    if not config.qk_norm:
+        return None, None
+    D, eps, offset = config.head_dim, config.rms_norm_eps, config.family.norm_offset
+    if config.qk_norm == "head":
+        return RMSNorm(D, eps, offset, order=qkv.head_order), RMSNorm(D, eps, offset, order=qkv.head_order)
+    assert qkv.head_order is None, "a norm over all heads with permuted rotary dimensions"
+    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, shard=qkv.q_shard)
+    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
+
+
 class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         C, D, H, K = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        order = head_order(D, config.ropes[layer], config.family.interleaved)
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order)
+        self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
+        self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
         self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
-        self.attn = Attention(self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend)
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp)
+        self.attn = Attention(
+            self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend, config.attention_scale,
+            config.windows[layer],
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, scale=config.residual_scale)
+        self.post_norm = hidden_norm(config, config.family.post_norm)
         self.eps = config.rms_norm_eps
 
-    def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context,
+    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context,
                 logits_indices: torch.Tensor | None = None) -> torch.Tensor:
         """residual [T, C] -> residual + attention(norm(residual)), [T, C]; [N, C] for ``logits_indices`` only."""
+        q_norm, k_norm = (None, None) if self.full_qk_norms else (self.q_norm, self.k_norm)
         epilogue = QKVEpilogue(
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
             self.eps,
             self.rope[0].cos_sin,
             context.positions,
@@ -51,50 +84,57 @@ class SelfAttention(nn.Module):
             self.attn.num_heads,
             self.attn.num_kv_heads,
         )
-        q = self.qkv_proj(residual, norm, epilogue)
+        q = self.qkv_proj(residual, norm, epilogue, self.full_qk_norms)
         if logits_indices is not None:
             q, residual, context = q[logits_indices], residual[logits_indices], context.last_tokens_only()
-        return self.o_proj(self.attn(q, context), residual=residual)
+        return add_to_residual(self.o_proj, self.attn(q, context), residual, self.post_norm)
 
 
 class MLP(nn.Module):
-    """Gated: down(silu(gate(x)) * up(x))."""
+    """Gated: down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, tp: TPGroup):
         super().__init__()
-        C, I = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], tp=tp)
-        self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(I, C, tp=tp)
+        C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp)
+        self.act_fn = SiluAndMul(config.act)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, scale=config.residual_scale)
+        self.post_norm = hidden_norm(config, config.family.post_norm)
 
-    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> residual + mlp(norm(residual)), [T, C]."""
-        return self.down_proj(self.gate_up_proj(residual, norm=norm, act_fn=self.act_fn), residual=residual)
+        gated = self.gate_up_proj(residual, norm=norm, act_fn=self.act_fn)
+        return add_to_residual(self.down_proj, gated, residual, self.post_norm)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.self_attn = SelfAttention(config, rope, backend, tp)
-        self.mlp = MLP(config, tp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        is_sparse = config.moe is not None and layer not in config.moe.dense_layers
+        self.self_attn = SelfAttention(config, layer, rope, backend, tp)
+        self.mlp = SparseMoE(config, tp) if is_sparse else MLP(config, tp)
+        self.input_layernorm = hidden_norm(config, config.family.pre_norm)
+        self.post_attention_layernorm = hidden_norm(config, config.family.pre_norm)
 
     def forward(self, residual: torch.Tensor, context: Context,
                 logits_indices: torch.Tensor | None = None) -> torch.Tensor:
         residual = self.self_attn(residual, self.input_layernorm, context, logits_indices)
-        return self.mlp(residual, self.post_attention_layernorm)
+        return self.mlp(residual, self.post_attention_layernorm, context)
 
 
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.ropes[0])
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, self.rope, backend, tp) for _ in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        C, eps, family = config.hidden_size, config.rms_norm_eps, config.family
+        ropes = config.ropes[: config.num_hidden_layers]
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, tp, config.embed_scale)
+        tables = {  # layers share them
+            rope: RotaryEmbedding(config.head_dim, config.max_position_embeddings, rope)
+            for rope in dict.fromkeys(ropes)
+        }
+        self.ropes = nn.ModuleList(tables.values())
+        self.layers = nn.ModuleList(DecoderLayer(config, i, tables[rope], backend, tp) for i, rope in enumerate(ropes))
+        self.norm = RMSNorm(C, eps, family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
@@ -124,14 +164,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
-        # published checkpoints of tied models may carry a copy of the embedding under the head's name
-        n = config.num_hidden_layers
-        speculative = "|".join(map(str, range(n, n + config.num_nextn_predict_layers)))
-        unused = [r".*rotary_emb\.inv_freq", config.family.skipped]
-        unused += [rf"model\.layers\.({speculative})\..*"] if speculative else []
-        unused += [r"lm_head\.weight"] if config.tie_word_embeddings else []
-        self.unused_tensors = re.compile("|".join(filter(None, unused)))
         self.renamed_tensors = config.family.renamed
+        self.unused_tensors = re.compile("|".join(_unused_tensors(config)))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -141,3 +175,11 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
+
+
+def _unused_tensors(config: ModelConfig) -> list[str]:
+    """Regular expressions for names of tensors that checkpoints may hold and the model does without."""
+    n = config.num_hidden_layers
+    unused = [r".*rotary_emb\.inv_freq", config.family.skipped or r"(?!)"]
+    unused += [rf"model\.layers\.{n + i}\..*" for i in range(config.num_nextn_predict_layers)]
+    return unused + [r"lm_head\.weight"] * config.tie_word_embeddings  # a copy of the embedding

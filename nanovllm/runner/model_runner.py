@@ -5,7 +5,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
@@ -169,15 +170,14 @@ class ModelRunner:
 
     # ------------------------------------------------------------ start
 
-    def make_model(self, num_layers: int) -> CausalLM:
+    def make_model(self, model_config: ModelConfig) -> CausalLM:
         """A model with uninitialised weights."""
-        model_config = replace(self.config.model_config, num_hidden_layers=num_layers)
         with model_defaults(self.dtype, self.device):
             return CausalLM(model_config, self.backend, self.tp)
 
     def load_model(self) -> None:
         config = self.config
-        self.model = self.make_model(config.model_config.num_hidden_layers)
+        self.model = self.make_model(config.model_config)
         with model_defaults(self.dtype, self.device):
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed + self.tp.rank)

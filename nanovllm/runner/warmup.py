@@ -18,11 +18,11 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     """Issue every launch of start-up and of a step inside ``parallel_compile``: kernels are compiled and do not run.
 
     Of the logits steps those in ``warmup_features``.
-    The model has two layers, because the last one takes another path in prefill, and a KV cache of one block. Weights
-    are uninitialised; every token belongs to the padding request slot.
+    The model has few layers and a KV cache of one block. Weights are uninitialised; every token belongs to the padding
+    request slot.
     """
     config, state = runner.config, runner.request_state
-    runner.model = runner.make_model(num_layers=2)
+    runner.model = runner.make_model(config.model_config.one_layer_of_each_kind())
     runner.warmup_model()
     runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.dtype, runner.device)
     if runner.tp.peers is not None:

@@ -23,12 +23,7 @@ class CheckpointTensor(NamedTuple):
     lazy: Any
 
 
-    def rows(self, start: int, count: int) -> "CheckpointTensor":
-        """The part ``[start : start + count]`` of the first dimension, as a tensor of its own."""
-        return CheckpointTensor(self.name, _Rows(self.lazy, start, count))
-
-
-class _Rows:
+class Rows:
     """A lazy tensor's rows ``[start : start + count]``."""
 
     def __init__(self, lazy: Any, start: int, count: int):
@@ -40,6 +35,19 @@ class _Rows:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         begin, end, _ = index[0].indices(self.count)
         return self.lazy[(slice(self.start + begin, self.start + end), *index[1:])]
+
+
+def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTensor]:
+    """The parts of a tensor that has several layers' rows one after the other.
+
+    Raises:
+        CheckpointError: the tensor has not as many rows as they.
+    """
+    shape = list(loaded.lazy.get_shape())
+    if shape[0] != sum(sizes):
+        raise CheckpointError(f"tensor {loaded.name!r} has shape {shape}, expected {[sum(sizes), *shape[1:]]}.")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [CheckpointTensor(loaded.name, Rows(loaded.lazy, *part)) for part in zip(starts, sizes, strict=True)]
 
 
 def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, start: int = 0, total: int = 1) -> None:

@@ -22,10 +22,12 @@ ODD_SIZES = {
 def flash_attn_stand_in():
     """The two functions of flash-attn that are called, as its documentation describes them, in plain torch."""
 
-    def attend(q, k, v, scale):
+    def attend(q, k, v, scale, window_size):
         """Causal, aligned at the end: q [M, H, D], k and v [L, K, D]; zeros where L is 0."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         allowed = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        if window_size[0] >= 0:
+            allowed = allowed.triu(len(k) - len(q) - window_size[0])
         scores = torch.einsum("mhd,lhd->hml", q, k).mul(scale).masked_fill(~allowed, -torch.inf)
         return torch.einsum("hml,lhd->mhd", scores.softmax(-1).nan_to_num(), v)
 
@@ -35,20 +37,21 @@ def flash_attn_stand_in():
         return cache[block_table[: -(-length // block_size)].long()].flatten(0, 1)[:length]
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale,
-                               causal, block_table=None):  # fmt: skip
+                               causal, window_size=(-1, -1), block_table=None):  # fmt: skip
         assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         out = torch.full_like(q, torch.nan)
         for i, length in enumerate(cu_seqlens_k.diff().tolist()):
             queries, keys = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
             assert queries.stop - queries.start <= max_seqlen_q and length <= max_seqlen_k
             context = (x[keys] if block_table is None else gather(x, block_table[i], length) for x in (k, v))
-            out[queries] = attend(q[queries], *context, softmax_scale)
+            out[queries] = attend(q[queries], *context, softmax_scale, window_size)
         return out
 
-    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal,
+                                window_size=(-1, -1)):  # fmt: skip
         assert causal and cache_seqlens.dtype == torch.int32 and q.shape[1] == 1
         return torch.stack([
-            attend(q[i], gather(k_cache, table, length), gather(v_cache, table, length), softmax_scale)
+            attend(q[i], gather(k_cache, table, length), gather(v_cache, table, length), softmax_scale, window_size)
             for i, (table, length) in enumerate(zip(block_table, cache_seqlens.tolist(), strict=True))
         ])  # fmt: skip
 

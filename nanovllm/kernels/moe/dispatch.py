@@ -14,7 +14,7 @@ from ..linear.dispatch import fused_linear
 from ..linear.norm import SplitKPartials, rms_norm
 from ..linear.reference import Weight
 from .gemv import down_rows, gate_up_rows
-from .grouped_gemm import grouped_config, grouped_gemm
+from .grouped_gemm import grouped_config, grouped_gemm, sum_rows
 from .route import group_rows, route
 from .router import router_partials
 
@@ -55,5 +55,4 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     grouped_gemm(grouped_config(len(h), num_experts, False), h, down, rows, counts, parts, top_k, weights)
     if add_residual and allow_split_k:
         return SplitKPartials(residual, parts)
-    y = parts.sum(0, dtype=torch.float32)
-    return (residual + y if add_residual else y).to(x.dtype)
+    return sum_rows(parts, residual if add_residual else None, x.dtype)

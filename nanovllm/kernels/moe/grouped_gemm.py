@@ -86,6 +86,33 @@ def grouped_gemm_kernel(
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_rows_kernel(
+    parts_ptr,  # [k, T, C] contiguous, written by the kernel before
+    residual_ptr,  # [T, C], tokens strided, only with HAS_RESIDUAL
+    y_ptr,  # [T, C] contiguous, written here
+    num_tokens,
+    residual_stride,
+    TOP_K: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    pdl_wait(USE_PDL)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        total += tl.load(parts_ptr + (j * num_tokens + token) * NUM_CHANNELS + offs_c, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + token * residual_stride + offs_c, mask=mask, other=0.0)
+    tl.store(y_ptr + token * NUM_CHANNELS + offs_c, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 class GroupedConfig(NamedTuple):
     """How a grouped GEMM is cut into programs."""
 
@@ -124,5 +151,18 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, weights=None):
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def sum_rows(parts, residual, dtype):
+    """[residual +] parts.sum(0), [T, C], parts [k, T, C]."""
+    top_k, num_tokens, num_channels = parts.shape
+    y = torch.empty((num_tokens, num_channels), dtype=dtype, device=parts.device)
+    block_c = triton.next_power_of_2(num_channels)
+    launch(
+        sum_rows_kernel, (num_tokens,), parts, residual, y, num_tokens, 0 if residual is None else residual.stride(0),
+        TOP_K=top_k, NUM_CHANNELS=num_channels, HAS_RESIDUAL=residual is not None, BLOCK_C=block_c,
+        num_warps=min(16, max(1, block_c // 256)), **launch_options(parts.device),
     )  # fmt: skip
     return y

@@ -1,0 +1,97 @@
+"""Tiny random checkpoints of every family, made by transformers, and its logits: the oracle of the family tests.
+
+Sizes are small, and what a family does otherwise is large enough to show: norm weights are 1 + 0.3 N (0.3 N where one
+is added), windows are shorter than the prompts, and positions are scaled from an original length of 32.
+"""
+
+import json
+
+import torch
+
+BASE = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+    tie_word_embeddings=False, rms_norm_eps=1e-5,
+)  # fmt: skip
+HEAD = dict(head_dim=32)  # not hidden_size / num_attention_heads
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=32)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32)
+SLIDING, FULL = "sliding_attention", "full_attention"
+MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+MIXED = [SLIDING, SLIDING, FULL, SLIDING]
+
+
+def longrope(dims, **more):
+    short = [1.0 + 0.05 * i for i in range(dims // 2)]
+    return dict(rope_type="longrope", rope_theta=1e4, short_factor=short, long_factor=[3 * x for x in short], **more)
+
+
+# case -> transformers' class, changes of BASE
+CASES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {**HEAD, "rope_parameters": LLAMA3}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("Mistral", {**HEAD, "sliding_window": 12}),
+    "mistral-nemo": ("Mistral", {**HEAD, "sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-late-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {**HEAD, "attention_bias": True}),
+    "phi3": ("Phi3", {"sliding_window": 12}),
+    "phi3-longrope": ("Phi3", {
+        "original_max_position_embeddings": 32, "rope_parameters": {**longrope(12), "partial_rotary_factor": 0.75},
+    }),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
+    "granite": ("Granite", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    }),
+    "seed-oss": ("SeedOss", {**HEAD, "attention_bias": True, "attention_out_bias": False}),
+    "ernie4.5": ("Ernie4_5", {**HEAD, "use_bias": True, "tie_word_embeddings": True}),
+    "glm4": ("Glm4", {**HEAD}),
+    "gemma": ("Gemma", {**HEAD, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3Text", {
+        **HEAD, "tie_word_embeddings": True, "sliding_window": 12, "query_pre_attn_scalar": 48, "layer_types": MIXED,
+        "rope_parameters": {
+            FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {
+        "sliding_window": 12,
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    }),
+    "qwen3-moe": ("Qwen3Moe", {**HEAD, **MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "olmoe": ("Olmoe", {**MOE}),
+    "glm4-moe": ("Glm4Moe", {
+        **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5,
+        "n_group": 2, "topk_group": 1,
+    }),
+    "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
+}  # fmt: skip
+
+
+def make(path, name, seed=0):
+    """Write the checkpoint of a case into ``path``; return transformers' model."""
+    import transformers
+
+    kind, changes = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for param_name, p in model.named_parameters():
+        p.data.normal_(0.0, 0.3 if "norm" in param_name else 0.15, generator=generator)
+        if "norm" in param_name and not kind.startswith("Gemma"):
+            p.data.add_(1.0)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def config_of(path):
+    with open(f"{path}/config.json") as file:
+        return json.load(file)
