@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3-moe": ("Qwen3Moe", {**HEAD, **MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
-    "olmoe": ("Olmoe", {**MOE}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "glm4-moe": ("Glm4Moe", {
         **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5,
