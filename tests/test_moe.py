@@ -277,8 +277,8 @@ def test_model(case, models, make_llm):
     completions = check(llm, model)
     outputs = llm.generate(PROMPTS, greedy(NUM_DECODED), use_tqdm=False)
     assert tokens_of(outputs) == completions and outputs[-1].num_cached_tokens >= 80
-    small = make_llm(model=path, max_model_len=128, num_kvcache_blocks=8)
-    assert generate(small, PROMPTS[1:4:2], greedy(NUM_DECODED)) == completions[1:4:2]
+    small = make_llm(model=path, max_model_len=64, num_kvcache_blocks=5)
+    assert generate(small, PROMPTS[1:3], greedy(28)) == generate(llm, PROMPTS[1:3], greedy(28))
     assert small.scheduler.num_preemptions > 0
     padded = use_graphs_on_cpu(make_llm(model=path))
     assert generate(padded, PROMPTS, greedy(NUM_DECODED)) == completions
