@@ -5,6 +5,7 @@ that an element it forgets to write cannot pass.
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,15 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
+from nanovllm import kernels  # noqa: E402
+from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
+from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
 from nanovllm.kernels.linear.reference import rms_norm  # noqa: E402
 from nanovllm.kernels.moe import dispatch, reference  # noqa: E402
 from nanovllm.kernels.moe.reference import Routing  # noqa: E402
+from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
+from nanovllm.layers.moe import SparseMoE  # noqa: E402
+from nanovllm.model_config import MoEConfig  # noqa: E402
 
 EPS = 1e-6
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
@@ -306,8 +313,6 @@ def test_without_a_norm(num_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 6])
 def test_split_k_partials_as_residual(num_tokens):
     """The residual may come unreduced from the attention's o_proj; the norm reduces it."""
-    from nanovllm.kernels.linear.norm import SplitKPartials
-
     problem = Problem(num_tokens)
     expected = problem.run(reference.fused_moe)
     partials = randn(3, *problem.residual.shape)
@@ -317,3 +322,27 @@ def test_split_k_partials_as_residual(num_tokens):
         problem.routing, problem.slots, allow_split_k=True,
     )  # fmt: skip
     assert_close(whole(got), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 6])
+@pytest.mark.parametrize("is_unreduced", [False, True])
+def test_layer_with_a_shared_expert(num_tokens, is_unreduced, monkeypatch):
+    """The shared expert reads the residual before the experts are added, reduced if it comes as SplitKPartials."""
+    config = SimpleNamespace(
+        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True)
+    )  # fmt: skip
+    context = SimpleNamespace(slot_mapping=slots(num_tokens))
+    residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
+    results = []
+    for x, ops in (
+        (residual, kernels.select("cpu")),
+        (SplitKPartials(residual - partials.sum(0), partials) if is_unreduced else residual, kernels.select("cuda")),
+    ):
+        monkeypatch.setattr(kernels, "select", lambda ops=ops: ops)
+        torch.manual_seed(0)
+        with torch.device(DEVICE), torch.inference_mode():
+            layer, norm = SparseMoE(config, SINGLE_RANK), RMSNorm(32)
+            for param in layer.parameters():
+                param.normal_(0.0, 0.3)
+            results.append(whole(layer(x, norm, context)))
+    assert_close(results[1], results[0])
