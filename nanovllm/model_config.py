@@ -221,10 +221,10 @@ class ModelConfig:
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
         head_dim = given["head_dim"] or hidden // heads
-        if head_dim < 2 or head_dim % 2:
-            raise CheckpointError(f"config.json: heads of size {head_dim}; RoPE needs an even size.")
         windows = _windows(given, family)
         ropes = _ropes(raw, given, family, windows)
+        for rope in filter(None, dict.fromkeys(ropes)):
+            rope.check_head(head_dim)
         # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
         stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope and rope.kind == "yarn"]
         bias = given["attention_bias"] or given["use_bias"]

@@ -112,6 +112,22 @@ class RopeScaling:
             given.setdefault("factor", max_position / outer)
         return cls(kind, given.pop("rope_theta"), original_max_position=outer, **given)
 
+    def rotated_dims(self, head_dim: int) -> int:
+        """Rotated dimensions of a head, the first ones."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check_head(self, head_dim: int) -> None:
+        """Raise CheckpointError unless heads of this size can be rotated."""
+        dims = self.rotated_dims(head_dim)
+        if dims < 2 or dims % 2:
+            raise CheckpointError(f"config.json: heads of size {head_dim}, {dims} rotated; RoPE needs an even size.")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if self.kind == "longrope" and len(factors) != dims // 2:
+                raise CheckpointError(
+                    f"config.json: {name} has {len(factors)} entries for {dims} rotated dimensions, not {dims // 2}."
+                )
+
     def for_length(self, max_model_len: int) -> "RopeScaling":
         """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
         return replace(self, is_long=self.kind == "longrope" and max_model_len > self.original_max_position)

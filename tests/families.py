@@ -1,10 +1,8 @@
-"""Tiny random checkpoints of every family, made by transformers, and its logits: the oracle of the family tests.
+"""Tiny random checkpoints of every dense family, made by transformers, which is the oracle of the family tests.
 
 Sizes are small, and what a family does otherwise is large enough to show: norm weights are 1 + 0.3 N (0.3 N where one
 is added), windows are shorter than the prompts, and positions are scaled from an original length of 32.
 """
-
-import json
 
 import torch
 
@@ -18,7 +16,6 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.
               original_max_position_embeddings=32)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32)
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
 
 
@@ -61,15 +58,6 @@ CASES: dict[str, tuple[str, dict]] = {
         "sliding_window": 12,
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
     }),
-    "qwen3-moe": ("Qwen3Moe", {**HEAD, **MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
-    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
-    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
-    "glm4-moe": ("Glm4Moe", {
-        **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5,
-        "n_group": 2, "topk_group": 1,
-    }),
     "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
 }  # fmt: skip
 
@@ -90,8 +78,3 @@ def make(path, name, seed=0):
             p.data.add_(1.0)
     model.save_pretrained(path)
     return model.eval()
-
-
-def config_of(path):
-    with open(f"{path}/config.json") as file:
-        return json.load(file)

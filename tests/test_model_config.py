@@ -73,7 +73,7 @@ def test_refused_values(rule, change):
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
-        ({"head_dim": 15}, "heads of size 15; RoPE needs an even size."),
+        ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
         ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),
         ({"head_dim": None, "num_attention_heads": 128}, "heads of size 0"),
     ),

@@ -18,16 +18,12 @@ def head_order(head_dim: int, rope: RopeScaling | None, interleaved: bool) -> li
 
     The first r are rotated, in pairs (i, i + r/2) or, ``interleaved``, (2i, 2i + 1). The rest gets the angle 0.
     """
-    r = _rotated_dims(head_dim, rope)
+    r = 0 if rope is None else rope.rotated_dims(head_dim)
     if r == 0 or (r == head_dim and not interleaved):
         return None
     pairs = [(i, i + 1) for i in range(0, r, 2)] if interleaved else [(i, i + r // 2) for i in range(r // 2)]
     pairs += [(i, i + 1) for i in range(r, head_dim, 2)]
     return [first for first, _ in pairs] + [second for _, second in pairs]
-
-
-def _rotated_dims(head_dim: int, rope: RopeScaling | None) -> int:
-    return 0 if rope is None else int(head_dim * rope.partial_rotary_factor)
 
 
 class RotaryEmbedding(nn.Module):
@@ -36,8 +32,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, max_position: int, rope: RopeScaling | None):
         super().__init__()
         angles = torch.zeros(max_position, head_dim // 2)
-        cos, sin, r = angles.cos(), angles.sin(), _rotated_dims(head_dim, rope)
+        cos, sin = angles.cos(), angles.sin()
         if rope is not None:
+            r = rope.rotated_dims(head_dim)
             inverse_frequencies, scale = _frequencies(r, rope)
             positions = torch.arange(max_position, dtype=torch.float32)
             angles = torch.outer(positions, inverse_frequencies.to(positions.device))

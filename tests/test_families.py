@@ -1,0 +1,222 @@
+"""Every dense family against transformers: logits, greedy tokens, and that each switch of its row matters.
+
+Logits come from one forward pass without an engine where that is enough. Tolerance in fp32: 1e-4 of the largest logit;
+measured 2e-6. `tests/test_moe.py` has the mixtures of experts.
+"""
+
+import json
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from helpers import generate, generate_with_logits, greedy, tokens_of
+from safetensors.torch import load_file, save_file
+
+from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.attention import select_backend
+from nanovllm.layers.context import Context
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.rope import RopeScaling
+from nanovllm.runner.memory import allocate_kv_cache
+from nanovllm.utils.checkpoint import read_model_config
+from nanovllm.utils.loader import load_model
+
+TOLERANCE = 1e-4  # of the largest logit
+RNG = random.Random(0)
+IDS = [RNG.randrange(2, 128) for _ in range(60)]
+PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
+NUM_DECODED = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """checkpoint(case) -> its path, and transformers' model."""
+    made = {}
+
+    def make(case):
+        if case not in made:
+            path = str(tmp_path_factory.mktemp(case))
+            made[case] = path, families.make(path, case)
+        return made[case]
+
+    return make
+
+
+def hf_logits(model, ids):
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@torch.inference_mode()
+def logits_of(path, config=None, ids=IDS):
+    """fp32 logits [len(ids), V] of a prefill; ``config`` instead of the checkpoint's own."""
+    config = config or read_model_config(path).for_length(256)
+    model = CausalLM(config, select_backend("auto", "cpu", torch.float32, config.head_dim), SINGLE_RANK)
+    load_model(model, path)
+    allocate_kv_cache(model, 4, 16, torch.float32, torch.device("cpu"))
+    positions = torch.arange(len(ids), dtype=torch.int32)
+    bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+    context = Context(
+        positions, positions, bounds[:1], bounds[1:], torch.arange(4, dtype=torch.int32)[None], len(ids),
+        bounds, bounds, len(ids),
+    )  # fmt: skip
+    return model.compute_logits(model(torch.tensor(ids), context))
+
+
+def error(got, want):
+    """The largest difference, in units of the largest logit."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_logits(case, checkpoint):
+    path, model = checkpoint(case)
+    assert error(logits_of(path), hf_logits(model, IDS)) < TOLERANCE
+
+
+def check_greedy(llm, model, prompts=PROMPTS):
+    """The engine's tokens and logits are transformers'; prefill, then a decode step per token."""
+    completions, logits = generate_with_logits(llm, prompts, NUM_DECODED)
+    for prompt, completion, got in zip(prompts, completions, logits, strict=True):
+        want = hf_logits(model, prompt + completion)[len(prompt) - 1 : -1]
+        assert error(got, want) < TOLERANCE
+        assert want.argmax(-1).tolist() == completion
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_greedy_tokens(case, checkpoint, make_llm):
+    path, model = checkpoint(case)
+    # transformers chooses longrope's factors by the length of each sequence, this library by max_model_len
+    groups = [(32, PROMPTS[:2]), (256, PROMPTS[2:])] if case == "phi3-longrope" else [(256, PROMPTS)]
+    for max_model_len, prompts in groups:
+        check_greedy(make_llm(model=path, max_model_len=max_model_len, num_kvcache_blocks=32), model, prompts)
+
+
+# -------------------------------------------------------------------- the engine's ways to the same tokens
+
+REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3")
+WAYS = {
+    "chunks": {"max_num_batched_tokens": 16},
+    "prefix cache": {},
+    "preemption": {"num_kvcache_blocks": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """expected(case) -> greedy tokens by transformers, without a cache."""
+
+    def make(case):
+        _, model = checkpoint(case)
+        completions = [list(prompt) for prompt in PROMPTS]
+        for tokens in completions:
+            for _ in range(NUM_DECODED):
+                tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
+        return [tokens[-NUM_DECODED:] for tokens in completions]
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", REPRESENTATIVES)
+def test_same_tokens(case, way, checkpoint, expected, make_llm):
+    options = {"max_model_len": 80, "num_kvcache_blocks": 32, "max_num_seqs": 4, **WAYS[way]}
+    llm = make_llm(model=checkpoint(case)[0], **options)
+    if way == "prefix cache":
+        generate(llm, [prompt[:33] for prompt in PROMPTS], greedy(1))
+    outputs = llm.generate(PROMPTS, greedy(NUM_DECODED), use_tqdm=False)
+    assert tokens_of(outputs) == expected(case)
+    assert (sum(output.num_cached_tokens for output in outputs) > 0) == (way == "prefix cache")
+    assert (llm.scheduler.num_preemptions > 0) == (way == "preemption")
+
+
+@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("olmo3", 4)])
+def test_ranks(case, size, checkpoint, expected, make_llm):
+    """olmo3 on four ranks: two KV heads for each pair of them, and norms over all heads of all ranks."""
+    llm = make_llm(model=checkpoint(case)[0], max_model_len=80, num_kvcache_blocks=32, tensor_parallel_size=size)
+    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
+
+
+# -------------------------------------------------------------------- each switch matters
+
+PLAIN = {
+    "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "qk_norm": "", "embed_scale": 1.0,
+    "residual_scale": 1.0, "logit_scale": 1.0,
+}  # fmt: skip
+PLAIN_FAMILY = {"pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False}
+
+def switched_off(config):
+    """(name, the config without it) of each switch that differs from a plain Llama's."""
+    for name, plain in PLAIN.items():
+        if getattr(config, name) != plain:
+            yield name, replace(config, **{name: plain})
+    for name, plain in PLAIN_FAMILY.items():
+        if getattr(config.family, name) != plain:
+            yield name, replace(config, family=config.family._replace(**{name: plain}))
+    if config.attention_scale != config.head_dim**-0.5:
+        yield "attention_scale", replace(config, attention_scale=config.head_dim**-0.5)
+    if any(config.windows):
+        yield "windows", replace(config, windows=(0,) * len(config.windows))
+        yield "window", replace(config, windows=tuple(w and w - 1 for w in config.windows))
+    if len(set(config.windows)) > 1:
+        yield "windows' layers", replace(config, windows=config.windows[1:] + config.windows[:1])
+    if len(set(config.ropes)) > 1:
+        yield "ropes' layers", replace(config, ropes=config.ropes[1:] + config.ropes[:1])
+        yield "one rope", replace(config, ropes=(next(filter(None, config.ropes)),) * len(config.ropes))
+    for rope in filter(None, dict.fromkeys(config.ropes)):
+        for name, other in other_ropes(rope, config.head_dim):
+            yield f"rope: {name}", replace(config, ropes=tuple(other if r == rope else r for r in config.ropes))
+
+
+def other_ropes(rope, head_dim):
+    """(field, the rope with another value of it)."""
+    yield "theta", replace(rope, theta=3 * rope.theta)
+    if rope.partial_rotary_factor < 1:
+        every = (1.0,) * (head_dim // 2)
+        yield "partial_rotary_factor", replace(rope, partial_rotary_factor=1.0, short_factor=every, long_factor=every)
+    changes = {
+        "linear": {"factor": 3.0},
+        "llama3": {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position": 64},
+        "yarn": {"factor": 3.0, "original_max_position": 64, "beta_fast": 1.5, "beta_slow": 0.1,
+                 "attention_factor": 1.5, "truncate": False},
+        "longrope": {"factor": 3.0, "original_max_position": 64, "attention_factor": 1.5, "is_long": False,
+                     "long_factor": rope.short_factor},
+    }  # fmt: skip
+    for name, value in changes.get(rope.kind, {}).items():
+        yield name, replace(rope, **{name: value})
+    if rope.kind != "default":
+        yield "kind", replace(rope, kind="default")
+
+
+@pytest.mark.parametrize("case", families.CASES)
+def test_each_switch_matters(case, checkpoint):
+    """Without a switch the weights do not fit, or the logits are others."""
+    path, model = checkpoint(case)
+    config, want = read_model_config(path).for_length(256), hf_logits(model, IDS)
+    tried = 0
+    for name, changed in switched_off(config):
+        try:
+            got = logits_of(path, changed)
+        except CheckpointError:
+            assert name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "pre_norm", "post_norm"), name
+        else:
+            assert error(got, want) > 1e-3, name
+        tried += 1
+    assert tried >= 1
+
+
+def test_every_switch_is_tried(checkpoint):
+    """Else a new field of the configuration, or of a family, would have no test above."""
+    shape = {field.name for field in fields(ModelConfig)} - PLAIN.keys()
+    assert shape == {
+        "family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+        "attention_scale", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids",
+    }  # fmt: skip
+    names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
+    assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}
