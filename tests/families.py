@@ -60,19 +60,36 @@ CASES: dict[str, tuple[str, dict]] = {
     }),
     "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
 }  # fmt: skip
+MOE = dict(num_experts=8, num_experts_per_tok=3)
+MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 32 or 96 units, so that four ranks share them
+    "qwen3-moe": ("Qwen3Moe", {
+        **HEAD, **MOE, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
+    }),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "olmoe": ("Olmoe", MOE),
+    "qwen2-moe": ("Qwen2Moe", {
+        **MOE, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2,
+    }),
+    "glm4-moe": ("Glm4Moe", {
+        **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7,
+        "n_group": 4, "topk_group": 2,
+    }),
+}  # fmt: skip
 
 
 def make(path, name, seed=0):
     """Write the checkpoint of a case into ``path``; return transformers' model."""
     import transformers
 
-    kind, changes = CASES[name]
+    kind, changes = {**CASES, **MOE_CASES}[name]
     config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes})
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
     generator = torch.Generator().manual_seed(seed)
-    for param_name, p in model.named_parameters():
+    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
+    for param_name, p in [*model.named_parameters(), *choice]:
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 0.15, generator=generator)
         if "norm" in param_name and not kind.startswith("Gemma"):
             p.data.add_(1.0)

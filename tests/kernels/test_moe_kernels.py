@@ -237,7 +237,7 @@ def test_fused_moe_of_published_shapes(shape, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [7, gpu_param(1), gpu_param(3), gpu_param(300), gpu_param(5000)])
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "groups", *map(gpu_param, ROUTINGS)])
 def test_fused_moe_with_every_routing(name, num_tokens):
     Problem(num_tokens, routing=ROUTINGS[name], padding=[num_tokens // 2]).check()
 
