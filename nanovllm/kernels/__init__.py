@@ -17,7 +17,7 @@ OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",
     "rms_norm": "linear.norm",
-    "silu_and_mul": "linear.silu_and_mul",
+    "act_and_mul": "linear.silu_and_mul",
     "norm_rope_store": "linear.norm_rope_store",
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",

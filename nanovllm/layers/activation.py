@@ -9,9 +9,10 @@ from nanovllm import kernels
 class SiluAndMul(nn.Module):
     """x [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]."""
 
-    def __init__(self):
+    def __init__(self, act: str = "silu"):
         super().__init__()
+        self.act = act
         self.ops = kernels.select()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.silu_and_mul(x)
+        return self.ops.act_and_mul(x, self.act)

@@ -57,7 +57,7 @@ class ReplicatedLinear(nn.Module):
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
-            silu_mul=act_fn is not None,
+            act_mul=None if act_fn is None else act_fn.act,
             allow_split_k=self.tp.size == 1,  # an all-reduce needs the reduced sum
         )
 

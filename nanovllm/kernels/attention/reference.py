@@ -23,6 +23,7 @@ def paged_decode_attention(
     scale: float,
     max_context: int,
     pdl: bool = False,
+    window: int = 0,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its context, [B, H, D].
 
@@ -34,6 +35,7 @@ def paged_decode_attention(
         block_tables: i32[R, max_blocks].
         scale: softmax scale.
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
+        window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
     """
     out = torch.zeros_like(q)
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
@@ -41,6 +43,7 @@ def paged_decode_attention(
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)
     for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+        k, v = k[:, :, -window:], v[:, :, -window:]
         grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
     return out
 
@@ -55,6 +58,7 @@ def paged_prefill_attention(
     block_tables: torch.Tensor,
     scale: float,
     max_seqlen_q: int,
+    window: int = 0,
 ) -> torch.Tensor:
     """Causal attention of packed query tokens, q [T, H, D], over the KV cache, [T, H, D].
 
@@ -67,8 +71,11 @@ def paged_prefill_attention(
         begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None
         if begin == end:
             continue
-        if context > end - begin:  # is_causal aligns the mask with the first key, not the last
-            mask = torch.ones(end - begin, context, dtype=torch.bool, device=q.device).tril(context - (end - begin))
+        num_cached = context - (end - begin)
+        if num_cached or 0 < window < context:  # is_causal aligns the mask with the first key, not the last
+            mask = torch.ones(end - begin, context, dtype=torch.bool, device=q.device).tril(num_cached)
+            if window:
+                mask = mask.triu(num_cached - window + 1)
         attended = F.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1).unsqueeze(0), k, v, mask, is_causal=mask is None, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],

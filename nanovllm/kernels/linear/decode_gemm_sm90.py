@@ -11,7 +11,7 @@ With BLOCK_N = 128 a tile is one head of q, k or v, and norm_rope_store may be t
 cosines, sines and norm weight are loaded before the wait, after the weight is requested: only arithmetic and stores
 follow the last MMA.
 
-M tokens, N output features, C input channels; I outputs: N, or N / 2 with silu_mul; H query heads, K KV heads.
+M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
 """
 
 from typing import NamedTuple
@@ -72,19 +72,28 @@ def supports_qkv(config):
 
 
 @gluon.jit
-def output_features(tile, num_outputs, SILU_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Output features i64[BLOCK_N] of a tile; with SILU_MUL 8 of gate, the same 8 of up, and so on.
+def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Output features i64[BLOCK_N] of a tile; with ACT_MUL 8 of gate, the same 8 of up, and so on.
 
     In the accumulator a thread holds features n and n + 8, hence gate and up of one output. Features past the end
     repeat the last one and are not stored.
     """
     local = gl.arange(0, BLOCK_N, layout=layout)
-    if SILU_MUL:
+    if ACT_MUL is not None:
         output = tile * (BLOCK_N // 2) + local // 16 * 8 + local % 8
         feature = gl.minimum(output, num_outputs - 1) + (local // 8 % 2) * num_outputs
     else:
         feature = gl.minimum(tile * BLOCK_N + local, num_outputs - 1)
     return feature.to(gl.int64)
+
+
+@gluon.jit
+def activate(x, ACT: gl.constexpr):
+    """gemv.activate in Gluon."""
+    z = x
+    if ACT == "gelu_tanh":
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + gl.exp(-z))
 
 
 @gluon.jit
@@ -117,7 +126,7 @@ def decode_gemm_kernel(
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
-    SILU_MUL: gl.constexpr,
+    ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
     SPLIT_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -133,7 +142,7 @@ def decode_gemm_kernel(
         gdc_launch_dependents()
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    BLOCK_I: gl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    BLOCK_I: gl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLIT_K
     STEPS: gl.constexpr = SPLIT_C // BLOCK_C
     RESIDENT: gl.constexpr = STAGES >= STEPS  # no stage is reused
@@ -159,7 +168,7 @@ def decode_gemm_kernel(
     first_token = gl.program_id(0) * BLOCK_M
     split = gl.program_id(2)
     c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, load_layout))
-    features = output_features(tile, num_outputs, SILU_MUL, BLOCK_N, gl.SliceLayout(1, load_layout))
+    features = output_features(tile, num_outputs, ACT_MUL, BLOCK_N, gl.SliceLayout(1, load_layout))
     weight_ptrs = weight_ptr + features[:, None] * NUM_CHANNELS + c[None, :]
     for step in gl.static_range(PREFETCH):
         async_load(weight_smem.index(step), weight_ptrs + step * BLOCK_C)
@@ -209,20 +218,20 @@ def decode_gemm_kernel(
 
     if HAS_BIAS:
         bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
-        bias = gl.load(bias_ptr + output_features(tile, num_outputs, SILU_MUL, BLOCK_N, bias_layout)).to(gl.float32)
+        bias = gl.load(bias_ptr + output_features(tile, num_outputs, ACT_MUL, BLOCK_N, bias_layout)).to(gl.float32)
         if SWAP_AB:
             acc += bias[:, None]
         else:
             acc += bias[None, :]
-    if SILU_MUL:
+    if ACT_MUL is not None:
         if SWAP_AB:
             pairs = acc.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
             gate, up = gl.split(pairs)
-            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_I, BLOCK_M))
+            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_I, BLOCK_M))
         else:
             pairs = acc.reshape((BLOCK_M, BLOCK_N // 16, 2, 8)).permute((0, 1, 3, 2))
             gate, up = gl.split(pairs)
-            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_M, BLOCK_I))
+            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_M, BLOCK_I))
     if SWAP_AB:
         acc = acc.permute((1, 0))
     if NUM_HEADS > 0:
@@ -250,17 +259,17 @@ def decode_gemm_kernel(
         gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epilogue=None):
-    """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
+def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None):
+    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
 
     With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    num_outputs = num_features // 2 if silu_mul else num_features
+    num_outputs = num_features // 2 if act_mul else num_features
     *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
     if config.split_k > 1:
-        assert residual is not None and bias is None and not silu_mul
+        assert residual is not None and bias is None and act_mul is None
         y = torch.empty((config.split_k, num_tokens, num_outputs), dtype=torch.float32, device=x.device)
     else:
         shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, HEAD_SIZE.value)
@@ -272,7 +281,7 @@ def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epi
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
         x, weight, bias, residual if adds_residual else None, y, *epilogue_args,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
-        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, SILU_MUL=silu_mul,
+        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, ACT_MUL=act_mul,
         SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
         STAGES=config.stages, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue_args[0] is not None,
         num_warps=config.num_warps, **launch_options(x.device),

@@ -45,10 +45,11 @@ def rms_norm(x, weight, eps):
     return normalized.to(x.dtype) * weight
 
 
-def silu_and_mul(x):
-    """x [T, 2I] -> silu(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
+def act_and_mul(x, act="silu"):
+    """x [T, 2I] -> act(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate.float()).to(x.dtype) * up
+    gate = F.silu(gate.float()) if act == "silu" else F.gelu(gate.float(), approximate="tanh")
+    return gate.to(x.dtype) * up
 
 
 def norm_rope_store(
@@ -83,10 +84,11 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[stored])
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, allow_split_k=False):
-    """[residual +] [silu_and_mul] ([rms_norm] (x) @ W^T [+ bias]), x [T, C], W = data * scale of the Weight, [N, C].
+def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
+    """[residual +] [act_and_mul] ([rms_norm] (x) @ W^T [+ bias]), x [T, C], W = data * scale of the Weight, [N, C].
 
-    norm_weight [C]: RMSNorm of x. silu_mul: W is [2I, C], gate features before up features; the result is [T, I].
+    norm_weight [C]: RMSNorm of x. act_mul ("silu", "gelu_tanh"): W is [2I, C], gate features before up features; the
+    result is [T, I].
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py).
@@ -94,11 +96,11 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     y = F.linear(x, weight.dequantize(x.dtype), bias)
-    if silu_mul:
-        y = silu_and_mul(y)
+    if act_mul is not None:
+        y = act_and_mul(y, act_mul)
     return y if residual is None else residual + y
 
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
-    """q [T, H, D] of a QKV projection after the norm; k and v only go to the cache."""
+    """q [T, H, D] of a QKV projection, after the norm unless norm_weight is None; k and v only go to the cache."""
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
