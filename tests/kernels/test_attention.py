@@ -361,7 +361,7 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
     monkeypatch.setattr(prefill_sm90, "launch", run_twin)
     out = torch.full(expected.shape, torch.nan, dtype=cache.dtype, device=DEVICE)
-    assert prefill_sm90.prefill_attention_sm90(*args, 3, out) is out
+    assert prefill_sm90.prefill_attention_sm90(*args, 3, 0, out) is out
     assert sizes == [256, 256, 88]
     check(cache, out, expected)
 

@@ -58,10 +58,11 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
             x, norm_weight = rms_norm(x, norm_weight, eps), None
         if qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(x, data, epilogue):
             config = decode_config(x, data)
-            if config is not None and decode_gemm_sm90.supports_qkv(config):
+            head_size = len(data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
+            if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
                 return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
-            if bias is None and supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV):
-                return prefill_gemm_sm90.prefill_gemm(x, data, epilogue)
+            if supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV, is_qkv=True):
+                return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
 
 
@@ -77,5 +78,5 @@ def decode_config(x, weight, allow_split_k=False):
     return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
 
 
-def supports_prefill_gemm(x, weight, min_tokens):
-    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight)
+def supports_prefill_gemm(x, weight, min_tokens, is_qkv=False):
+    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight, is_qkv)

@@ -58,12 +58,18 @@ def output_features(tile, num_outputs, ACT_MUL: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
+def sigmoid_argument(x, ACT: tl.constexpr):
+    if ACT == "gelu_tanh":
+        return 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    else:
+        tl.static_assert(ACT == "silu")
+        return x
+
+
+@triton.jit
 def activate(x, ACT: tl.constexpr):
     """silu(x) = x sigmoid(x); gelu_tanh(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
-    z = x
-    if ACT == "gelu_tanh":
-        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-z))
+    return x / (1.0 + tl.exp(-sigmoid_argument(x, ACT)))
 
 
 @triton.jit
