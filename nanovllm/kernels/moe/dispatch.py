@@ -31,21 +31,24 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     Rows of padding (slot -1) of the result are undefined.
     """
     assert act == "silu", "the experts' kernels have no other activation"
-    x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
-    if isinstance(residual, SplitKPartials):
-        residual = residual.residual
-    num_tokens, num_channels = x.shape
-    logits_dtype = torch.float32 if routing.scoring == "sigmoid" else x.dtype
-    if num_tokens <= MAX_TOKENS_ROUTER and (num_tokens > 1 or logits_dtype != x.dtype):
+    num_tokens, is_sigmoid = len(residual), routing.scoring == "sigmoid"
+    x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
+    if num_tokens > 1 or is_sigmoid or x is not residual:
+        x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
+    # Sigmoid scores are of fp32 logits, as in transformers.
+    logits_dtype = torch.float32 if is_sigmoid else residual.dtype
+    if num_tokens <= MAX_TOKENS_ROUTER and norm_weight is None:
         logits = router_partials(x, router_weight)
-    elif logits_dtype == x.dtype:
-        logits = fused_linear(x, Weight(router_weight))
+    elif is_sigmoid:
+        logits = F.linear(x.float(), router_weight.float())
     else:
-        logits = F.linear(x.to(logits_dtype), router_weight.to(logits_dtype))
+        logits = fused_linear(x, Weight(router_weight), None, norm_weight, eps)
+    routed = logits, correction_bias, routing, logits_dtype
+    if num_tokens <= MAX_TOKENS_GEMV and routing.top_groups == routing.num_groups:
+        h = gate_up_rows(x, norm_weight, eps, gate_up, routed, slot_mapping)
+        return down_rows(h, down, routed, slot_mapping, residual if add_residual else None)
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
-    if num_tokens <= MAX_TOKENS_GEMV:
-        h = gate_up_rows(x, gate_up, ids)
-        return down_rows(h, down, ids, weights, residual if add_residual else None)
+    num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up), routing.top_k
     rows, counts = group_rows(ids, num_experts)
     h = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)

@@ -15,61 +15,105 @@ from . import reference
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
+@triton.jit
+def load_logits(
+    logits_ptr, offs_e, token, num_tokens,
+    SPLIT_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A token's logits at `offs_e`, fp32; -inf beyond the last expert."""
+    exists = offs_e < NUM_EXPERTS
+    logits = tl.where(exists, 0.0, -float("inf"))
+    for split in tl.static_range(SPLIT_K):
+        offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
+        # past L1: `down_rows` reads before its wait
+        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return logits.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def rank_experts(
+    logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums
+    bias_ptr,  # fp32 [E], only with HAS_BIAS
+    token,
+    num_tokens,
+    SPLIT_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the model: to which logits are rounded
+    BLOCK_E: tl.constexpr,
+):
+    """Scores fp32 [BLOCK_E] of a token and their ranks, 0 the best; of equal scores the lowest expert wins.
+
+    All pairs are compared at once: k searches for the best would wait for each other.
+    """
+    row, column = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_E)[:, None]
+    others = load_logits(logits_ptr, row, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
+    scores = load_logits(logits_ptr, column, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
+    if SIGMOID:
+        others, scores = 1.0 / (1.0 + tl.exp(-others)), 1.0 / (1.0 + tl.exp(-scores))
+    else:
+        highest = tl.max(others, 1, keep_dims=True)
+        total = tl.sum(tl.exp(others - highest), 1, keep_dims=True)
+        others, scores = tl.exp(others - highest) / total, tl.exp(scores - highest) / total
+    choice, rival = scores, others
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + column, mask=column < NUM_EXPERTS, other=0.0)
+        rival += tl.load(bias_ptr + row, mask=row < NUM_EXPERTS, other=0.0)
+    is_better = (rival > choice) | ((rival == choice) & (row < column))
+    ranks = tl.sum((is_better & (row < NUM_EXPERTS)).to(tl.int32), 1)
+    return tl.sum(scores, 1), tl.where(tl.arange(0, BLOCK_E) < NUM_EXPERTS, ranks, BLOCK_E)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
-    logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
-    bias_ptr,  # fp32 [E], only with HAS_BIAS
+    logits_ptr,  # see `rank_experts`, written by the kernel before
+    bias_ptr,
     slot_mapping_ptr,  # i32[T]
     ids_ptr,  # i32[T, k], written here
     weights_ptr,  # fp32 [T, k], written here
     num_tokens,
     routed_scale,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the model: to which logits are rounded
+    DTYPE: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: one token. Of equal scores the lowest expert wins."""
+    """One program: one token."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
-    offs_e = tl.arange(0, BLOCK_E)
-    offs_k = tl.arange(0, BLOCK_K)
-    exists = offs_e < NUM_EXPERTS
-    bias = tl.zeros((BLOCK_E,), tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_e, mask=exists, other=0.0)
     pdl_wait(USE_PDL)
     is_padding = tl.load(slot_mapping_ptr + token) < 0
-    logits = tl.where(exists, 0.0, -float("inf"))
-    for split in tl.static_range(SPLIT_K):
-        offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
-        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
-    logits = logits.to(DTYPE).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        scores = tl.exp(logits - tl.max(logits, 0))
-        scores = scores / tl.sum(scores, 0)
-    left = tl.where(exists, scores + bias, -float("inf"))
-    ids = tl.full((BLOCK_K,), -1, tl.int32)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        best = tl.argmax(left, 0, tie_break_left=True).to(tl.int32)
-        chosen = offs_e == best
-        ids = tl.where(offs_k == j, best, ids)
-        weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
-        left = tl.where(chosen, -float("inf"), left)
+    scores, ranks = rank_experts(
+        logits_ptr, bias_ptr, token, num_tokens, SPLIT_K, NUM_EXPERTS, SIGMOID, HAS_BIAS, DTYPE, BLOCK_E
+    )
+    chosen = ranks < TOP_K
+    weights = scores * routed_scale
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
-    offs = token * TOP_K + offs_k
-    tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K)
-    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
+        weights = weights / (tl.sum(tl.where(chosen, scores, 0.0), 0) + 1e-20)
+    offs = token * TOP_K + ranks
+    tl.store(ids_ptr + offs, tl.where(is_padding, -1, tl.arange(0, BLOCK_E)), mask=chosen)
+    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights), mask=chosen)
+
+
+def routing_options(logits, correction_bias, routing, dtype):
+    """Compile-time arguments of `rank_experts` and its callers."""
+    num_experts = logits.shape[-1]
+    return {
+        "TOP_K": routing.top_k,
+        "RENORMALIZE": routing.renormalize,
+        "SPLIT_K": len(logits) if logits.dim() == 3 else 1,
+        "NUM_EXPERTS": num_experts,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "HAS_BIAS": correction_bias is not None,
+        "DTYPE": DTYPES[dtype],
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+    }
 
 
 def route(logits, correction_bias, routing, slot_mapping, dtype=None):
@@ -78,18 +122,14 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None):
     if routing.top_groups < routing.num_groups:
         logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
         return reference.route(logits, correction_bias, routing, slot_mapping)
-    *_, num_tokens, num_experts = logits.shape
+    num_tokens = logits.shape[-2]
     assert logits.is_contiguous()
     ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
     launch(
-        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights,
-        num_tokens, float(routing.routed_scale),
-        SPLIT_K=len(logits) if logits.dim() == 3 else 1, NUM_EXPERTS=num_experts,
-        TOP_K=routing.top_k, SIGMOID=routing.scoring == "sigmoid",
-        RENORMALIZE=routing.renormalize, HAS_BIAS=correction_bias is not None,
-        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
-        num_warps=1, **launch_options(logits.device),
+        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights, num_tokens,
+        float(routing.routed_scale), num_warps=4, **routing_options(logits, correction_bias, routing, dtype),
+        **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
 
@@ -114,9 +154,10 @@ def group_rows_kernel(
     for first in range(0, num_rows, BLOCK):
         row = first + offs
         mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
-        tl.store(rows_ptr + count + tl.cumsum(mine, 0) - 1, row, mask=mine > 0)
+        place = count + tl.cumsum(mine, 0) - 1
+        tl.store(rows_ptr + place, row, mask=(mine > 0) & (place < capacity))  # NaN logits may choose one twice
         count += tl.sum(mine, 0)
-    tl.store(counts_ptr + expert, count)
+    tl.store(counts_ptr + expert, tl.minimum(count, capacity))
 
 
 def group_rows(ids, num_experts):
