@@ -32,6 +32,11 @@ TOKEN_IDS = Rule(
 LAYERS = list_of(ID, "a list of layers")
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
+PATTERN = Rule(  # n: every n-th layer is global; converted to letters
+    "an integer >= 1, letters L (local) and G (global), or None",
+    lambda x: x is None or SIZE.accepts(x) or (isinstance(x, str) and bool(x) and set(x) <= {"L", "G"}),
+    lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
+)
 ARCHITECTURES = Rule(
     f"one of {', '.join(FAMILIES)} (others are not supported)",
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in FAMILIES,
@@ -67,7 +72,7 @@ RULES = {
     "sliding_window": COUNT,
     "use_sliding_window": optional(BOOLEAN),
     "max_window_layers": COUNT,
-    "sliding_window_pattern": optional(SIZE),
+    "sliding_window_pattern": PATTERN,
     "no_rope_layers": optional(list_of(choice(0, 1), "a list of 0 and 1")),
     "no_rope_layer_interval": optional(SIZE),
     "query_pre_attn_scalar": optional(POSITIVE),
@@ -290,15 +295,14 @@ class ModelConfig:
 
 def _activation(raw: dict[str, Any], family: Family) -> Any:
     """Gemma's old files say "gelu", or nothing, and mean the tanh form."""
-    act = raw.get("hidden_activation") or raw.get("hidden_act")
-    tanh = "gelu_pytorch_tanh"
-    return tanh if act == "gelu" and family.defaults.get("hidden_act") == tanh else act
+    act, default = raw.get("hidden_activation") or raw["hidden_act"], family.defaults.get("hidden_act")
+    return default if default and act in (None, "gelu") else act
 
 
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
     """The window of each layer, 0 without one."""
     num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
-    layers = range(num_layers)
+    layers, pattern = range(num_layers), given["sliding_window_pattern"]
     if given["use_sliding_window"] is False:
         window = 0
     if kinds and len(kinds) != num_layers:
@@ -307,7 +311,7 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
         "": lambda i: False,
         "all": lambda i: True,
         "late": lambda i: i >= given["max_window_layers"],
-        "pattern": lambda i: (i + 1) % given["sliding_window_pattern"] > 0,
+        "pattern": lambda i: pattern[i % len(pattern)] == "L",
         "unrotated": lambda i: not _is_rotated(given, i),
     }[family.windows]
     slides = [window > 0 and has_window(i) for i in layers]
@@ -343,6 +347,9 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     else:
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
+    share = min(of_full.partial_rotary_factor, of_local.partial_rotary_factor)
+    if share < 1 and "partial_rotary_factor" not in family.reads:
+        raise CheckpointError(f"config.json: partial_rotary_factor={share} is not supported for this architecture.")
     by_window = family.rotates_windows_only and any(windows)
     return tuple(
         (of_local if window else of_full) if _is_rotated(given, i) and (window or not by_window) else None

@@ -4,16 +4,13 @@ Logits come from one forward pass without an engine where that is enough. Tolera
 measured 2e-6. `tests/test_moe.py` has the mixtures of experts.
 """
 
-import json
 import random
 from dataclasses import fields, replace
-from pathlib import Path
 
 import families
 import pytest
 import torch
 from helpers import generate, generate_with_logits, greedy, tokens_of
-from safetensors.torch import load_file, save_file
 
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError
@@ -21,7 +18,6 @@ from nanovllm.layers.attention import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.rope import RopeScaling
 from nanovllm.runner.memory import allocate_kv_cache
 from nanovllm.utils.checkpoint import read_model_config
 from nanovllm.utils.loader import load_model

@@ -6,7 +6,8 @@ import pytest
 from conftest import TINY
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.model_config import FAMILIES, ModelConfig, RopeScaling
+from nanovllm.model_config import FAMILIES, ModelConfig
+from nanovllm.rope import RopeScaling
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -31,21 +32,24 @@ KINDS = {
     ],
     "true or false": [{"tie_word_embeddings": "false"}, {"attention_bias": 0}],
     "an object": [{"rope_scaling": "linear"}, {"rope_parameters": ["yarn"]}],
-    "a list of 'full_attention' (others are not supported)": [
+    "a list of 'full_attention' or 'sliding_attention' (others are not supported)": [
         {"layer_types": 5},
-        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
     ],
     "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
-    "['Qwen3ForCausalLM'] (others are not supported)": [
-        {"architectures": bad} for bad in (["LlamaForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
+    f"one of {', '.join(FAMILIES)} (others are not supported)": [
+        {"architectures": bad}
+        for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Qwen3NextForCausalLM"],
+                    ["HunYuanDenseV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
     ],
-    "'silu' (others are not supported)": [{"hidden_act": "gelu"}],
+    "'silu' or 'swish' or 'gelu_pytorch_tanh' (others are not supported)": [
+        {"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"hidden_act": None},
+    ],
     "'bfloat16' or 'float16' or 'float32' (others are not supported)": [{"dtype": "float8_e4m3fn"}],
-    "'default' or 'linear' or 'yarn' (others are not supported)": [
-        {"rope_type": bad} for bad in ("llama3", "dynamic", ["yarn"])
+    "'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' (others are not supported)": [
+        {"rope_type": bad} for bad in ("dynamic", "proportional", ["yarn"])
     ],
     "absent or false (it is not supported)": [
-        {"use_sliding_window": True},
         {"quantization_config": {"quant_method": "fp8"}},
     ],
 }
@@ -69,8 +73,15 @@ def test_refused_values(rule, change):
         ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear': factor=None must be a positive number."),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be a positive number"),
         ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscale': 0.7}."),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "unsupported fields {'truncate': False}"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "unsupported fields {'llama_4_scaling_beta': 0.1}"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor=0.5 is not supported for this architecture."),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be absent or 1 for Qwen3ForCausalLM."),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be absent for Qwen3ForCausalLM."),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0 must be absent or 1 for Qwen3ForCausalLM."),
+        ({"layer_types": ["sliding_attention", "full_attention"]},
+         "layer_types has 'sliding_attention' without a sliding_window."),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers."),
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
@@ -109,9 +120,10 @@ PUBLISHED = {  # config.json of Qwen3-0.6B
 def test_a_published_config():
     config = ModelConfig.from_json(PUBLISHED)
     assert config.family is FAMILIES["Qwen3ForCausalLM"] and config.family.qk_norm
-    assert config.rope == RopeScaling(kind="default", theta=1e6, original_max_position=40960)
+    assert set(config.ropes) == {RopeScaling(kind="default", theta=1e6, original_max_position=40960)}
+    assert config.windows == (0,) * 28 and config.moe is None and config.attention_scale == 128**-0.5
     assert (config.dtype, config.head_dim, config.num_key_value_heads) == ("bfloat16", 128, 8)
-    assert config.tie_word_embeddings is True and config.attention_bias is False and config.eos_token_ids == (151645,)
+    assert config.tie_word_embeddings is True and config.qkv_bias is False and config.eos_token_ids == (151645,)
     for size in (1, 2, 4, 8):
         config.check_tensor_parallel(size)
 
@@ -126,8 +138,8 @@ def test_defaults_of_fields_left_out_or_null():
     config = ModelConfig.from_json(minimal)
     assert ModelConfig.from_json({**minimal, **nullable}) == config
     assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (16, 64, 32768)
-    assert (config.tie_word_embeddings, config.attention_bias, config.dtype) == (False, False, "float32")
-    assert config.rms_norm_eps == 1e-6 and config.eos_token_ids == () and config.rope.theta == 10_000
+    assert (config.tie_word_embeddings, config.o_bias, config.dtype) == (False, False, "float32")
+    assert config.rms_norm_eps == 1e-6 and config.eos_token_ids == () and config.ropes[0].theta == 10_000
 
 
 def test_several_eos_ids():

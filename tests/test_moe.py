@@ -3,6 +3,7 @@
 Random weights, fp32. transformers sums up experts in another order, so logits differ by some 1e-7 of their size.
 """
 
+import copy
 import importlib
 import json
 import shutil
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import families
 import pytest
 import torch
-from helpers import generate, generate_with_logits, greedy, prompt_of, tokens_of, use_graphs_on_cpu
+from helpers import generate, generate_with_logits, gpu_param, greedy, prompt_of, tokens_of, use_graphs_on_cpu
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -258,11 +259,18 @@ def models(tmp_path_factory):
 
 
 @torch.inference_mode()
+def logits_of(model, completions):
+    """transformers' logits before each token of the completions."""
+    return [
+        model(torch.tensor([prompt + completion[:-1]], device=model.device)).logits[0, len(prompt) - 1 :].float().cpu()
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
+
+
 def check(llm, model):
     """Greedy completions; each token is transformers' best, each logit within 1e-4 of the largest."""
     completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
-    for prompt, completion, got in zip(PROMPTS, completions, logits, strict=True):
-        want = model(torch.tensor([prompt + completion[:-1]])).logits[0, len(prompt) - 1 :]
+    for completion, got, want in zip(completions, logits, logits_of(model, completions), strict=True):
         assert relative_error(got, want[:, : got.shape[1]]) < 1e-4  # of rank 0's part of the vocabulary
         assert want.argmax(-1).tolist() == completion
     assert len({token for completion in completions for token in completion}) > 10
@@ -289,6 +297,35 @@ def test_tensor_parallel(case, size, models, make_llm):
     """Without and with a shared expert. The other families' ranks are added up above."""
     model, path = models(case)
     check(make_llm(model=path, tensor_parallel_size=size), model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MODELS)
+def test_model_on_the_gpu(case, models, make_llm):
+    """fp32: eager, and then under CUDA graphs, with padding in the batches."""
+    model, path = models(case)
+    options = {"model": path, "device": "cuda", "dtype": "float32", "num_kvcache_blocks": 200}
+    completions = check(make_llm(**options, enforce_eager=True), model)
+    assert generate(make_llm(**options), PROMPTS, greedy(NUM_DECODED)) == completions
+
+
+@pytest.mark.parametrize(
+    "case, device", [("qwen3-moe", "cpu"), ("glm4-moe", "cpu"), *(gpu_param(case, "cuda") for case in MODELS)]
+)
+def test_bf16(case, device, models, make_llm):
+    """A token's RMS error against fp32 is that of transformers' own bf16, in the median: rounding changes some tokens'
+    experts, and then their logits by more.
+    """
+    model, path = models(case)
+    options = {"num_kvcache_blocks": 200, "enforce_eager": True} if device == "cuda" else {}
+    llm = make_llm(model=path, device=device, dtype="bfloat16", **options)
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    exact, rounded = (
+        torch.cat(logits_of(reference, completions))
+        for reference in (model, copy.deepcopy(model).to(device, torch.bfloat16))
+    )
+    got, want = ((x - exact).square().mean(-1).sqrt().median() for x in (torch.cat(logits), rounded))
+    assert got < 1.25 * want
 
 
 def edited(path, target, **fields):

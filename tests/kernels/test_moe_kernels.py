@@ -325,9 +325,8 @@ def test_split_k_partials_as_residual(num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [2, 6])
-@pytest.mark.parametrize("is_unreduced", [False, True])
-def test_layer_with_a_shared_expert(num_tokens, is_unreduced, monkeypatch):
-    """The shared expert reads the residual before the experts are added, reduced if it comes as SplitKPartials."""
+def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
+    """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once."""
     config = SimpleNamespace(
         hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True)
     )  # fmt: skip
@@ -336,7 +335,7 @@ def test_layer_with_a_shared_expert(num_tokens, is_unreduced, monkeypatch):
     results = []
     for x, ops in (
         (residual, kernels.select("cpu")),
-        (SplitKPartials(residual - partials.sum(0), partials) if is_unreduced else residual, kernels.select("cuda")),
+        (SplitKPartials(residual - partials.sum(0), partials), kernels.select("cuda")),
     ):
         monkeypatch.setattr(kernels, "select", lambda ops=ops: ops)
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import RopeScaling
+from nanovllm.rope import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {

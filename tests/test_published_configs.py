@@ -1,0 +1,318 @@
+"""config.json as published, of files older and newer than transformers 5: each reads to the right row.
+
+Written by hand from the model cards' fields. Fields that change nothing here (dropout, initializer_range) are left out.
+"""
+
+import pytest
+
+from nanovllm.errors import CheckpointError
+from nanovllm.model_config import FAMILIES, ModelConfig
+from nanovllm.rope import RopeScaling
+
+SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
+
+
+def shape(hidden, intermediate, layers, heads, kv_heads, vocab, positions, eps, **more):
+    return {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": positions, "rms_norm_eps": eps, **more,
+    }  # fmt: skip
+
+
+def llama3(factor):
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+def rope(theta, positions, kind="default", **more):
+    return RopeScaling(kind, theta, original_max_position=positions, **more)
+
+
+SHORT, LONG = [1.0 + 0.01 * i for i in range(48)], [1.0 + i for i in range(48)]
+LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+FACTORS = {"short_factor": tuple(SHORT), "long_factor": tuple(LONG), "factor": 32.0}
+OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+              "beta_slow": 1.0, "attention_factor": 1.2079441541679836}  # fmt: skip
+EVERY_SIXTH = lambda window, layers: tuple(0 if i % 6 == 5 else window for i in range(layers))  # noqa: E731
+GEMMA_LOCAL = rope(1e4, 131072)
+
+# model -> (architecture, published fields, what they are read to; the rest is a plain Llama)
+PUBLISHED = {
+    "Llama-3.2-1B": ("LlamaForCausalLM", shape(
+        2048, 8192, 16, 32, 8, 128256, 131072, 1e-5, head_dim=64, tie_word_embeddings=True, attention_bias=False,
+        mlp_bias=False, pretraining_tp=1, rope_theta=500000.0, rope_scaling=llama3(32.0), eos_token_id=128001,
+    ), {
+        "head_dim": 64, "tie_word_embeddings": True, "eos_token_ids": (128001,),
+        "rope": rope(5e5, 8192, "llama3", factor=32.0),
+    }),
+    "Llama-3.1-8B-Instruct": ("LlamaForCausalLM", shape(
+        4096, 14336, 32, 32, 8, 128256, 131072, 1e-5, tie_word_embeddings=False, attention_bias=False, mlp_bias=False,
+        rope_theta=500000.0, rope_scaling=llama3(8.0), eos_token_id=[128001, 128008, 128009],
+    ), {"head_dim": 128, "eos_token_ids": (128001, 128008, 128009), "rope": rope(5e5, 8192, "llama3", factor=8.0)}),
+    "Qwen2.5-0.5B": ("Qwen2ForCausalLM", shape(
+        896, 4864, 24, 14, 2, 151936, 32768, 1e-6, tie_word_embeddings=True, rope_theta=1000000.0,
+        sliding_window=32768, max_window_layers=24, use_sliding_window=False, use_mrope=False, eos_token_id=151643,
+    ), {"head_dim": 64, "tie_word_embeddings": True, "qkv_bias": True, "rope": rope(1e6, 32768)}),
+    "Qwen2.5-7B": ("Qwen2ForCausalLM", shape(
+        3584, 18944, 28, 28, 4, 152064, 131072, 1e-6, tie_word_embeddings=False, rope_theta=1000000.0,
+        sliding_window=131072, max_window_layers=28, use_sliding_window=False, eos_token_id=151643,
+    ), {"head_dim": 128, "qkv_bias": True, "rope": rope(1e6, 131072)}),
+    "Mistral-7B-v0.1": ("MistralForCausalLM", shape(
+        4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, rope_theta=10000.0, sliding_window=4096,
+        tie_word_embeddings=False, eos_token_id=2,
+    ), {"head_dim": 128, "windows": (4096,) * 32, "rope": rope(1e4, 32768)}),
+    "Mistral-7B-v0.3": ("MistralForCausalLM", shape(
+        4096, 14336, 32, 32, 8, 32768, 32768, 1e-5, rope_theta=1000000.0, sliding_window=None, eos_token_id=2,
+    ), {"head_dim": 128, "rope": rope(1e6, 32768)}),
+    "Mistral-Nemo-Base-2407": ("MistralForCausalLM", shape(
+        5120, 14336, 40, 32, 8, 131072, 128000, 1e-5, head_dim=128, rope_theta=1000000.0, sliding_window=None,
+        eos_token_id=2,
+    ), {"head_dim": 128, "rope": rope(1e6, 128000)}),
+    "Phi-3-mini-4k-instruct": ("Phi3ForCausalLM", shape(
+        3072, 8192, 32, 32, 32, 32064, 4096, 1e-5, original_max_position_embeddings=4096, rope_scaling=None,
+        rope_theta=10000.0, sliding_window=2047, attention_bias=False, eos_token_id=32000,
+    ), {"head_dim": 96, "windows": (2047,) * 32, "rope": rope(1e4, 4096)}),
+    "Phi-3-mini-128k-instruct": ("Phi3ForCausalLM", shape(
+        3072, 8192, 32, 32, 32, 32064, 131072, 1e-5, original_max_position_embeddings=4096,
+        rope_scaling={**LONGROPE, "type": "su"}, rope_theta=10000.0, sliding_window=262144, eos_token_id=32000,
+    ), {"head_dim": 96, "windows": (262144,) * 32, "rope": rope(1e4, 4096, "longrope", **FACTORS)}),
+    "Phi-4-mini-instruct": ("Phi3ForCausalLM", shape(
+        3072, 8192, 32, 24, 8, 200064, 131072, 1e-5, original_max_position_embeddings=4096, rope_scaling=LONGROPE,
+        rope_theta=10000.0, partial_rotary_factor=0.75, sliding_window=262144, tie_word_embeddings=True,
+        full_attn_mod=1, eos_token_id=199999,
+    ), {
+        "head_dim": 128, "tie_word_embeddings": True, "windows": (262144,) * 32,
+        "rope": rope(1e4, 4096, "longrope", partial_rotary_factor=0.75, **FACTORS),
+    }),
+    "phi-4": ("Phi3ForCausalLM", shape(
+        5120, 17920, 40, 40, 10, 100352, 16384, 1e-5, original_max_position_embeddings=16384, rope_scaling=None,
+        rope_theta=250000, sliding_window=None, tie_word_embeddings=False, eos_token_id=100265,
+    ), {"head_dim": 128, "rope": rope(2.5e5, 16384)}),
+    "SmolLM3-3B": ("SmolLM3ForCausalLM", shape(
+        2048, 11008, 36, 16, 4, 128256, 65536, 1e-6, rope_theta=5000000.0, rope_scaling=None, eos_token_id=128012,
+        no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4, layer_types=["full_attention"] * 36,
+        sliding_window=None, use_sliding_window=False, max_window_layers=28, mlp_bias=False, attention_bias=False,
+    ), {"head_dim": 128, "tie_word_embeddings": True, "ropes": (*(rope(5e6, 65536),) * 3, None) * 9}),
+    "granite-3.3-8b-instruct": ("GraniteForCausalLM", shape(
+        4096, 12800, 40, 32, 8, 49159, 131072, 1e-5, rope_theta=10000000.0, rope_scaling=None, eos_token_id=0,
+        attention_bias=False, mlp_bias=False, attention_multiplier=0.0078125, embedding_multiplier=12.0,
+        residual_multiplier=0.22, logits_scaling=16.0, tie_word_embeddings=True,
+    ), {
+        "head_dim": 128, "tie_word_embeddings": True, "attention_scale": 1 / 128, "embed_scale": 12.0,
+        "residual_scale": 0.22, "logit_scale": 1 / 16, "rope": rope(1e7, 131072),
+    }),
+    "Seed-OSS-36B-Instruct": ("SeedOssForCausalLM", shape(
+        5120, 27648, 64, 80, 8, 155136, 524288, 1e-6, head_dim=128, attention_bias=True, attention_out_bias=False,
+        mlp_bias=False, rope_scaling={"rope_type": "default"}, rope_theta=10000000.0, tie_word_embeddings=False,
+        eos_token_id=2, residual_dropout=0.1,
+    ), {"head_dim": 128, "qkv_bias": True, "rope": rope(1e7, 524288)}),
+    "ERNIE-4.5-0.3B-PT": ("Ernie4_5ForCausalLM", shape(
+        1024, 3072, 18, 16, 2, 103424, 131072, 1e-5, head_dim=128, use_bias=False, rope_theta=500000.0,
+        rope_scaling=None, tie_word_embeddings=True, eos_token_id=2,
+    ), {"head_dim": 128, "tie_word_embeddings": True, "rope": rope(5e5, 131072)}),
+    "GLM-4-9B-0414": ("Glm4ForCausalLM", shape(
+        4096, 13696, 40, 32, 2, 151552, 32768, 1e-5, head_dim=128, attention_bias=True, partial_rotary_factor=0.5,
+        rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=[151329, 151336, 151338],
+    ), {
+        "head_dim": 128, "qkv_bias": True, "rope": rope(1e4, 32768, partial_rotary_factor=0.5),
+        "eos_token_ids": (151329, 151336, 151338),
+    }),
+    "gemma-2b": ("GemmaForCausalLM", shape(
+        2048, 16384, 18, 8, 1, 256000, 8192, 1e-6, head_dim=256, hidden_act="gelu", hidden_activation=None,
+        rope_theta=10000.0, rope_scaling=None, attention_bias=False, eos_token_id=1,
+    ), {
+        "head_dim": 256, "tie_word_embeddings": True, "act": "gelu_tanh", "embed_scale": 2048**0.5,
+        "rope": rope(1e4, 8192),
+    }),
+    "gemma-3-1b-it": ("Gemma3ForCausalLM", shape(
+        1152, 6912, 26, 4, 1, 262144, 32768, 1e-6, head_dim=256, hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, attn_logit_softcapping=None,
+        final_logit_softcapping=None, sliding_window=512, sliding_window_pattern=6, rope_local_base_freq=10000,
+        rope_theta=1000000, rope_scaling=None, attention_bias=False, cache_implementation="hybrid",
+        eos_token_id=[1, 106],
+    ), {
+        "head_dim": 256, "tie_word_embeddings": True, "act": "gelu_tanh", "embed_scale": 1152**0.5,
+        "windows": EVERY_SIXTH(512, 26), "attention_scale": 1 / 16, "eos_token_ids": (1, 106),
+        "ropes": tuple(rope(1e4, 32768) if w else rope(1e6, 32768) for w in EVERY_SIXTH(512, 26)),
+    }),
+    "gemma-3-12b-it": ("Gemma3ForConditionalGeneration", {  # most fields are left to transformers' class
+        "model_type": "gemma3", "mm_tokens_per_image": 256, "boi_token_index": 255999, "eos_token_id": [1, 106],
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+        "hidden_act": None,
+        "text_config": {
+            "hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16,
+            "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }, {
+        "head_dim": 256, "tie_word_embeddings": True, "act": "gelu_tanh", "embed_scale": 3840**0.5,
+        "windows": EVERY_SIXTH(1024, 48), "attention_scale": 1 / 16, "vocab_size": 262208, "eos_token_ids": (1, 106),
+        "ropes": tuple(
+            GEMMA_LOCAL if w else rope(1e6, 131072, "linear", factor=8.0) for w in EVERY_SIXTH(1024, 48)
+        ),
+    }),
+    "OLMo-2-1124-7B": ("Olmo2ForCausalLM", shape(
+        4096, 11008, 32, 32, 32, 100352, 4096, 1e-6, rope_theta=500000, rope_scaling=None, attention_bias=False,
+        tie_word_embeddings=False, eos_token_id=100257,
+    ), {"head_dim": 128, "rope": rope(5e5, 4096)}),
+    "Olmo-3-1025-7B": ("Olmo3ForCausalLM", shape(
+        4096, 11008, 32, 32, 32, 100278, 65536, 1e-6, rope_theta=500000, rope_scaling=OLMO3_YARN, sliding_window=4096,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8, attention_bias=False, eos_token_id=100257,
+        tie_word_embeddings=False,
+    ), {
+        "head_dim": 128, "windows": (4096, 4096, 4096, 0) * 8,
+        "ropes": (
+            *(rope(5e5, 65536),) * 3,
+            rope(5e5, 8192, "yarn", factor=8.0, attention_factor=1.2079441541679836),
+        ) * 8,
+    }),
+    "EXAONE-4.0-32B": ("Exaone4ForCausalLM", shape(
+        5120, 27392, 64, 40, 8, 102400, 131072, 1e-5, head_dim=128, rope_theta=1000000,
+        rope_scaling={**llama3(16.0)}, sliding_window=4096, sliding_window_pattern="LLLG",
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16, eos_token_id=361,
+        tie_word_embeddings=False,
+    ), {
+        "head_dim": 128, "windows": (4096, 4096, 4096, 0) * 16,
+        "ropes": (*(rope(1e6, 8192, "llama3", factor=16.0),) * 3, None) * 16,
+    }),
+    "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", shape(
+        2048, 6144, 48, 32, 4, 151936, 40960, 1e-6, head_dim=128, attention_bias=False, decoder_sparse_step=1,
+        mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8,
+        output_router_logits=False, rope_theta=1000000.0, rope_scaling=None, sliding_window=None,
+        use_sliding_window=False, max_window_layers=48, router_aux_loss_coef=0.001, tie_word_embeddings=False,
+        eos_token_id=151645,
+    ), {"head_dim": 128, "rope": rope(1e6, 40960), "moe": {"num_experts": 128, "top_k": 8, "expert_size": 768}}),
+    "Qwen3-235B-A22B": ("Qwen3MoeForCausalLM", shape(
+        4096, 12288, 94, 64, 4, 151936, 40960, 1e-6, head_dim=128, attention_bias=False, decoder_sparse_step=1,
+        mlp_only_layers=[], moe_intermediate_size=1536, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8,
+        rope_theta=1000000.0, sliding_window=None, use_sliding_window=False, max_window_layers=94, eos_token_id=151645,
+    ), {"head_dim": 128, "rope": rope(1e6, 40960), "moe": {"num_experts": 128, "top_k": 8, "expert_size": 1536}}),
+    "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", shape(
+        2048, 5632, 24, 16, 16, 151936, 8192, 1e-6, decoder_sparse_step=1, moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4,
+        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, max_window_layers=21,
+        eos_token_id=151643,
+    ), {
+        "head_dim": 128, "rope": rope(1e6, 8192), "qkv_bias": True,
+        "moe": {"num_experts": 60, "top_k": 4, "expert_size": 1408, "renormalize": False, "shared_size": 5632,
+                "has_shared_gate": True},
+    }),
+    "Mixtral-8x7B-v0.1": ("MixtralForCausalLM", shape(
+        4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, num_experts_per_tok=2, num_local_experts=8, rope_theta=1000000.0,
+        output_router_logits=False, router_aux_loss_coef=0.02, sliding_window=None, eos_token_id=2,
+    ), {"head_dim": 128, "rope": rope(1e6, 32768), "moe": {"num_experts": 8, "top_k": 2, "expert_size": 14336}}),
+    "OLMoE-1B-7B-0924": ("OlmoeForCausalLM", shape(
+        2048, 1024, 16, 16, 16, 50304, 4096, 1e-5, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+        clip_qkv=None, rope_theta=10000.0, rope_scaling=None, attention_bias=False, eos_token_id=50279,
+    ), {
+        "head_dim": 128, "rope": rope(1e4, 4096),
+        "moe": {"num_experts": 64, "top_k": 8, "expert_size": 1024, "renormalize": False},
+    }),
+    "GLM-4.5-Air": ("Glm4MoeForCausalLM", shape(
+        4096, 10944, 46, 96, 8, 151552, 131072, 1e-5, head_dim=128, attention_bias=True, first_k_dense_replace=1,
+        moe_intermediate_size=1408, n_group=1, n_routed_experts=128, n_shared_experts=1, norm_topk_prob=True,
+        num_experts_per_tok=8, num_nextn_predict_layers=1, partial_rotary_factor=0.5, rope_theta=1000000,
+        rope_scaling=None, routed_scaling_factor=1.0, topk_group=1, use_qk_norm=False, tie_word_embeddings=False,
+        eos_token_id=[151329, 151336, 151338],
+    ), {
+        "head_dim": 128, "qkv_bias": True, "rope": rope(1e6, 131072, partial_rotary_factor=0.5),
+        "num_nextn_predict_layers": 1, "eos_token_ids": (151329, 151336, 151338),
+        "moe": {"num_experts": 128, "top_k": 8, "expert_size": 1408, "scoring": "sigmoid", "shared_size": 1408,
+                "has_correction_bias": True, "dense_layers": frozenset({0})},
+    }),
+    "GLM-4.5": ("Glm4MoeForCausalLM", shape(
+        5120, 12288, 92, 96, 8, 151552, 131072, 1e-5, head_dim=128, attention_bias=True, first_k_dense_replace=3,
+        moe_intermediate_size=1536, n_group=1, n_routed_experts=160, n_shared_experts=1, norm_topk_prob=True,
+        num_experts_per_tok=8, num_nextn_predict_layers=1, partial_rotary_factor=0.5, rope_theta=1000000,
+        routed_scaling_factor=2.5, topk_group=1, use_qk_norm=True, eos_token_id=[151329, 151336, 151338],
+    ), {
+        "head_dim": 128, "qkv_bias": True, "qk_norm": "head", "rope": rope(1e6, 131072, partial_rotary_factor=0.5),
+        "num_nextn_predict_layers": 1,
+        "moe": {"num_experts": 160, "top_k": 8, "expert_size": 1536, "scoring": "sigmoid", "shared_size": 1536,
+                "has_correction_bias": True, "dense_layers": frozenset({0, 1, 2}), "routed_scale": 2.5},
+    }),
+}  # fmt: skip
+PLAIN_MOE = {
+    "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
+    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "dense_layers": frozenset(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published(model):
+    architecture, raw, expected = PUBLISHED[model]
+    config = ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw})
+    family, layers = FAMILIES[architecture], config.num_hidden_layers
+    plain = {
+        "family": family, "qk_norm": family.qk_norm, "dtype": "bfloat16", "tie_word_embeddings": False,
+        "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "embed_scale": 1.0,
+        "residual_scale": 1.0, "logit_scale": 1.0, "windows": (0,) * layers, "num_nextn_predict_layers": 0,
+        "attention_scale": config.head_dim**-0.5,
+    }  # fmt: skip
+    plain |= {name: raw[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                           "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+                                           "rms_norm_eps") if name in raw}  # fmt: skip
+    expected = {**plain, **expected}
+    moe = expected.pop("moe", None)
+    if "rope" in expected:
+        expected["ropes"] = (expected.pop("rope"),) * layers
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert (config.moe is None) == (moe is None)
+    assert moe is None or vars(config.moe) == {**PLAIN_MOE, **moe}
+
+
+def read(model, **changes):
+    architecture, raw, _ = PUBLISHED[model]
+    return ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw, **changes})
+
+
+def test_every_family_is_published():
+    assert {architecture for architecture, _, _ in PUBLISHED.values()} == FAMILIES.keys() - {"Qwen3ForCausalLM"}
+
+
+def test_for_length():
+    """Windows that hold a whole request are none, and one list of longrope's factors serves all lengths."""
+    mistral = read("Mistral-7B-v0.1")
+    assert mistral.for_length(4096).windows == (0,) * 32 and mistral.for_length(4097).windows == (4096,) * 32
+    phi = read("Phi-4-mini-instruct")
+    assert [phi.for_length(n).ropes[0].is_long for n in (4096, 4097)] == [False, True]
+    assert not any(rope.is_long for rope in read("phi-4").for_length(16384).ropes)
+
+
+def test_layers_of_the_warm_up():
+    """One of each kind that runs other kernels, and the last."""
+    gemma = read("gemma-3-1b-it").one_layer_of_each_kind()
+    assert gemma.windows == (512, 0, 512) and [rope.theta for rope in gemma.ropes] == [1e4, 1e6, 1e4]
+    air = read("GLM-4.5-Air").one_layer_of_each_kind()
+    assert air.num_hidden_layers == 3 and air.moe.dense_layers == {0}
+    assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "text"),
+    (
+        ("Llama-3.2-1B", {"sliding_window": 4096}, "sliding_window=4096 must be absent for LlamaForCausalLM."),
+        ("Llama-3.2-1B", {"residual_multiplier": 0.22}, "residual_multiplier=0.22 must be absent or 1 for Llama"),
+        ("Llama-3.2-1B", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 must be absent for Llama"),
+        ("Qwen2.5-7B", {"query_pre_attn_scalar": 224}, "query_pre_attn_scalar=224 must be absent for Qwen2"),
+        ("Mistral-7B-v0.1", {"layer_types": ["full_attention"] * 32}, "layer_types and sliding_window=4096 say diff"),
+        ("Phi-4-mini-instruct", {"partial_rotary_factor": 1.0}, "short_factor has 48 entries for 128 rotated dim"),
+        ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv=8.0 must be absent for OlmoeForCausalLM."),
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True must be absent or"),
+        ("GLM-4.5-Air", {"scoring_func": "softmax"}, "scoring_func='softmax', but this architecture has 'sigmoid'."),
+        ("GLM-4.5-Air", {"n_group": 3}, "8 of 128 experts cannot be chosen from 1 of 3 groups."),
+        ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 of 128 experts cannot be chosen from 1 of 1 groups."),
+        ("Mixtral-8x7B-v0.1", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 must be absent or 1 for"),
+        ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window=True must be absent or False for"),
+    ),
+)
+def test_refused(model, change, text):
+    with pytest.raises(CheckpointError) as error:
+        read(model, **change)
+    assert text in str(error.value)
+
+
+def test_ranks_that_do_not_fit_the_experts():
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 must divide the model's 1410 intermediate units of"):
+        read("GLM-4.5-Air", moe_intermediate_size=1410).check_tensor_parallel(4)
