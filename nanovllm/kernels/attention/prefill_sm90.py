@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D = 64 or 128. Legend: paging.py.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D 64 or 128. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
