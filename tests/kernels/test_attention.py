@@ -381,6 +381,14 @@ def test_decode_at_size(contexts, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128, 500])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256)])
+def test_decode_of_other_heads_at_size(num_heads, num_kv_heads, head_size, window):
+    contexts = [100 + 37 * i % 1400 for i in range(256)]
+    check_decode(contexts, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, window)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_prefill_at_size(block_size):
     check_prefill([(700, 700), (64, 1088), (1, 1500), (333, 900)], 16, 8, 128, block_size, torch.bfloat16)
@@ -398,23 +406,36 @@ SM90_SPANS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
-def test_sm90_prefill(spans, group, dtype, block_size):
+def test_sm90_prefill(spans, group, head_size, dtype, block_size):
+    check_sm90_prefill(spans, group, head_size, dtype, block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", SM90_SPANS)
+@pytest.mark.parametrize(
+    "group, head_size, window", [(1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100)]
+)
+def test_sm90_prefill_with_a_window(spans, group, head_size, window):
+    """Shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination."""
+    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window)
+
+
+def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     if not launch.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     spans = SM90_SPANS[spans]
-    _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
+    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window)
     q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
-    is_other = group == 1 and max_seqlen_q < 1024  # key tiles would be shorter than query tiles
-    assert prefill_sm90.supports(q, k, max_seqlen_q) != is_other
-    first = prefill.paged_prefill_attention(*args, max_seqlen_q)
+    assert prefill_sm90.supports(q, k, max_seqlen_q)
+    first = prefill.paged_prefill_attention(*args, max_seqlen_q, window=window)
     for _ in range(3):  # no race, and nothing is left from launch to launch
-        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q), first)
-    if not is_other:
-        torch.cuda.synchronize()
-        assert launch.zero_counters(1, q.device).count_nonzero() == 0
+        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, window=window), first)
+    torch.cuda.synchronize()
+    assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
 @pytest.mark.gpu

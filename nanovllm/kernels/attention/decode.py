@@ -297,7 +297,8 @@ def paged_decode_attention(
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
         BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
-        BLOCK_P=max(1, 4096 // (block_g * block_d)), WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_P=max(1, 4096 // (block_g * block_d)), WINDOW=window,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D = 64 or 128. Legend: paging.py.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D 64 or 128. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
@@ -75,11 +75,10 @@ def part_range(
         cut = (gl.maximum(p0 + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
         end = gl.maximum(gl.minimum(last - cut + 1, num_tiles), begin)
     if PART == 0:
-        return 1, gl.minimum(begin, num_tiles)
-    elif PART == 1:
-        return begin, end
-    else:
-        return end, num_tiles
+        begin, end = 1, gl.minimum(begin, num_tiles)
+    if PART == 2:
+        begin, end = end, num_tiles
+    return begin, end
 
 
 @gluon.jit
@@ -282,10 +281,8 @@ def consumer(
     n = 0  # use of the rings of K and V
     kv_head, token0, q_begin, q_end, p0 = pop_work_item(work_items, item_full, item_empty, t)
     if kv_head >= 0:
-        load_q(
-            my_q, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
-            WARPGROUP, GQA_GROUP, HEAD_SIZE,
-        )  # fmt: skip
+        load_q(my_q, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
+               WARPGROUP, GQA_GROUP, HEAD_SIZE)  # fmt: skip
     while kv_head >= 0:
         wait_group(0)
         fence_async_shared()
@@ -351,10 +348,8 @@ def consumer(
         t += 1
         next_head, next_token0, next_begin, next_end, next_p0 = pop_work_item(work_items, item_full, item_empty, t)
         if next_head >= 0:
-            load_q(
-                my_q, q_ptr, next_head, next_token0, next_begin, next_end, stride_q_token, stride_q_head,
-                WARPGROUP, GQA_GROUP, HEAD_SIZE,
-            )  # fmt: skip
+            load_q(my_q, q_ptr, next_head, next_token0, next_begin, next_end, stride_q_token, stride_q_head,
+                   WARPGROUP, GQA_GROUP, HEAD_SIZE)  # fmt: skip
         acc = warpgroup_mma_wait(0, [acc])
         thread_barrier()
         mbarrier.arrive(v_empty.index(slot))

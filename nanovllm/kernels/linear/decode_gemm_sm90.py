@@ -24,8 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_compat import async_load, commit_group, hopper, thread_barrier, wait_group
 from ..launch import is_sm90, launch, launch_options, num_sms
-from .norm import SplitKPartials
 from .gemv import activate
+from .norm import SplitKPartials
 from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load_positions, norm_rope, split_halves
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
@@ -69,10 +69,9 @@ def decode_gemm_config(x, weight, allow_split_k):
 
 
 def supports_qkv(config, head_size):
-    """Whether norm_rope_store can be the epilogue: a tile is one or two heads, a warp holds all channels of its tokens."""
-    return config.split_k == 1 and head_size in (config.block_n, config.block_n // 2) and (
-        config.block_m == 16 * config.num_warps
-    )
+    """Whether norm_rope_store can be the epilogue: a tile is one head or two, a warp holds whole rows."""
+    is_whole_heads = head_size in (config.block_n, config.block_n // 2)
+    return config.split_k == 1 and is_whole_heads and config.block_m == 16 * config.num_warps
 
 
 @gluon.jit

@@ -11,9 +11,9 @@ Each stage has a full and an empty mbarrier, as in prefill_sm90.py of attention:
 `empty` after their MMA. A consumer may run ahead by the length of the pipeline, so one's epilogue overlaps the other's
 MMAs.
 
-In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one half
-of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128 or
-two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
+In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one
+half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
+or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
@@ -243,7 +243,8 @@ def prefill_gemm_kernel(
     pipeline = (x_smem, weight_smem, full, empty)
     shape = (num_tokens, num_tiles_n, num_steps)
     epilogue = (
-        bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr
+        bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr,
+        v_cache_ptr,
     )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
@@ -296,7 +297,8 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None):
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
         half_n if epilogue is None else BLOCK_N.value, num_features // 2 if epilogue is None else half_n,
         bias, *epilogue_args, ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None, STAGES=4, num_warps=4, **launch_options(x.device),
+        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
+        STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))
 
