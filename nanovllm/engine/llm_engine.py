@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,28 @@ class LLMEngine:
             raise EngineError(f"this engine is shut down{self._why_shut_down}; make a new LLM(...).")
         if os.getpid() != self._owner:
             raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
+
+    def _require_ready(self) -> None:
+        """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
+        self._require_running()
+        self.model_runner.residency.require_ready()
+
+    @contextmanager
+    def _idle(self, what: str) -> Iterator["ModelRunner"]:
+        """The runner, for work on weights and memory between requests; no cached prefix outlives it."""
+        with self._exclusive():
+            if not self.is_finished():
+                raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
+            while self._in_flight:  # a surplus launch
+                self._process()
+            self.reset_prefix_cache()
+            try:
+                yield self.model_runner
+            except BaseException:
+                workers = self.model_runner.workers
+                if workers is not None and workers.are_lost:
+                    self._abort()
+                raise
 
     # ---------------------------------------------------------------- requests and steps
 
@@ -252,6 +275,7 @@ class LLMEngine:
         return finished
 
     def _add(self, request: Request, call: Call) -> None:
+        self.model_runner.residency.require_ready()
         try:
             for seq in self._requests.start(request, call):
                 if seq.is_sampled or seq.targets is not None:

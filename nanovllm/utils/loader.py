@@ -14,6 +14,7 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.checkpoint import read_json
 
+DERIVED = "rotary_emb.inv_freq"  # in old checkpoints and some state dicts; follows from config.json
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 
 
@@ -78,7 +79,7 @@ class WeightFiller:
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         name = tensor.name
-        if name in self._unused:
+        if name in self._unused or name.endswith(DERIVED):
             return
         if name not in self.missing:
             raise CheckpointError(f"{source}: tensor {name!r} is twice there, or unknown to the model.")
