@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
 from nanovllm.engine.request import NON_SEQUENCES, Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from nanovllm.utils.gc_pause import no_full_gc
 from nanovllm.validation import did_you_mean
 
 if TYPE_CHECKING:
-    from nanovllm.runner.residency import Weights
+    from nanovllm.runner.residency import Residency, Weights
 
 Params = SamplingParams | ListLike[SamplingParams] | None
 Conversation = ListLike[dict[str, Any]]
@@ -205,8 +206,8 @@ class LLM(LLMEngine):
                 some were written by then, no request is taken until all of them are.
             EngineError: requests are unfinished, or the weights sleep.
         """
-        with self._idle("update_weights") as runner:
-            return runner.residency.update(weights, partial)
+        with self._idle("update_weights") as residency:
+            return residency.update(weights, partial)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory: weights, KV cache and CUDA graphs. Requests are refused until ``wake_up``.
@@ -218,8 +219,8 @@ class LLM(LLMEngine):
         Raises:
             EngineError: requests are unfinished.
         """
-        with self._idle("sleep") as runner:
-            runner.call("sleep", level)
+        with self._idle("sleep") as residency:
+            residency.call("sleep", level)
 
     @no_full_gc()
     def wake_up(self, tags: ListLike[str] | None = None) -> None:
@@ -232,15 +233,32 @@ class LLM(LLMEngine):
             OutOfMemoryError: there is no room; what slept sleeps on.
         """
         given = TAGS if tags is None else tags
-        if isinstance(given, str) or not set(given) <= set(TAGS):
+        if not isinstance(given, (list, tuple, set)) or not all(tag in TAGS for tag in given):
             raise ConfigError(f"wake_up: tags={tags!r} must be None or a list of {', '.join(map(repr, TAGS))}.")
-        with self._idle("wake_up") as runner:
-            runner.call("wake_up", list(given))
+        with self._idle("wake_up") as residency:
+            residency.call("wake_up", list(given))
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are not in the device's memory."""
         self._require_running()
         return bool(self.model_runner.residency.asleep)
+
+    @contextmanager
+    def _idle(self, what: str) -> Iterator["Residency"]:
+        """For work on weights and memory between requests. No cached prefix outlives it."""
+        with self._exclusive():
+            if not self.is_finished():
+                raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
+            while self._in_flight:  # a surplus launch
+                self._process()
+            self.reset_prefix_cache()
+            try:
+                yield self.model_runner.residency
+            except BaseException:
+                workers = self.model_runner.workers
+                if workers is not None and workers.are_lost:
+                    self._abort()
+                raise
 
     # ---------------------------------------------------------------- tokenizer
 

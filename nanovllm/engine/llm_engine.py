@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -114,23 +113,6 @@ class LLMEngine:
         """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
         self._require_running()
         self.model_runner.residency.require_ready()
-
-    @contextmanager
-    def _idle(self, what: str) -> Iterator["ModelRunner"]:
-        """The runner, for work on weights and memory between requests; no cached prefix outlives it."""
-        with self._exclusive():
-            if not self.is_finished():
-                raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
-            while self._in_flight:  # a surplus launch
-                self._process()
-            self.reset_prefix_cache()
-            try:
-                yield self.model_runner
-            except BaseException:
-                workers = self.model_runner.workers
-                if workers is not None and workers.are_lost:
-                    self._abort()
-                raise
 
     # ---------------------------------------------------------------- requests and steps
 

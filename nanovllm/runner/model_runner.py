@@ -7,7 +7,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from nanovllm.distributed.channel import Channel
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Workers
 from nanovllm.engine.scheduler import Batch, PrefillBatch
-from nanovllm.errors import NanoVLLMError
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
@@ -35,7 +34,7 @@ from nanovllm.runner.memory import (
 )
 from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
-from nanovllm.runner.residency import Residency, from_call_words, to_call_words
+from nanovllm.runner.residency import Residency
 from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
 from nanovllm.runner.warmup import compile_kernels
@@ -145,7 +144,7 @@ class ModelRunner:
         # the guided step that waits for its masks
         self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
-        self.residency, self._num_calls = Residency(self), 0
+        self.residency = Residency(self)
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
@@ -286,30 +285,9 @@ class ModelRunner:
             while len(words := self.channel.receive()):
                 header, packed = from_words(words)
                 if header.kind == StepKind.CALL:
-                    method, args = from_call_words(packed)
-                    report(self._answer(method, args)[0])
+                    report(self.residency.answer(packed))
                 else:
                     self.run_model(header, packed)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Run a method of ``Residency`` on every rank; returns rank 0's result, or raises what a rank raised."""
-        if self.workers is None:
-            return getattr(self.residency, method)(*args)
-        with self.workers.guard():
-            self.workers.send(to_call_words(method, args))
-            answer, result = self._answer(method, args)
-            errors = [answer[1], *(error for _, error in self.workers.wait_for_answers(answer[0]))]
-        for error in filter(None, errors):
-            raise error
-        return result
-
-    def _answer(self, method: str, args: Any) -> tuple[tuple[int, NanoVLLMError | None], Any]:
-        """A call on this rank: its number and error, and the result."""
-        self._num_calls += 1
-        try:
-            return (self._num_calls, None), getattr(self.residency, method)(*args)
-        except NanoVLLMError as error:
-            return (self._num_calls, error), None
 
     @torch.inference_mode()
     def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:

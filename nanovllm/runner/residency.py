@@ -4,9 +4,11 @@ Owns the copies on the host, and the record of weights that are undefined. The e
 Addresses: an update writes in place, so CUDA graphs stay valid; sleep drops them, and wake-up captures them again.
 """
 
+import ctypes
 import json
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm.errors import CheckpointError, ConfigError, EngineError, OutOfMemoryError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-from nanovllm.runner.step import StepHeader, StepKind
+from nanovllm.runner.step import StepHeader, StepKind, to_words
 from nanovllm.utils.loader import WeightFiller
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ BUCKET_BYTES = 512 << 20  # of tensors on their way to the other ranks
 
 
 class Residency:
-    """One rank's; rank 0's is asked by the engine, and drives the others (``ModelRunner.call``).
+    """One rank's; rank 0's is asked by the engine, and drives the others by ``call``.
 
     Attributes:
         asleep: tags of what is not in the device's memory.
@@ -43,6 +45,7 @@ class Residency:
         self.asleep: set[str] = set()
         self.undefined: set[str] = set()
         self._why_undefined = ""
+        self._num_calls = 0
         self._num_written = 0  # tensors, by the last ``load``
         # of parameters and buffers that sleep: storage, size in bytes, its bytes on the host (none if dropped)
         self._sleeping: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []
@@ -58,6 +61,36 @@ class Residency:
                 "update_weights with all of them first."
             )
 
+    # ------------------------------------------------------------ ranks
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Rank 0: run a method on every rank; returns rank 0's result, or raises what a rank raised."""
+        workers = self._runner.workers
+        if workers is None:
+            return getattr(self, method)(*args)
+        text = json.dumps([method, *args]).encode()
+        header = StepHeader(StepKind.CALL, num_updates=0, num_sampled=0)
+        with workers.guard():
+            workers.send(to_words(header, np.frombuffer(text + b" " * (-len(text) % 4), np.int32)))
+            result, error = self._run(method, args)
+            errors = [error, *(error for _, error in workers.wait_for_answers(self._num_calls))]
+        for error in filter(None, errors):
+            raise error
+        return result
+
+    def answer(self, packed: np.ndarray) -> tuple[int, NanoVLLMError | None]:
+        """Another rank: run a call; returns its number and error."""
+        method, *args = json.loads(packed.tobytes())
+        _, error = self._run(method, args)
+        return self._num_calls, error
+
+    def _run(self, method: str, args: Any) -> tuple[Any, NanoVLLMError | None]:
+        self._num_calls += 1
+        try:
+            return getattr(self, method)(*args), None
+        except NanoVLLMError as error:
+            return None, error
+
     # ------------------------------------------------------------ weights
 
     def update(self, weights: Weights, partial: bool) -> set[str]:
@@ -69,11 +102,13 @@ class Residency:
             raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are updated.")
         if isinstance(weights, (str, os.PathLike)):
             source = os.path.abspath(os.path.expanduser(weights))  # another rank may have another working directory
-            parts: Iterator[Any] = iter([source])
+            parts: Any = [source]
             if not os.path.exists(source):
                 raise CheckpointError(f"update_weights: {source} does not exist; give a directory of safetensors.")
         else:
-            source, parts = "update_weights", self._parts(as_pairs(weights))
+            source, parts = "update_weights", [as_pairs(weights)]
+            if self._runner.workers is not None:
+                parts = in_buckets(parts[0], self._runner.model.unused_weights)
         before, why = self.undefined, self._why_undefined
         missing = set(WeightFiller(self._runner.model).missing)
         self.undefined, self._why_undefined = set(missing), "an update of the weights failed half way"
@@ -81,7 +116,7 @@ class Residency:
         self._num_written = 0
         try:
             for part in parts:
-                names = self._runner.call("load", part)
+                names = self._load_bucket(part) if isinstance(part, dict) else self.call("load", part)
                 if again := names & written:
                     raise CheckpointError(f"{source}: tensor {min(again)!r} is twice there.")
                 written |= names
@@ -114,19 +149,15 @@ class Residency:
             self._runner.synchronize()  # the caller may change its tensors, or delete the files
         return filler.filled
 
-    def _parts(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-        """What ``load`` is given: the pairs, or for several ranks files in shared memory, a bucket of tensors each."""
-        if self._runner.workers is None:
-            yield pairs
-            return
+    def _load_bucket(self, bucket: dict[str, torch.Tensor]) -> set[str]:
+        """``load`` on every rank, by a file in shared memory."""
         from safetensors.torch import save_file
 
-        for bucket in in_buckets(pairs, self._runner.model.unused_weights):
-            with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
-                file = os.path.join(directory, "update_weights")  # its name is in errors
-                save_file(bucket, file)
-                bucket.clear()
-                yield file
+        with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
+            file = os.path.join(directory, "update_weights")  # errors name it
+            save_file(bucket, file)
+            bucket.clear()
+            return self.call("load", file)
 
     # ------------------------------------------------------------ sleep
 
@@ -212,6 +243,10 @@ class Residency:
         if self._runner.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # those of the graphs' streams would hold their memory pool
             torch.cuda.empty_cache()
+        elif sys.platform == "linux":  # glibc keeps freed pages of tensors below 32 MiB
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -275,16 +310,3 @@ def shared_directory(num_bytes: int) -> tempfile.TemporaryDirectory:
     shm = "/dev/shm"
     has_room = os.path.isdir(shm) and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1.1 * num_bytes
     return tempfile.TemporaryDirectory(prefix="nanovllm-", dir=shm if has_room else None)
-
-
-def to_call_words(method: str, args: tuple) -> np.ndarray:
-    """A call of a ``Residency`` method as one message to the other ranks."""
-    text = json.dumps([method, *args]).encode()
-    header = np.array(StepHeader(StepKind.CALL, num_updates=len(text), num_sampled=0), np.int32)
-    padded = text + b" " * (-len(text) % 4)
-    return np.concatenate([header, np.frombuffer(padded, np.int32)])
-
-
-def from_call_words(packed: np.ndarray) -> tuple[str, list]:
-    method, *args = json.loads(packed.tobytes())
-    return method, args
