@@ -44,7 +44,7 @@ def main() -> None:
         logits = policy(ids).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # of each token given those before it
         difference = ((logprobs - sampled).abs() * mask).max().item()  # the engine's weights are the policy's
-        ratio = (logprobs - sampled.to(device)).exp()
+        ratio = (logprobs - sampled).exp()
         loss = -(ratio * advantages.to(device)[:, None] * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -65,11 +65,12 @@ def pack(output, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ids = torch.zeros(N, length, dtype=torch.long)
     mask, logprobs = torch.zeros(N, length - 1), torch.zeros(N, length - 1)
     for row, completion in enumerate(output.outputs):
-        tokens = list(completion.token_ids)
+        tokens = completion.token_ids
         ids[row, : num_prompt + len(tokens)] = torch.tensor(output.prompt_token_ids + tokens)
         generated = slice(num_prompt - 1, num_prompt - 1 + len(tokens))
         mask[row, generated] = 1.0
-        logprobs[row, generated] = torch.tensor([at[i].logprob for at, i in zip(completion.logprobs, tokens, strict=True)])
+        values = [at[token].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
+        logprobs[row, generated] = torch.tensor(values)
     return ids.to(device), mask.to(device), logprobs.to(device)
 
 
