@@ -241,7 +241,6 @@ class Residency:
 
     def _free_cached_memory(self) -> None:
         if self._runner.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # those of the graphs' streams would hold their memory pool
             torch.cuda.empty_cache()
         elif sys.platform == "linux":  # glibc keeps freed pages of tensors below 32 MiB
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
