@@ -168,7 +168,7 @@ def test_two_ranks_take_weights_and_sleep():
         assert llm.collective_rpc("reload_weights") == [None, None]
         llm.wake_up(tags=["kv_cache"])
         assert llm.chat(chat, params)[0].outputs[0].text == "5"
-        with pytest.raises(EngineError, match="collective_rpc of .* with tensor_parallel_size > 1 is not supported"):
+        with pytest.raises(EngineError, match=r"collective_rpc of .* with tensor_parallel_size > 1 is not supported"):
             llm.apply_model(lambda model: None)
         llm.sleep(level=0)
         with pytest.raises(EngineError, match=r"the engine sleeps \(scheduling\); call wake_up\(\) first"):
