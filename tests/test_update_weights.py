@@ -1,5 +1,5 @@
 """``LLM.update_weights``: tokens of the new weights, as transformers computes them; refusals leave a usable engine, or
-one that says what it needs. 20 s."""
+one that says what it needs. 25 s."""
 
 import os
 import signal
@@ -102,6 +102,8 @@ def test_two_ranks(form, trained, make_llm, monkeypatch):
         if written:
             with pytest.raises(EngineError, match="failed half way"):
                 tokens(llm)
+    with pytest.raises(CheckpointError, match=f"tensor '{NORM}' is twice there"):
+        llm.update_weights([(NORM, torch.ones(64))] * 2, partial=True)
     llm.update_weights(FORMS[form](reference.model, new_path))
     assert tokens(llm) == expected(reference)
     if files:
