@@ -1,0 +1,58 @@
+"""A mixture of experts with the norm before it fused in.
+
+Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards. The twin is in
+reference.py.
+
+    1 to 4     gemv.py, row by row
+    5 and up   grouped_gemm.py, rows grouped by expert
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ..linear.dispatch import fused_linear
+from ..linear.norm import SplitKPartials, rms_norm
+from ..linear.reference import Weight
+from .gemv import down_rows, gate_up_rows
+from .grouped_gemm import grouped_config, grouped_gemm, sum_rows
+from .route import group_rows, route
+from .router import router_partials
+
+# Measured on an H200 (docs/experiments.md, "Mixture of experts").
+MAX_TOKENS_GEMV = 4
+MAX_TOKENS_ROUTER = 256
+MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more than their rounding
+
+
+def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
+              act="silu", add_residual=True, allow_split_k=False):  # fmt: skip
+    """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
+
+    Rows of padding (slot -1) of the result are undefined.
+    """
+    assert act == "silu", "the experts' kernels have no other activation"
+    x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
+    if isinstance(residual, SplitKPartials):
+        residual = residual.residual
+    num_tokens, num_channels = x.shape
+    logits_dtype = torch.float32 if routing.scoring == "sigmoid" else x.dtype
+    if num_tokens <= MAX_TOKENS_ROUTER and (num_tokens > 1 or logits_dtype != x.dtype):
+        logits = router_partials(x, router_weight)
+    elif logits_dtype == x.dtype:
+        logits = fused_linear(x, Weight(router_weight))
+    else:
+        logits = F.linear(x.to(logits_dtype), router_weight.to(logits_dtype))
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
+    if num_tokens <= MAX_TOKENS_GEMV:
+        h = gate_up_rows(x, gate_up, ids)
+        return down_rows(h, down, ids, weights, residual if add_residual else None)
+    num_experts, top_k = len(gate_up), routing.top_k
+    rows, counts = group_rows(ids, num_experts)
+    h = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
+    grouped_gemm(grouped_config(len(h), num_experts, True), x, gate_up, rows, counts, h, top_k)
+    parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
+    parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=x.device)
+    grouped_gemm(grouped_config(len(h), num_experts, False), h, down, rows, counts, parts, top_k, weights)
+    if add_residual and allow_split_k:
+        return SplitKPartials(residual, parts)
+    return sum_rows(parts, residual if add_residual else None, x.dtype)

@@ -1,0 +1,168 @@
+"""Triton: the experts' products for many tokens, rows grouped by expert.
+
+Owns `gate_up_grouped` and `down_grouped` and their tiles. Legend: route.py; C channels, I intermediate units.
+
+The grid is fixed by the number of tokens (CUDA graphs): split_m programs share the row tiles of an expert and of a
+tile of its weight; those that find no rows return. Programs that share a weight tile are neighbours: it is read once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+
+
+@triton.jit
+def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    if K % BLOCK_K == 0:
+        return tl.load(ptrs + step)
+    else:
+        return tl.load(ptrs + step, mask=(step + k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def dot_tile(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them."""
+    if SWAP_AB:
+        return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "split_m"])
+def grouped_gemm_kernel(
+    x_ptr,  # [*, K] contiguous, written by a kernel before
+    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features
+    rows_ptr,  # i32[E, T]
+    counts_ptr,  # i32[E]
+    weights_ptr,  # fp32 [T * k], not with GATED
+    y_ptr,  # with GATED [T * k, N], else [k, T, N]; written here
+    num_tokens,
+    split_m,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,  # x is [T, K], the result silu(gate) * up; else x is [T * k, K], the result weight * y
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    pdl_launch_dependents(USE_PDL)
+    SWAP_AB: tl.constexpr = BLOCK_M < 64
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) % split_m * BLOCK_M
+    n = tl.program_id(0) // split_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    offs_m = tl.arange(0, BLOCK_M)
+    NUM_FEATURES: tl.constexpr = 2 * N if GATED else N
+    weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+    pdl_wait(USE_PDL)
+    count = tl.load(counts_ptr + expert)
+    for start in range(first, count, split_m * BLOCK_M):
+        is_row = start + offs_m < count
+        row = tl.load(rows_ptr + expert * num_tokens + start + offs_m, mask=is_row, other=0)
+        x_row = row // TOP_K if GATED else row
+        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
+        up = acc
+        for step in range(0, K, BLOCK_K):
+            x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
+            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), acc, SWAP_AB, PRECISION)
+            if GATED:
+                up = dot_tile(x, load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K), up, SWAP_AB, PRECISION)
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        else:
+            share = tl.load(weights_ptr + row, mask=is_row, other=0.0)
+            acc *= share[None, :] if SWAP_AB else share[:, None]
+        y = tl.trans(acc) if SWAP_AB else acc
+        y_row = row if GATED else row % TOP_K * num_tokens + row // TOP_K
+        y_ptrs = y_ptr + y_row.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_rows_kernel(
+    parts_ptr,  # [k, T, C] contiguous, written by the kernel before
+    residual_ptr,  # [T, C], tokens strided, only with HAS_RESIDUAL
+    y_ptr,  # [T, C] contiguous, written here
+    num_tokens,
+    residual_stride,
+    TOP_K: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    pdl_wait(USE_PDL)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        total += tl.load(parts_ptr + (j * num_tokens + token) * NUM_CHANNELS + offs_c, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + token * residual_stride + offs_c, mask=mask, other=0.0)
+    tl.store(y_ptr + token * NUM_CHANNELS + offs_c, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+class GroupedConfig(NamedTuple):
+    """How a grouped GEMM is cut into programs."""
+
+    block_m: int  # rows of a program
+    block_n: int  # output features (with a gate: of gate and of up each)
+    block_k: int  # channels of a loop step
+    num_warps: int
+    num_stages: int
+
+
+def grouped_config(num_rows, num_experts, gated):
+    """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels."""
+    mean = num_rows / num_experts
+    if mean <= 8:
+        return GroupedConfig(16, 64, 128, 4, 3)
+    if mean <= 32:
+        return GroupedConfig(32, 64, 128, 4, 5 if gated else 3)
+    if mean <= 96:
+        return GroupedConfig(128, 128, 64, 8, 4) if gated else GroupedConfig(64, 128, 64, 4, 4)
+    return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 3)
+
+
+def grouped_gemm(config, x, weight, rows, counts, y, top_k, weights=None):
+    """See `grouped_gemm_kernel`; gated without `weights`."""
+    num_experts, num_features, num_channels = weight.shape
+    gated = weights is None
+    num_outputs = num_features // 2 if gated else num_features
+    assert x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()
+    num_tokens = rows.shape[1]  # of which an expert has each at most once
+    usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
+    split_m = triton.cdiv(usual_rows, config.block_m)
+    launch(
+        grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
+        x, weight, rows, counts, weights, y, num_tokens, split_m,
+        TOP_K=top_k, N=num_outputs, K=num_channels, GATED=gated,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+def sum_rows(parts, residual, dtype):
+    """[residual +] parts.sum(0), [T, C], parts [k, T, C]."""
+    top_k, num_tokens, num_channels = parts.shape
+    y = torch.empty((num_tokens, num_channels), dtype=dtype, device=parts.device)
+    block_c = triton.next_power_of_2(num_channels)
+    launch(
+        sum_rows_kernel, (num_tokens,), parts, residual, y, num_tokens, 0 if residual is None else residual.stride(0),
+        TOP_K=top_k, NUM_CHANNELS=num_channels, HAS_RESIDUAL=residual is not None, BLOCK_C=block_c,
+        num_warps=min(16, max(1, block_c // 256)), **launch_options(parts.device),
+    )  # fmt: skip
+    return y

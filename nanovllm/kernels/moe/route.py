@@ -1,0 +1,134 @@
+"""Triton: the router's choice of experts, and the rows of each expert.
+
+Owns `route` and `group_rows`. The twin of `route` is in reference.py.
+
+T tokens, E experts, k chosen experts of a token. Row t * k + j is choice j of token t.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from . import reference
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_kernel(
+    logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
+    bias_ptr,  # fp32 [E], only with HAS_BIAS
+    slot_mapping_ptr,  # i32[T]
+    ids_ptr,  # i32[T, k], written here
+    weights_ptr,  # fp32 [T, k], written here
+    num_tokens,
+    routed_scale,
+    SPLIT_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the model: to which logits are rounded
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token. Of equal scores the lowest expert wins."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_e = tl.arange(0, BLOCK_E)
+    offs_k = tl.arange(0, BLOCK_K)
+    exists = offs_e < NUM_EXPERTS
+    bias = tl.zeros((BLOCK_E,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_e, mask=exists, other=0.0)
+    pdl_wait(USE_PDL)
+    is_padding = tl.load(slot_mapping_ptr + token) < 0
+    logits = tl.where(exists, 0.0, -float("inf"))
+    for split in tl.static_range(SPLIT_K):
+        offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
+        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
+    logits = logits.to(DTYPE).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    left = tl.where(exists, scores + bias, -float("inf"))
+    ids = tl.full((BLOCK_K,), -1, tl.int32)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0, tie_break_left=True).to(tl.int32)
+        chosen = offs_e == best
+        ids = tl.where(offs_k == j, best, ids)
+        weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
+        left = tl.where(chosen, -float("inf"), left)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    offs = token * TOP_K + offs_k
+    tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K)
+    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
+
+
+def route(logits, correction_bias, routing, slot_mapping, dtype=None):
+    """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`."""
+    dtype = dtype or logits.dtype
+    if routing.top_groups < routing.num_groups:
+        logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
+        return reference.route(logits, correction_bias, routing, slot_mapping)
+    *_, num_tokens, num_experts = logits.shape
+    assert logits.is_contiguous()
+    ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    launch(
+        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights,
+        num_tokens, float(routing.routed_scale),
+        SPLIT_K=len(logits) if logits.dim() == 3 else 1, NUM_EXPERTS=num_experts,
+        TOP_K=routing.top_k, SIGMOID=routing.scoring == "sigmoid",
+        RENORMALIZE=routing.renormalize, HAS_BIAS=correction_bias is not None,
+        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(routing.top_k),
+        num_warps=1, **launch_options(logits.device),
+    )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def group_rows_kernel(
+    ids_ptr,  # i32[num_rows], written by the kernel before
+    rows_ptr,  # i32[E, capacity], written here
+    counts_ptr,  # i32[E], written here
+    num_rows,
+    capacity,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one expert, which looks for its rows among all."""
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    expert = tl.program_id(0)
+    rows_ptr += expert.to(tl.int64) * capacity
+    offs = tl.arange(0, BLOCK)
+    count = 0
+    for first in range(0, num_rows, BLOCK):
+        row = first + offs
+        mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
+        tl.store(rows_ptr + count + tl.cumsum(mine, 0) - 1, row, mask=mine > 0)
+        count += tl.sum(mine, 0)
+    tl.store(counts_ptr + expert, count)
+
+
+def group_rows(ids, num_experts):
+    """The rows of each expert, i32[E, T] (the first counts[e] of expert e, ascending), and counts i32[E]."""
+    num_tokens, top_k = ids.shape
+    num_rows = num_tokens * top_k
+    rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=ids.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    # Three sizes: each is a compilation.
+    block = 256 if num_rows <= 256 else 2048 if num_rows <= 2048 else 8192
+    launch(
+        group_rows_kernel, (num_experts,), ids, rows, counts, num_rows, num_tokens,
+        BLOCK=block, num_warps=max(1, block // 512), **launch_options(ids.device),
+    )  # fmt: skip
+    return rows, counts
