@@ -50,7 +50,7 @@ def rollout_func(llm: LLM, sleep_level: int | None = None) -> Callable[[list, An
                                continue_final_message=prompts[0][-1]["role"] == "assistant")  # fmt: skip
         if sleep_level is not None:
             llm.sleep(sleep_level)
-        completions = [output.outputs[0] for output in outputs]
+        completions: list[Any] = [output.outputs[0] for output in outputs]
         return {
             "prompt_ids": [output.prompt_token_ids for output in outputs],
             "completion_ids": [c.token_ids for c in completions],
