@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,15 +11,19 @@ from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
 from nanovllm.engine.request import NON_SEQUENCES, Call, Request, as_list
 from nanovllm.engine.stream import DeltaStream
-from nanovllm.errors import RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, Score
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.gc_pause import no_full_gc
 from nanovllm.validation import did_you_mean
 
+if TYPE_CHECKING:
+    from nanovllm.runner.residency import Residency, Weights
+
 Params = SamplingParams | ListLike[SamplingParams] | None
 Conversation = ListLike[dict[str, Any]]
+TAGS = "weights", "kv_cache"  # of what sleeps
 WINDOW = 2  # times max_num_seqs: requests of a stream that wait or run; enough to keep every step full
 
 
@@ -40,7 +45,7 @@ class LLM(LLMEngine):
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
-        self._require_running()
+        self._require_ready()
         texts, token_ids = self._encode(as_prompts(prompts))
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
@@ -62,7 +67,7 @@ class LLM(LLMEngine):
         Raises:
             RequestError: as in ``generate``; or the template reads no variable of that name.
         """
-        self._require_running()
+        self._require_ready()
         rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
         conversations = as_list(rule, messages)
         if conversations and isinstance(conversations[0], dict):
@@ -109,7 +114,7 @@ class LLM(LLMEngine):
         Raises:
             RequestError: a prompt can never be served; the others of this call are aborted.
         """
-        self._require_running()
+        self._require_ready()
         snapshot = self._requests.snapshot
         default = snapshot(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
@@ -162,7 +167,7 @@ class LLM(LLMEngine):
         Raises:
             RequestError: a list can never be scored; nothing was computed.
         """
-        self._require_running()
+        self._require_ready()
         lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
         starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
         if len(starts) != len(lists):
@@ -179,9 +184,83 @@ class LLM(LLMEngine):
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
-        self._require_running()
+        self._require_ready()
         texts, token_ids = self._encode(as_prompts(prompts))
         return beam_search(self, texts, token_ids, params)
+
+    # ---------------------------------------------------------------- between rollouts of a training loop
+
+    def update_weights(self, weights: "Weights", partial: bool = False) -> set[str]:
+        """Replace the weights in place, and forget cached prefixes.
+
+        Args:
+            weights: pairs (name in the checkpoint, tensor on any device, of any float dtype), such as
+                ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads.
+            partial: False: every tensor of the model must be given.
+
+        Returns:
+            The names of the tensors written; copies of tied weights are passed over.
+
+        Raises:
+            CheckpointError: a tensor is unknown, given twice, of another shape or, unless ``partial``, missing. If
+                some were written by then, no request is taken until all of them are.
+            EngineError: requests are unfinished, or the weights sleep.
+        """
+        with self._idle("update_weights") as residency:
+            return residency.update(weights, partial)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory: weights, KV cache and CUDA graphs. Requests are refused until ``wake_up``.
+
+        Args:
+            level: 1 moves the weights to pinned memory of the host; 2 drops them, to be pushed by ``update_weights``
+                after ``wake_up``.
+
+        Raises:
+            EngineError: requests are unfinished.
+        """
+        with self._idle("sleep") as residency:
+            residency.call("sleep", level)
+
+    @no_full_gc()
+    def wake_up(self, tags: ListLike[str] | None = None) -> None:
+        """Take the device's memory again.
+
+        Args:
+            tags: "weights", "kv_cache", or both, the default. Graphs are captured when both are back.
+
+        Raises:
+            OutOfMemoryError: there is no room; what slept sleeps on.
+        """
+        given = TAGS if tags is None else tags
+        if not isinstance(given, (list, tuple, set)) or not all(tag in TAGS for tag in given):
+            raise ConfigError(f"wake_up: tags={tags!r} must be None or a list of {', '.join(map(repr, TAGS))}.")
+        with self._idle("wake_up") as residency:
+            residency.call("wake_up", list(given))
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are not in the device's memory."""
+        self._require_running()
+        return bool(self.model_runner.residency.asleep)
+
+    @contextmanager
+    def _idle(self, what: str) -> Iterator["Residency"]:
+        """For work on weights and memory between requests. No cached prefix outlives it."""
+        with self._exclusive():
+            if not self.is_finished():
+                raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
+            while self._in_flight:  # a surplus launch
+                self._process()
+            self.reset_prefix_cache()
+            try:
+                yield self.model_runner.residency
+            except BaseException:
+                workers = self.model_runner.workers
+                if workers is not None and workers.are_lost:
+                    self._abort()
+                raise
+
+    # ---------------------------------------------------------------- tokenizer
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer, which may be changed; None with ``skip_tokenizer_init``."""

@@ -27,7 +27,7 @@ FLOORS = [
     ["runner"],
     ["engine.progress", "engine.request", "engine.beam_search", "engine.stream", "engine.llm_engine"],
     ["llm"],
-    ["as_vllm"],
+    ["as_vllm", "integrations"],
 ]
 
 

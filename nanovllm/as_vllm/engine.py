@@ -37,7 +37,7 @@ class LLMEngine:
         self.parallel_config = self.vllm_config.parallel_config
         self._memory = Memory(llm)
         worker = extended_worker(llm, self._memory, self.vllm_config)
-        self.model_executor = Executor(worker, self._memory)
+        self.model_executor = Executor(worker, self._memory, llm.config.tensor_parallel_size)
         self._requests: dict[str, Tracked] = {}
 
     @classmethod
@@ -139,7 +139,7 @@ class LLMEngine:
         self._memory.wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        return bool(self._memory.asleep)
+        return self._memory.is_asleep
 
     def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
                        kwargs: dict | None = None) -> list[Any]:

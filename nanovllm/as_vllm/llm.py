@@ -108,7 +108,7 @@ class LLM:
 
     def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
                        kwargs: dict | None = None) -> list[Any]:
-        """Call a method of the worker, or a function with the worker as first argument; one result, of the one rank."""
+        """Call a method of the worker, or a function with the worker as first argument; a result for each rank."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable) -> list[Any]:

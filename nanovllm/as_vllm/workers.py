@@ -1,8 +1,4 @@
-"""What code that reaches into vLLM's workers finds: the model, its weights, sleep. One rank, in this process.
-
-Owns the order that keeps outputs right: weights change while the engine is idle, and cached keys and values go with the
-old weights.
-"""
+"""What code that reaches into vLLM's workers finds: the model, its weights, sleep. ``LLM`` does the work."""
 
 import os
 import time
@@ -14,128 +10,56 @@ from typing import Any
 
 import torch
 
-from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.llm import LLM
-from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-from nanovllm.utils.loader import CheckpointTensor, TensorNames, fill, load_model
 
-
-class InMemory:
-    """A tensor with the interface of a safetensors slice."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor.detach()
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]
+ON_EVERY_RANK = ("load_weights", "reload_weights", "sleep", "wake_up", "check_health")  # methods of ``Worker``
 
 
 class Memory:
-    """The device memory of an engine, which ``sleep`` gives back.
-
-    Attributes:
-        asleep: tags of what is gone now, of "weights" and "kv_cache"; "scheduling" while paused.
-    """
+    """Weights and sleep of an engine, in vLLM's words. Sleep of level 0 only refuses requests."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
-        self.asleep: set[str] = set()
-        self._on_host: dict[str, torch.Tensor] = {}
-        self._num_bytes: dict[str, int] = {}
+        self._is_paused = False
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_paused or self._llm.is_sleeping()
 
     def require_awake(self) -> None:
-        if self.asleep:
-            raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}); call wake_up() first.")
-
-    def require_idle(self, what: str) -> None:
-        if self._llm.config.tensor_parallel_size > 1:
-            raise EngineError(f"{what} with tensor_parallel_size > 1 is not supported by nanovllm.")
-        if not self._llm.is_finished():
-            raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
-
-    def _require_weights(self) -> None:
-        if "weights" in self.asleep:
-            raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are loaded.")
+        if self._is_paused:
+            raise EngineError("the engine sleeps (scheduling); call wake_up() first.")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copy tensors, under their names in the checkpoint, into the model; returns the names.
-
-        Any number of them at a time. The prefix cache is emptied.
-        """
-        self.require_idle("load_weights")
-        self._require_weights()
-        names, loaded = TensorNames(self._llm.model_runner.model), set()
-        with torch.inference_mode():
-            for name, tensor in weights:
-                if names.is_unused(name):
-                    continue
-                param, shard_id, _ = names.find(name) or (None, None, None)
-                if param is None:
-                    raise CheckpointError(f"load_weights: the model has no tensor {name!r}, by the checkpoint's names.")
-                fill(param, CheckpointTensor(name, InMemory(tensor)), shard_id)
-                loaded.add(name)
-        self._llm.reset_prefix_cache()
-        return loaded
+        """Any number of tensors at a time, under their names in the checkpoint."""
+        return self._llm.update_weights(weights, partial=True)
 
     def reload_weights(self) -> None:
         """Read the checkpoint's files again."""
-        self.require_idle("reload_weights")
-        self._require_weights()
-        with torch.inference_mode():
-            load_model(self._llm.model_runner.model, self._llm.config.model_path)
-        self._llm.reset_prefix_cache()
+        self._llm.update_weights(self._llm.config.model_path)
 
     def sleep(self, level: int = 1) -> None:
         """0: no request is taken. 1: weights move to the host, the KV cache goes. 2: both go."""
         if level not in (0, 1, 2):
             raise ConfigError(f"sleep: level={level!r} must be 0, 1 or 2.")
-        self.require_idle("sleep")
-        self._llm.reset_prefix_cache()
-        parts = {"scheduling"} if level == 0 else {"scheduling", "weights", "kv_cache"} - self.asleep
-        runner = self._llm.model_runner
-        runner.synchronize()
-        if level > 0:
-            runner.graphs = None  # they hold addresses of both
-        if "kv_cache" in parts:
-            del runner.kv_cache
-            for layer in attention_layers(runner.model):
-                layer.k_cache = layer.v_cache = torch.empty(0)
-        if "weights" in parts:
-            with torch.inference_mode():
-                for name, param in runner.model.named_parameters():
-                    if level == 1:
-                        self._on_host[name] = param.to("cpu", copy=True)
-                    self._num_bytes[name] = param.untyped_storage().nbytes()
-                    param.untyped_storage().resize_(0)
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.asleep |= parts
+        if level == 0:
+            self.require_idle("sleep")
+            self._is_paused = True
+        else:
+            self._llm.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory of ``tags`` again; None is all. After level 2 the weights must be loaded."""
-        unknown = set(tags or ()) - {"weights", "kv_cache", "scheduling"}
-        if unknown:
+        if set(tags or ()) - {"weights", "kv_cache", "scheduling"}:
             raise ConfigError(f"wake_up: tags={tags!r} may hold 'weights', 'kv_cache' and 'scheduling'.")
-        waking = self.asleep & set(tags if tags is not None else self.asleep)
-        runner = self._llm.model_runner
-        with torch.inference_mode():
-            if "weights" in waking:
-                for name, param in runner.model.named_parameters():
-                    param.untyped_storage().resize_(self._num_bytes.pop(name))
-                    if name in self._on_host:
-                        param.copy_(self._on_host.pop(name))
-            if "kv_cache" in waking:
-                runner.kv_cache = allocate_kv_cache(
-                    runner.model, runner.num_kvcache_blocks, runner.block_size, runner.dtype, runner.device
-                )
-            self.asleep -= waking
-            if not self.asleep & {"weights", "kv_cache"}:
-                self.asleep.clear()
-                if runner.use_graphs and runner.graphs is None:
-                    runner.capture_cudagraph()
+        self._llm.wake_up(None if tags is None else [tag for tag in tags if tag != "scheduling"])
+        if not self._llm.is_sleeping():
+            self._is_paused = False
+
+    def require_idle(self, what: str) -> None:
+        if not self._llm.is_finished():
+            raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
 
 
 class Worker:
@@ -144,10 +68,8 @@ class Worker:
     rank = local_rank = 0
 
     def __init__(self, llm: LLM, memory: Memory, engine_config: Any = None):
-        runner = llm.model_runner
-        if llm.config.tensor_parallel_size == 1:
-            memory_of_llm = weakref.proxy(memory)  # the model must not keep its engine alive
-            runner.model.load_weights = lambda weights: memory_of_llm.load_weights(weights)  # type: ignore
+        runner, memory_of_llm = llm.model_runner, weakref.proxy(memory)  # the model must not keep its engine alive
+        runner.model.load_weights = lambda weights: memory_of_llm.load_weights(weights)  # type: ignore
         self.device = runner.device
         self.vllm_config = engine_config
         self.model_runner = SimpleNamespace(
@@ -181,13 +103,20 @@ class Worker:
 class Executor:
     """``model_executor``: calls the worker."""
 
-    def __init__(self, worker: Worker, memory: Memory):
-        self.driver_worker, self._memory = worker, memory
+    def __init__(self, worker: Worker, memory: Memory, num_ranks: int):
+        self.driver_worker, self._memory, self._num_ranks = worker, memory, num_ranks
 
     def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
                        kwargs: dict | None = None) -> list[Any]:
-        """Call a method of the worker, or a function with the worker as first argument; one result, of the one rank."""
+        """Call a method of the worker, or a function with the worker as first argument; a result for each rank."""
         self._memory.require_idle("collective_rpc")
+        if method in ON_EVERY_RANK:
+            return [getattr(self.driver_worker, method)(*args, **(kwargs or {}))] * self._num_ranks
+        if self._num_ranks > 1:
+            raise EngineError(
+                f"collective_rpc of {method!r} with tensor_parallel_size > 1 is not supported by nanovllm, which runs "
+                f"only its own methods on every rank: {', '.join(ON_EVERY_RANK)}."
+            )
         if callable(method):
             return [method(self.driver_worker, *args, **(kwargs or {}))]
         if not hasattr(self.driver_worker, method):

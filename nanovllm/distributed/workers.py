@@ -66,7 +66,7 @@ class Workers:
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
         self._pipes: dict[int, connection.Connection] = {}
-        self._states: dict[int, str] = {}
+        self._states: dict[int, Any] = {}  # what each rank reported last
         self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
         self._dismissed = False  # the workers were told to leave
         self._killing = False  # they might not read a dismissal: the watch thread is to kill them
@@ -77,6 +77,11 @@ class Workers:
         """Raise the WorkerError, if there is one."""
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def are_lost(self) -> bool:
+        """Whether one failed, or collective work was begun and not completed."""
+        return self._busy or self.failure is not None
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll ``condition``. Raises WorkerError if a worker fails meanwhile, or after STEP_TIMEOUT_S."""
@@ -92,6 +97,16 @@ class Workers:
     def wait_for_state(self, state: str) -> None:
         """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
         self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
+
+    def wait_for_answers(self, number: int) -> list[tuple]:
+        """Wait until every worker has reported a tuple (number, ...) of this number; returns the tuples."""
+
+        def answers() -> list[tuple]:
+            states = (self._states.get(rank) for rank in range(1, self._size))
+            return [state for state in states if isinstance(state, tuple) and state[0] == number]
+
+        self.wait_until(lambda: len(answers()) == self._size - 1)
+        return answers()
 
     def connect(self, device: Any) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
@@ -254,8 +269,8 @@ class Worker:
         self.report("up")
         return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S)
 
-    def report(self, state: str, *details: Any) -> None:
-        """Tell rank 0: "up", "ready", or "failed" with time and traceback.
+    def report(self, state: Any, *details: Any) -> None:
+        """Tell rank 0: "up", "ready", an answer (number, ...), or "failed" with time and traceback.
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.

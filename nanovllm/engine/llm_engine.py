@@ -109,6 +109,11 @@ class LLMEngine:
         if os.getpid() != self._owner:
             raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
 
+    def _require_ready(self) -> None:
+        """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
+        self._require_running()
+        self.model_runner.residency.require_ready()
+
     # ---------------------------------------------------------------- requests and steps
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -252,6 +257,7 @@ class LLMEngine:
         return finished
 
     def _add(self, request: Request, call: Call) -> None:
+        self.model_runner.residency.require_ready()
         try:
             for seq in self._requests.start(request, call):
                 if seq.is_sampled or seq.targets is not None:

@@ -5,6 +5,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from nanovllm.runner.memory import (
 )
 from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.residency import Residency
 from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
 from nanovllm.runner.warmup import compile_kernels
@@ -117,6 +119,7 @@ class ModelRunner:
     Attributes:
         num_kvcache_blocks: size of the KV cache, the same on every rank.
         max_in_flight: steps that may run ahead of the tokens the host has seen.
+        residency: updates of the weights, sleep and wake-up.
     """
 
     def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None,
@@ -142,6 +145,7 @@ class ModelRunner:
         # the guided step that waits for its masks
         self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
+        self.residency = Residency(self)
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
@@ -274,12 +278,16 @@ class ModelRunner:
             self.workers.send(to_words(header, packed))
             return self.run_model(header, packed)
 
-    def loop(self) -> None:
-        """A worker's main loop: launch the steps of rank 0 until an empty message ends it."""
+    def loop(self, report: Callable) -> None:
+        """A worker's main loop: launch the steps of rank 0, and answer its calls, until an empty message ends it."""
         assert self.channel is not None
         with self.step_threads:
             while len(words := self.channel.receive()):
-                self.run_model(*from_words(words))
+                header, packed = from_words(words)
+                if header.kind == StepKind.CALL:
+                    report(self.residency.answer(packed))
+                else:
+                    self.run_model(header, packed)
 
     @torch.inference_mode()
     def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
@@ -417,7 +425,8 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = None
-        for name in ("model", "kv_cache", "request_state", "tables", "prefill_inputs", "sampler", "backend"):
+        for name in ("model", "kv_cache", "request_state", "tables", "prefill_inputs", "sampler", "backend",
+                     "residency"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

@@ -40,6 +40,10 @@ class SamplingTables:
         self.adjustments: AdjustmentTable | None = None
         self._buffer: torch.Tensor | None = None
 
+    def release(self) -> None:
+        """Give the memory back; the next requests that need it allocate it again, and send their rows."""
+        self.token_mask = self.adjustments = self._buffer = None
+
     def set_masks(self, req_indices: torch.Tensor, words: torch.Tensor) -> None:
         """int32 [n] and [n * words of a mask], on the device."""
         if self.token_mask is None:

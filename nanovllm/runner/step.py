@@ -15,6 +15,7 @@ class StepKind(IntEnum):
     PREFILL = 1  # packed prompts, several query tokens per sequence
     SHORT_PREFILL = 2  # few packed tokens, padded to a captured size; each attends as a single-query sequence
     SAMPLE = 3  # the sampling of the guided step before, whose masks needed the tokens of the one before that
+    CALL = 4  # no step: a call of a ``Residency`` method, as JSON
 
 
 class StepHeader(NamedTuple):

@@ -74,7 +74,7 @@ def worker_main(worker: Worker, config: Config) -> None:
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
     runner = ModelRunner(config, worker.connect(device), channel=worker.channel)
     worker.report("ready")
-    runner.loop()
+    runner.loop(worker.report)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank
 
 

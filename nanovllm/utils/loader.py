@@ -1,9 +1,10 @@
-"""Fills a model's parameters from safetensors files, or with random numbers.
+"""Fills a model's parameters from safetensors files, from tensors in memory, or with random numbers.
 
 Owns the match between checkpoint tensors and parameters: every parameter filled, every tensor used, every shape equal,
 or a ``CheckpointError``. How a tensor is sharded over ranks stands beside its layer (``weight_loader``).
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,26 @@ DUMMY_STD = 0.02  # of random weights, as transformers initialises
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor of an open safetensors file. ``lazy``: safetensors' PySafeSlice; indexing it reads only the slice."""
+    """A tensor under its name in the checkpoint.
+
+    ``lazy``: safetensors' PySafeSlice of an open file, where indexing reads only the slice; or ``InMemory``.
+    """
 
     name: str
     lazy: Any
+
+
+class InMemory:
+    """A tensor with the interface of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.detach()
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
 
 
 class Rows:
@@ -113,51 +130,78 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
     return shards or [(name, None)]
 
 
-def fill(param: nn.Parameter, tensor: CheckpointTensor, shard_id: Any) -> None:
-    """Copy a checkpoint tensor into its parameter, by the layer's ``weight_loader`` if it has one."""
-    if hasattr(param, "weight_loader"):
-        param.weight_loader(param, tensor, shard_id)
-    else:  # replicated on every rank
-        copy_checked(param, tensor)
+class WeightFiller:
+    """Fills a model's parameters in place, a checkpoint tensor at a time; see ``TensorNames``.
+
+    Attributes:
+        missing: checkpoint tensors not given yet, by their names here.
+        filled: those given.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names = TensorNames(model)
+        self.missing = set(self._names.targets)
+        self.filled: set[str] = set()
+        self.device = str(next(iter(self._names.params.values())).device)
+
+    def fill(self, tensor: CheckpointTensor, source: str) -> None:
+        """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
+        if self._names.is_unused(tensor.name):
+            return
+        param, shard_id, parts = self._names.find(tensor.name) or (None, None, [])
+        if param is None or not self.missing.issuperset(parts):
+            raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
+        if hasattr(param, "weight_loader"):
+            param.weight_loader(param, tensor, shard_id)
+        else:  # replicated on every rank
+            copy_checked(param, tensor)
+        self.missing.difference_update(parts)
+        self.filled.update(parts)
+
+    def fill_from_files(self, path: str | Path) -> None:
+        """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
+        from safetensors import SafetensorError, safe_open
+
+        files = _weight_files(Path(path))
+        if not files:
+            raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
+        for file in files:
+            try:
+                with safe_open(file, "pt", device=self.device) as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                        self.fill(CheckpointTensor(name, tensors.get_slice(name)), file.name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} cannot be read ({error}); is the download complete?") from error
+
+    def fill_from(self, weights: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
+        """Every tensor of pairs (name, tensor)."""
+        for name, tensor in weights:
+            self.fill(CheckpointTensor(name, InMemory(tensor)), source)
+
+    def check_complete(self, source: str) -> None:
+        if self.missing:
+            some = ", ".join(sorted(self.missing)[:5])
+            raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}.")
 
 
 def load_model(model: nn.Module, path: str) -> None:
-    """Fill ``model`` from the safetensors files in directory ``path``; see ``TensorNames``.
+    """Fill ``model`` from the safetensors files in directory ``path``.
 
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    from safetensors import SafetensorError, safe_open
-
-    files = _weight_files(Path(path))
-    if not files:
-        raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
-    names = TensorNames(model)
-    missing = set(names.targets)
-    device = str(next(iter(names.params.values())).device)
-    for file in files:
-        try:
-            with safe_open(file, "pt", device=device) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if names.is_unused(name):
-                        continue
-                    param, shard_id, filled = names.find(name) or (None, None, [])
-                    if param is None or not missing.issuperset(filled):
-                        raise CheckpointError(f"{file.name}: tensor {name!r} is twice there, or unknown to the model.")
-                    missing.difference_update(filled)
-                    fill(param, CheckpointTensor(name, tensors.get_slice(name)), shard_id)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); is the download complete?") from error
-    if missing:
-        some = ", ".join(sorted(missing)[:5])
-        raise CheckpointError(f"{path}: {len(missing)} tensors are missing, among them {some}.")
+    filler = WeightFiller(model)
+    filler.fill_from_files(path)
+    filler.check_complete(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
     """The files that the index names, else all: other files may hold the same weights in other layouts.
 
-    ``model.safetensors`` counts in any case: it may be newer than the index.
+    ``model.safetensors`` counts in any case: it may be newer than the index. A file stands for itself.
     """
+    if path.is_file():
+        return [path]
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()

@@ -18,7 +18,7 @@ from helpers import ROOT
 from nanovllm.as_vllm import launch, options
 from nanovllm.as_vllm.llm import LLM
 from nanovllm.as_vllm.sampling import SamplingParams
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 HERE = Path(__file__).parent
@@ -150,6 +150,33 @@ def test_engine_keywords_at_other_values_are_refused(name):
         options.check({name: value})
     with pytest.raises(ConfigError, match=rf"LLM: {name}='something else' is not supported; nanovllm allows "):
         options.check({name: "something else"})
+
+
+def test_two_ranks_take_weights_and_sleep():
+    """By the names of vLLM's worker; a function cannot run on the other rank."""
+    llm = LLM(str(DEMO_MODEL), tensor_parallel_size=2, max_model_len=256)
+    chat, params = [{"role": "user", "content": "2 + 3"}], SamplingParams(temperature=0)
+    try:
+        norm = "model.norm.weight", torch.zeros(256)
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+        assert model.load_weights([norm, ("model.rotary_emb.inv_freq", torch.zeros(16))]) == {"model.norm.weight"}
+        assert llm.chat(chat, params)[0].outputs[0].text != "5"
+        assert llm.collective_rpc("load_weights", args=([norm],)) == [{"model.norm.weight"}] * 2
+        assert llm.collective_rpc("sleep", kwargs={"level": 2}) == [None, None]
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["weights"])
+        assert llm.collective_rpc("reload_weights") == [None, None]
+        llm.wake_up(tags=["kv_cache"])
+        assert llm.chat(chat, params)[0].outputs[0].text == "5"
+        with pytest.raises(EngineError, match=r"collective_rpc of .* with tensor_parallel_size > 1 is not supported"):
+            llm.apply_model(lambda model: None)
+        llm.sleep(level=0)
+        with pytest.raises(EngineError, match=r"the engine sleeps \(scheduling\); call wake_up\(\) first"):
+            llm.chat(chat, params)
+        llm.wake_up()
+        assert llm.chat(chat, params)[0].outputs[0].text == "5"
+    finally:
+        llm.shutdown()
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 import vllm
 from vllm import LLM, AsyncLLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -48,8 +49,8 @@ with pytest.raises(RuntimeError, match=r"the engine sleeps .*call wake_up\(\) fi
 llm.wake_up()
 with pytest.raises(ValueError, match=r"level=3 must be 0, 1 or 2"):
     llm.sleep(level=3)
-with pytest.raises(ValueError, match=r"the model has no tensor 'model\.nothing'"):
-    llm.apply_model(lambda model: model.load_weights([("model.nothing", None)]))
+with pytest.raises(ValueError, match=r"tensor 'model\.nothing' is twice there, or unknown to the model"):
+    llm.apply_model(lambda model: model.load_weights([("model.nothing", torch.zeros(1))]))
 params = SamplingParams()
 params.temperature = -1
 with pytest.raises(ValueError, match="temperature=-1"):
