@@ -76,7 +76,7 @@ def element_wise(ops, twins, shape, num_tokens):
     )  # fmt: skip
 
     check("rms_norm", ops.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS))
-    check("silu_and_mul", ops.silu_and_mul(gate_up), twins.silu_and_mul(gate_up))
+    check("act_and_mul", ops.act_and_mul(gate_up), twins.act_and_mul(gate_up))
     twin_epilogue = epilogue._replace(k_cache=twin_caches[0], v_cache=twin_caches[1])
     expected = twins.norm_rope_store(qkv, *twin_epilogue)
     check("norm_rope_store", ops.norm_rope_store(qkv.clone(), *epilogue), expected)
@@ -85,7 +85,7 @@ def element_wise(ops, twins, shape, num_tokens):
     channel_bytes = 2 * num_tokens
     return {
         "rms_norm": (lambda: ops.rms_norm(x, weight, EPS), 2 * hidden * channel_bytes),
-        "silu_and_mul": (lambda: ops.silu_and_mul(gate_up), 3 * intermediate * channel_bytes),
+        "act_and_mul": (lambda: ops.act_and_mul(gate_up), 3 * intermediate * channel_bytes),
         "norm_rope_store": (
             lambda: ops.norm_rope_store(qkv, *epilogue), 2 * num_all_heads * HEAD_DIM * channel_bytes
         ),
@@ -219,7 +219,7 @@ def layer_chains(ops, twins, shape, num_tokens):
         for qkv, o, gate_up, down in layers:
             q = ops.qkv_linear(x, qkv, None, norm_weight, EPS, epilogue)
             x = ops.fused_linear(q.flatten(1), o, residual=x, allow_split_k=True)
-            hidden_states = ops.fused_linear(x, gate_up, norm_weight=norm_weight, eps=EPS, silu_mul=True)
+            hidden_states = ops.fused_linear(x, gate_up, norm_weight=norm_weight, eps=EPS, act_mul="silu")
             x = ops.fused_linear(hidden_states, down, residual=x, allow_split_k=True)
         return ops.rms_norm(x, norm_weight, EPS)
 
@@ -228,7 +228,7 @@ def layer_chains(ops, twins, shape, num_tokens):
         for qkv, o, gate_up, down in layers:
             q = ops.norm_rope_store(F.linear(ops.rms_norm(x, norm_weight, EPS), qkv.data), *epilogue)
             torch.addmm(x, q.flatten(1), o.data.t(), out=x)
-            hidden_states = ops.silu_and_mul(F.linear(ops.rms_norm(x, norm_weight, EPS), gate_up.data))
+            hidden_states = ops.act_and_mul(F.linear(ops.rms_norm(x, norm_weight, EPS), gate_up.data))
             torch.addmm(x, hidden_states, down.data.t(), out=x)
         return ops.rms_norm(x, norm_weight, EPS)
 

@@ -75,6 +75,13 @@ class PagedCache:
         max_context = max(1, int(self.context_lens.max()))
         return q, self.k, self.v, self.req_indices, self.context_lens, self.block_tables, self.scale, max_context
 
+    def poison_blocks_before(self, firsts):
+        """NaN in the blocks that lie before the first attended token of each sequence: their entries may be stale."""
+        block_size = self.k.shape[1]
+        for req_idx, first in zip(self.req_indices.tolist(), firsts, strict=True):
+            for block in self.block_tables[req_idx, : first // block_size].tolist():
+                self.k[block] = self.v[block] = torch.nan
+
     def tokens(self, i):
         """fp64 keys and values [context, K, D] of sequence i, read slot by slot."""
         table, block_size = self.block_tables[self.req_indices[i]], self.k.shape[1]
@@ -82,9 +89,9 @@ class PagedCache:
         return (torch.stack([cache[slot] for slot in slots]).double() for cache in (self.k, self.v))
 
 
-def oracle(op, q, k, v, *rest):
+def oracle(op, q, k, v, *rest, **options):
     """The plain twin in fp64: no rounding of its own, whatever the dtype."""
-    return op(q.double(), k.double(), v.double(), *rest)
+    return op(q.double(), k.double(), v.double(), *rest, **options)
 
 
 def check(cache, result, expected):
@@ -92,46 +99,52 @@ def check(cache, result, expected):
     torch.testing.assert_close(result.float(), expected.float(), **TOLERANCE[cache.dtype])
 
 
-def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype):
+def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
     q = cache.queries(len(contexts), num_heads, num_kv_heads)
     args = cache.decode_args(q)
-    expected = oracle(reference.paged_decode_attention, *args)
+    expected = oracle(reference.paged_decode_attention, *args, window=window)
+    if window:
+        cache.poison_blocks_before([max(context - window, 0) for context in contexts])
     for _ in range(2):  # a launch must leave the counters as it found them
-        check(cache, decode.paged_decode_attention(*args), expected)
+        check(cache, decode.paged_decode_attention(*args, window=window), expected)
     return cache, args, expected
 
 
-def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype):
+def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
     new, contexts = zip(*new_and_context, strict=True)
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
     q = cache.queries(sum(new), num_heads, num_kv_heads)
     args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    expected = oracle(reference.paged_prefill_attention, *args, max(new))
-    check(cache, prefill.paged_prefill_attention(*args, max(new)), expected)
+    expected = oracle(reference.paged_prefill_attention, *args, max(new), window=window)
+    if window:
+        firsts = (context - num_new - window + 1 for num_new, context in new_and_context)
+        cache.poison_blocks_before([max(first, 0) for first in firsts])
+    check(cache, prefill.paged_prefill_attention(*args, max(new), window=window), expected)
     return cache, args, expected
 
 
 # ----------------------------------------------------------------------------------------------- plain twins
 
 
-def textbook(q, k, v, scale):
+def textbook(q, k, v, scale, window=0):
     """softmax(q k^T) v in fp64: q [N, H, D] are the last N of the tokens with keys and values [L, K, D]."""
     q, group, num_cached = q.double(), q.shape[1] // k.shape[1], len(k) - len(q)
     out = torch.empty_like(q)
     for i in range(len(q)):
-        seen = num_cached + i + 1
+        end = num_cached + i + 1
+        begin = max(end - window, 0) if window else 0
         for head in range(q.shape[1]):
-            weights = (k[:seen, head // group] @ q[i, head] * scale).softmax(0)
-            out[i, head] = weights @ v[:seen, head // group]
+            weights = (k[begin:end, head // group] @ q[i, head] * scale).softmax(0)
+            out[i, head] = weights @ v[begin:end, head // group]
     return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group, window", [(1, 0), (3, 0), (3, 1), (1, 20), (3, 37), (1, 64)])
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_twins_are_the_textbook_formula(block_size, group, dtype):
+def test_twins_are_the_textbook_formula(block_size, group, window, dtype):
     """Whole prompts, a prefix, a chunk, one token, an empty context; q strided, out poisoned, in the model's dtype."""
     new_and_context = [(5, 5), (block_size, block_size), (33, 50), (1, 37), (1, 1), (0, 20), (0, 0)]
     new, contexts = zip(*new_and_context, strict=True)
@@ -139,15 +152,15 @@ def test_twins_are_the_textbook_formula(block_size, group, dtype):
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
     rest = (cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
     q, last = cache.queries(sum(new), 2 * group, 2), cache.queries(len(contexts), 2 * group, 2)
-    out = reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new))
-    last_out = reference.paged_decode_attention(*cache.decode_args(last))
+    out = reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new), window=window)
+    last_out = reference.paged_decode_attention(*cache.decode_args(last), window=window)
     for i, (begin, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         if contexts[i] == 0:
             assert last_out[i].count_nonzero() == 0
             continue
         k, v = cache.tokens(i)
-        check(cache, out[begin:end], textbook(q[begin:end], k, v, cache.scale))
-        check(cache, last_out[i : i + 1], textbook(last[i : i + 1], k, v, cache.scale))
+        check(cache, out[begin:end], textbook(q[begin:end], k, v, cache.scale, window))
+        check(cache, last_out[i : i + 1], textbook(last[i : i + 1], k, v, cache.scale, window))
 
 
 @pytest.fixture
@@ -166,12 +179,12 @@ def test_decode_around_block_boundaries(block_size):
     check_decode(contexts, 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_decode_grouped_heads(group):
     check_decode([37, 5, 130], 2 * group, 2, 32, 16, torch.float32)
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_decode_head_sizes_and_types(head_size, dtype):
     check_decode([70, 0, 3], 4, 2, head_size, 64, dtype)
@@ -196,6 +209,29 @@ def test_decode_splits_that_hold_parts_of_several_sequences(monkeypatch, program
     config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
     monkeypatch.setattr(decode, "decode_config", lambda *_: config)
     check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32)
+
+
+# Shorter than a tile of 16 or 32 tokens, a tile, a tile and a bit, several tiles, longer than most contexts.
+WINDOWS = [1, 7, 16, 32, 33, 64, 100, 500]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_with_a_window(block_size, window):
+    check_decode([200, 0, 1, 15, 64, 65, 99, 130], 4, 2, 32, block_size, torch.float32, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_decode_with_a_window_in_many_splits(many_splits, block_size, window):
+    check_decode([200, 47, 0, 1, 300, 16], 14, 2, 32, block_size, torch.float32, window)
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 2, 3])
+def test_decode_splits_that_hold_parts_of_several_windows(monkeypatch, programs_per_sm):
+    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
+    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32, window=40)
 
 
 def test_decode_batch_above_sixteen():
@@ -254,19 +290,32 @@ def test_prefill_after_a_prefix(block_size):
     check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_prefill_grouped_heads(group):
     check_prefill([(19, 19), (7, 40)], 2 * group, 2, 32, 16, torch.float32)
 
 
-@pytest.mark.parametrize("head_size", [32, 80, 128])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_prefill_head_sizes_and_types(head_size, dtype):
     check_prefill([(35, 35), (3, 70)], 4, 2, head_size, 64, dtype)
 
 
-def test_prefill_more_rows_than_one_program_takes():
-    check_prefill([(150, 170)], 2, 1, 32, 64, torch.float16)
+@pytest.mark.parametrize("group", [1, 2, 7])
+def test_prefill_more_rows_than_one_program_takes(group):
+    check_prefill([(150, 170)], group, 1, 32, 64, torch.float16)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_with_a_window(block_size, window):
+    """Tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits."""
+    check_prefill([(20, 84), (33, 165), (1, 77), (0, 16), (70, 70)], 4, 2, 32, block_size, torch.float32, window)
+
+
+@pytest.mark.parametrize("window", [5, 40, 128])
+def test_prefill_with_a_window_of_large_tiles(window):
+    check_prefill([(150, 170), (30, 300)], 14, 2, 32, 64, torch.float16, window)
 
 
 def test_prefill_in_chunks_is_the_whole():
@@ -312,7 +361,7 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
     monkeypatch.setattr(prefill_sm90, "launch", run_twin)
     out = torch.full(expected.shape, torch.nan, dtype=cache.dtype, device=DEVICE)
-    assert prefill_sm90.prefill_attention_sm90(*args, 3, out) is out
+    assert prefill_sm90.prefill_attention_sm90(*args, 3, 0, out) is out
     assert sizes == [256, 256, 88]
     check(cache, out, expected)
 
@@ -329,6 +378,14 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 )
 def test_decode_at_size(contexts, dtype):
     check_decode(contexts, 16, 8, 128, 256, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128, 500])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256)])
+def test_decode_of_other_heads_at_size(num_heads, num_kv_heads, head_size, window):
+    contexts = [100 + 37 * i % 1400 for i in range(256)]
+    check_decode(contexts, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, window)
 
 
 @pytest.mark.gpu
@@ -349,23 +406,36 @@ SM90_SPANS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
-def test_sm90_prefill(spans, group, dtype, block_size):
+def test_sm90_prefill(spans, group, head_size, dtype, block_size):
+    check_sm90_prefill(spans, group, head_size, dtype, block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", SM90_SPANS)
+@pytest.mark.parametrize(
+    "group, head_size, window", [(1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100)]
+)
+def test_sm90_prefill_with_a_window(spans, group, head_size, window):
+    """Shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination."""
+    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window)
+
+
+def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     if not launch.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     spans = SM90_SPANS[spans]
-    _, args, _ = check_prefill(spans, 2 * group, 2, 128, block_size, dtype)
+    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window)
     q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
-    is_other = group == 1 and max_seqlen_q < 1024  # key tiles would be shorter than query tiles
-    assert prefill_sm90.supports(q, k, max_seqlen_q) != is_other
-    first = prefill.paged_prefill_attention(*args, max_seqlen_q)
+    assert prefill_sm90.supports(q, k, max_seqlen_q)
+    first = prefill.paged_prefill_attention(*args, max_seqlen_q, window=window)
     for _ in range(3):  # no race, and nothing is left from launch to launch
-        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q), first)
-    if not is_other:
-        torch.cuda.synchronize()
-        assert launch.zero_counters(1, q.device).count_nonzero() == 0
+        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, window=window), first)
+    torch.cuda.synchronize()
+    assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
 @pytest.mark.gpu

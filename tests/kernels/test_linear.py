@@ -23,6 +23,7 @@ from nanovllm.kernels.linear.reference import QKVEpilogue, Weight  # noqa: E402
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.bfloat16]
+ACTS = ["silu", "gelu_tanh"]
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -92,10 +93,11 @@ def test_rotary_twin_agrees_with_hugging_face():
     assert torch.equal(v_cache[0, :num_tokens], raw_v[0].transpose(0, 1))
 
 
-def test_silu_and_mul_twin_agrees_with_torch():
+def test_act_and_mul_twin_agrees_with_torch():
     x = randn(5, 34, dtype=torch.bfloat16)
-    expected = torch.nn.functional.silu(x[:, :17]) * x[:, 17:]
-    assert torch.equal(reference.silu_and_mul(x), expected)
+    gate, up = x.chunk(2, dim=-1)
+    assert torch.equal(reference.act_and_mul(x), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(reference.act_and_mul(x, "gelu_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 6])
@@ -167,9 +169,10 @@ def test_rms_norm_reduces_split_k_partials_into_their_residual(split_k, num_toke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
-def test_silu_and_mul(num_tokens, size, dtype):
-    x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 4)[:, : 2 * size]
-    assert_close(silu_and_mul.silu_and_mul(x), reference.silu_and_mul(x))
+@pytest.mark.parametrize("act", ACTS)
+def test_act_and_mul(num_tokens, size, act, dtype):
+    x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 2)[:, : 2 * size]
+    assert_close(silu_and_mul.act_and_mul(x, act), reference.act_and_mul(x, act))
 
 
 def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
@@ -218,9 +221,9 @@ def test_norm_rope_store_at_model_size(num_tokens):
 # Matrix products.
 
 
-def check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul=False, norm=False, bias=False,
+def check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=None, norm=False, bias=False,
                        residual=False, run=dispatch.fused_linear, padding=16, **more):  # fmt: skip
-    num_outputs = num_features // 2 if silu_mul else num_features
+    num_outputs = num_features // 2 if act_mul else num_features
     x = randn(num_tokens, num_channels + padding, dtype=dtype)[:, :num_channels]
     weight = Weight((randn(num_features, num_channels) / num_channels**0.5).to(dtype))
     options = dict(
@@ -228,7 +231,7 @@ def check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul=F
         norm_weight=rand(num_channels, dtype=dtype) if norm else None,
         eps=EPS,
         residual=randn(num_tokens, num_outputs, dtype=dtype) if residual else None,
-        silu_mul=silu_mul,
+        act_mul=act_mul,
         **more,
     )
     expected = reference.fused_linear(x, weight, **options)
@@ -246,9 +249,10 @@ def check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul=F
 OPTIONS = [
     dict(),
     dict(norm=True, bias=True),
-    dict(norm=True, silu_mul=True),
+    dict(norm=True, act_mul="silu"),
+    dict(act_mul="gelu_tanh"),
     dict(residual=True),
-    dict(norm=True, bias=True, silu_mul=True, residual=True),
+    dict(norm=True, bias=True, act_mul="silu", residual=True),
 ]
 
 
@@ -259,7 +263,7 @@ def test_fused_linear(shape, options):
 
 
 def test_fused_linear_in_16_bits():
-    check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, silu_mul=True)
+    check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, act_mul="silu")
 
 
 def test_the_kernels_refuse_the_scale_of_a_weight():
@@ -315,15 +319,16 @@ def test_decode_gemm(num_tokens, num_features, num_channels, dtype):
             for stages in (2, 3):
                 config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
-                def run(x, weight, bias, residual, silu_mul, config=config, **_):
-                    return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, residual, silu_mul)
+                def run(x, weight, bias, residual, act_mul, config=config, **_):
+                    return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, residual, act_mul)
 
                 check_fused_linear(*shape, run=run, residual=True)
                 if split_k == 1:
                     check_fused_linear(*shape, run=run)
                     check_fused_linear(*shape, run=run, bias=True, residual=True)
-                    check_fused_linear(*shape, run=run, silu_mul=True)
-                    check_fused_linear(*shape, run=run, silu_mul=True, bias=True, residual=True)
+                    for act in ACTS:
+                        check_fused_linear(*shape, run=run, act_mul=act)
+                    check_fused_linear(*shape, run=run, act_mul="gelu_tanh", bias=True, residual=True)
 
 
 @pytest.mark.gpu
@@ -333,17 +338,18 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
     """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
     prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
 
-    def run(x, weight, **_):
-        return prefill_gemm_sm90.prefill_gemm(x, weight.data)
+    def run(x, weight, act_mul, **_):
+        return prefill_gemm_sm90.prefill_gemm(x, weight.data, act_mul)
 
-    check_fused_linear(num_tokens, num_features, num_channels, dtype, silu_mul=True, run=run)
+    for act in ACTS:
+        check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=act, run=run)
 
 
 def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype, with_qk_norm=True,
-                     bias=False, with_cache=True):  # fmt: skip
+                     bias=False, with_cache=True, with_norm=True):  # fmt: skip
     width = (num_heads + 2 * num_kv_heads) * head_dim
     x = randn(num_tokens, num_channels, dtype=dtype)
-    norm_weight = rand(num_channels, dtype=dtype)
+    norm_weight = rand(num_channels, dtype=dtype) if with_norm else None
     weight = Weight((randn(width, num_channels) / num_channels**0.5).to(dtype))
     bias = randn(width, dtype=dtype) if bias else None
     qk_weights = [rand(head_dim, dtype=dtype) if with_qk_norm else None for _ in range(2)]
@@ -370,23 +376,24 @@ def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels
 def test_qkv_linear(num_tokens, with_cache):
     check_qkv_linear(num_tokens, 3, 1, 16, 64, torch.float32, with_cache=with_cache)
     check_qkv_linear(num_tokens, 3, 1, 16, 64, torch.float32, with_qk_norm=False, bias=True, with_cache=with_cache)
+    check_qkv_linear(num_tokens, 3, 1, 16, 64, torch.float32, with_cache=with_cache, with_norm=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (4, 1), (8, 3)])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(16, 8, 128), (5, 1, 128), (32, 8, 64), (14, 2, 64)])
 @pytest.mark.parametrize("num_tokens", [2, 60, 129, 256, 300, 2048, 2500])
-def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, dtype, monkeypatch):
+def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim, dtype, monkeypatch):
     unfused = []
     store = dispatch.norm_rope_store
     monkeypatch.setattr(dispatch, "norm_rope_store", lambda *args: unfused.append(args) or store(*args))
     for num_channels in (1024, 2560):
-        shape = (num_tokens, num_heads, num_kv_heads, 128, num_channels, dtype)
+        shape = (num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype)
         check_qkv_linear(*shape)
-        if num_tokens >= 2048 and dispatch.prefill_gemm_sm90 is not None and is_sm90(torch.device("cuda")):
-            assert not unfused
         check_qkv_linear(*shape, with_qk_norm=False)
         check_qkv_linear(*shape, bias=True)
+        if num_tokens >= 2048 and dispatch.prefill_gemm_sm90 is not None and is_sm90(torch.device("cuda")):
+            assert not unfused
         check_qkv_linear(*shape, with_cache=False)
         assert unfused
         unfused.clear()
@@ -396,10 +403,11 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, dtype, mo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
 @pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
-def test_decode_gemm_with_qkv_epilogue(num_tokens, has_norm, has_bias, dtype):
+@pytest.mark.parametrize("D", [64, 128])
+def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype):
     """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
     decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
-    H, K, D, num_channels = 6, 3, 128, 512
+    H, K, num_channels = 6, 4, 512
     x = randn(num_tokens, num_channels, dtype=dtype)
     weight = (randn((H + 2 * K) * D, num_channels) / num_channels**0.5).to(dtype)
     bias = randn(len(weight), dtype=dtype) if has_bias else None
@@ -413,11 +421,14 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, has_norm, has_bias, dtype):
     expected_caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE)
     qkv = torch.nn.functional.linear(*wide[:3])
     expected = reference.norm_rope_store(qkv, *wide[3:], EPS, cos_sin, positions, slots, *expected_caches, H, K)
-    for block_m, stages, num_warps in ((64, 4, 4), (64, 3, 4), (128, 2, 8)):
-        config = decode_gemm_sm90.DecodeGemmConfig(block_m, 128, 128, 1, stages, num_warps)
+    tiles = [(64, 128, 4, 4), (64, 128, 3, 4), (128, 128, 2, 8)]
+    if D == 64:
+        tiles += [(64, 64, 4, 4), (64, 64, 3, 4)]
+    for block_m, block_n, stages, num_warps in tiles:
+        config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, 128, 1, stages, num_warps)
         caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
         epilogue = QKVEpilogue(q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
-        assert decode_gemm_sm90.supports_qkv(config) and dispatch.qkv_epilogue_sm90.supports(x, weight, epilogue)
+        assert decode_gemm_sm90.supports_qkv(config, D) and dispatch.qkv_epilogue_sm90.supports(x, weight, epilogue)
         torch.cuda.synchronize()
         q = decode_gemm_sm90.decode_gemm(config, x, weight, bias, epilogue=epilogue)
         assert_close(q, expected.to(dtype), scale=4)
@@ -432,7 +443,8 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, has_norm, has_bias, dtype):
         (4096, 1024, dict(norm=True)),
         (1024, 2048, dict(residual=True)),
         (1024, 2048, dict(residual=True, allow_split_k=True)),
-        (6144, 1024, dict(norm=True, silu_mul=True)),
+        (6144, 1024, dict(norm=True, act_mul="silu")),
+        (6144, 1024, dict(norm=True, act_mul="gelu_tanh")),
         (1024, 3072, dict(residual=True, allow_split_k=True)),
         (151936, 1024, dict(norm=True)),
         (4096, 1024, dict(residual=True, padding=1)),

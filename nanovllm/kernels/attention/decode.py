@@ -10,6 +10,8 @@ none of them (CUDA graphs):
     sequences   |--- 0 ---|- 1 -|---------------- 2 ----------------|- 3 -|     tiles, end to end
     splits      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
 
+With a window a sequence's tiles begin with the one that holds the window's first token; blocks before it are not read.
+
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
 sequence are consecutive, so slots never collide and the partials of one sequence lie side by side.
@@ -35,6 +37,24 @@ from ..launch import (
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
 
 
+@triton.jit
+def first_tile(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile of the first token that the query at context - 1 attends."""
+    if WINDOW > 0:
+        return tl.maximum(context - WINDOW, 0) // BLOCK_N
+    else:
+        return 0
+
+
+@triton.jit
+def num_attended_tiles(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of a sequence; one for an empty context too, whose zeros must be written."""
+    tiles = tl.cdiv(context, BLOCK_N)
+    if WINDOW > 0:
+        tiles -= first_tile(context, WINDOW, BLOCK_N)
+    return tl.maximum(tiles, 1)
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr,  # [B, H, D]
@@ -52,16 +72,17 @@ def _decode_kernel(
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     split = tl.program_id(1)
 
-    # i32[BLOCK_B]: tiles per sequence; one for an empty context too, whose zeros must be written.
+    # i32[BLOCK_B]
     offs_b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
-    tiles = tl.where(offs_b < num_seqs, tl.maximum(tl.cdiv(lens, BLOCK_N), 1), 0)
+    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, WINDOW, BLOCK_N), 0)
     tile_ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
     split_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
@@ -92,7 +113,7 @@ def _decode_kernel(
     seq_end = first_seq_end
     context = tl.load(context_lens_ptr + seq)
     req_idx = tl.load(req_indices_ptr + seq)
-    first = (begin - first_seq_begin) * BLOCK_N
+    first = (begin - first_seq_begin + first_tile(context, WINDOW, BLOCK_N)) * BLOCK_N
     block_ids = load_block_ids(tables_ptr + req_idx.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # Lengths and tables were written before the layers ran; q and the newest keys and values by the previous kernels.
@@ -109,14 +130,16 @@ def _decode_kernel(
         # so that the load is pipelined like those of keys and values.
         q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
         q = tl.load(q_ptrs + offs_d[None, :], mask=group_mask, other=0.0)
-        # [BLOCK_N, BLOCK_D] each, zero outside the context: 0 * NaN of a stale slot would be NaN.
+        # [BLOCK_N, BLOCK_D] each, zero where not attended: 0 * NaN of a stale slot would be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        in_context = first + offs_n < context
-        tile_mask = in_context[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        attended = first + offs_n < context
+        if WINDOW > 0:
+            attended &= first + offs_n >= context - WINDOW
+        tile_mask = attended[:, None] & (offs_d < HEAD_SIZE)[None, :]
         k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
         v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-        scores = tl.where(in_context[None, :], scores, -float("inf"))
+        scores = tl.where(attended[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         p = tl.exp2(scores - new_max[:, None])
         correction = tl.exp2(row_max - new_max)
@@ -127,7 +150,7 @@ def _decode_kernel(
         ended = tile + 1 == seq_end
         if ended | (tile + 1 == end):
             row_sum = tl.sum(sums, 1)
-            begun = tile - first // BLOCK_N >= begin
+            begun = tile - (first // BLOCK_N - first_tile(context, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
@@ -147,7 +170,9 @@ def _decode_kernel(
         fetch = ended & (seq < num_seqs)
         context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
         req_idx = tl.where(ended, tl.load(req_indices_ptr + seq, mask=fetch, other=0), req_idx)
-        seq_end += tl.where(ended, tl.maximum(tl.cdiv(context, BLOCK_N), 1), 0)
+        if WINDOW > 0:
+            first = tl.where(ended, first_tile(context, WINDOW, BLOCK_N) * BLOCK_N, first)
+        seq_end += tl.where(ended, num_attended_tiles(context, WINDOW, BLOCK_N), 0)
         table_ptr = tables_ptr + req_idx.to(tl.int64) * stride_table
         block_ids = load_block_ids(table_ptr, first, context, BLOCK_SIZE, BLOCK_N)
 
@@ -225,13 +250,16 @@ def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: in
         config = DecodeConfig(128, num_warps=4, num_stages=3, programs_per_sm=1)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
-    # Measured with 256 bytes per token and KV head; wider heads get shorter tiles of as many bytes.
-    block_n = config.block_n * 256 // max(256, triton.next_power_of_2(head_size) * itemsize)
-    return config._replace(block_n=max(16, block_n))
+    # Measured with 256 bytes per token and KV head; wider heads get shorter tiles of as many bytes. Narrower heads get
+    # more programs, for as many bytes in flight: longer tiles would need too many registers.
+    head_bytes = triton.next_power_of_2(head_size) * itemsize
+    if head_bytes <= 128 and num_seqs > 16:
+        config = config._replace(programs_per_sm=4)
+    return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))
 
 
 def paged_decode_attention(
-    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False
+    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
@@ -250,7 +278,8 @@ def paged_decode_attention(
     config = decode_config(num_seqs, num_kv_heads, head_size, k_cache.element_size())
     if not has_large_shared_memory(q.device):
         config = config._replace(block_n=min(config.block_n, 64))
-    max_tiles = num_seqs * max(1, triton.cdiv(max_context, config.block_n))
+    max_attended = min(max_context, window + config.block_n) if window else max_context
+    max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
     num_splits = config.programs_per_sm * num_sms(q.device) // num_kv_heads
     num_splits = max(1, min(num_splits, max_tiles))
 
@@ -268,7 +297,8 @@ def paged_decode_attention(
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
         BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
-        BLOCK_P=max(1, 4096 // (block_g * block_d)), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_P=max(1, 4096 // (block_g * block_d)), WINDOW=window,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
     )  # fmt: skip
     return out

@@ -36,8 +36,8 @@ def _prefill_kernel(
     stride_q_token, stride_q_head, stride_block, stride_table, stride_out_token, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
@@ -65,21 +65,29 @@ def _prefill_kernel(
     q_ptrs = q_ptr + (q_token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=io_mask, other=0.0)
 
-    position = context - num_new + token  # i32[BLOCK_M]: a row attends keys 0 .. position
+    position = context - num_new + token  # i32[BLOCK_M]: a row attends keys up to position, the last WINDOW of them
     first_position = context - num_new + q_tile * TOKENS
     seen = tl.minimum(first_position + TOKENS, context)  # keys that any row attends
     seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+    # With a window: first tile that any row attends, and first that no row's window cuts.
+    lowest, uncut = 0, 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        uncut = tl.cdiv(tl.maximum(first_position + TOKENS - WINDOW, 0), BLOCK_N) * BLOCK_N
+        uncut = tl.minimum(uncut, seen_by_all)
 
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    block_ids = load_block_ids(table_ptr, 0, context, BLOCK_SIZE, BLOCK_N)
-    # Online softmax: first the tiles that every row attends whole, then those that need the causal mask.
-    for MASKED in tl.static_range(2):
-        begin, end = 0, seen_by_all
-        if MASKED:
+    block_ids = load_block_ids(table_ptr, lowest, context, BLOCK_SIZE, BLOCK_N)
+    # Online softmax: tiles that the window cuts, tiles that every row attends whole, tiles that need the causal mask.
+    for PART in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        begin, end = uncut, seen_by_all
+        if PART == 0:
+            begin, end = lowest, uncut
+        if PART == 2:
             begin, end = seen_by_all, seen
         for first in range(begin, end, BLOCK_N):
             offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
@@ -88,8 +96,11 @@ def _prefill_kernel(
             k_ptrs = k_head_ptr + offs[:, None] + offs_d[None, :]
             v_ptrs = v_head_ptr + offs[:, None] + offs_d[None, :]
             # [BLOCK_N, BLOCK_D] each, written by the KV store of this or an earlier step.
-            if MASKED:
-                load_mask = (key_position < context)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+            if PART != 1:
+                in_reach = key_position < context
+                if WINDOW > 0:
+                    in_reach &= key_position > first_position - WINDOW
+                load_mask = in_reach[:, None] & (offs_d < HEAD_SIZE)[None, :]
                 k = tl.load(k_ptrs, mask=load_mask, other=0.0)
                 v = tl.load(v_ptrs, mask=load_mask, other=0.0)
             elif HEAD_SIZE != BLOCK_D:
@@ -99,8 +110,11 @@ def _prefill_kernel(
                 k = tl.load(k_ptrs)
                 v = tl.load(v_ptrs)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if MASKED:
-                scores = tl.where(key_position[None, :] <= position[:, None], scores, -float("inf"))
+            if PART != 1:
+                attended = key_position[None, :] <= position[:, None]
+                if WINDOW > 0:
+                    attended &= key_position[None, :] > position[:, None] - WINDOW
+                scores = tl.where(attended, scores, -float("inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2e)
             p = tl.exp2(scores * scale_log2e - new_max[:, None])
             correction = tl.exp2(row_max - new_max)
@@ -122,17 +136,19 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def prefill_config(max_rows: int, itemsize: int) -> PrefillConfig:
-    """For sequences of at most `max_rows` rows, query tokens * GQA_GROUP."""
+def prefill_config(max_rows: int, head_size: int, itemsize: int) -> PrefillConfig:
+    """For sequences of at most `max_rows` rows, query tokens * GQA_GROUP. No more than 98 KB of shared memory."""
     if itemsize > 2:
-        return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
+        return PrefillConfig(block_m=32, block_n=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
+    if head_size > 128:
+        return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
     if max_rows <= 64:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
     return PrefillConfig(block_m=128, block_n=32, num_warps=4, num_stages=4)
 
 
 def paged_prefill_attention(
-    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q
+    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window=0
 ):  # fmt: skip
     """See reference.paged_prefill_attention."""
     num_seqs = req_indices.shape[0]
@@ -142,10 +158,10 @@ def paged_prefill_attention(
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q):
         return prefill_sm90.prefill_attention_sm90(
-            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, out
+            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
         )
 
-    config = prefill_config(max_seqlen_q * gqa_group, k_cache.element_size())
+    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size())
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out, num_kv_heads, scale * LOG2_E,
@@ -153,7 +169,7 @@ def paged_prefill_attention(
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(head_size),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device),
     )  # fmt: skip
     return out

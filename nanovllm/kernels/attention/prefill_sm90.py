@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16-bit types, D = 128. Legend: paging.py.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D 64 or 128. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
@@ -8,12 +8,13 @@ arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs
     consumer 0, 1 (4 warps)   64 rows each: WGMMA, online softmax in registers
 
 A work item is a query tile of one KV head: 128 rows (token, head of the group), cut at positions that are multiples of
-TOKENS = 128 / GQA_GROUP. One consumer's WGMMA runs during the other's softmax, and P V of a tile during the softmax of
-the next. Key tiles go from last to first. BLOCK_N is a multiple of TOKENS: only the last tile needs the causal mask.
+TOKENS = 128 // GQA_GROUP; with 7 heads to a group 126 rows are used. One consumer's WGMMA runs during the other's
+softmax, and P V of a tile during the softmax of the next. Key tiles go from last to first. Where BLOCK_N is a multiple
+of TOKENS, only the last tile needs the causal mask. A window cuts the first tiles; those before it are not read.
 
 Use n of a ring of R slots is slot n % R. A full barrier takes 1 arrival (the producer, plus the bytes of K or V), an
 empty barrier 2 (the consumers). The producer waits for `empty` with the opposite parity, which a new barrier satisfies.
-All sides count the same uses: a work item takes p0 // BLOCK_N + 1 slots of K and of V, p0 the position of its row 0.
+All sides count the same uses: a work item takes as many slots of K and of V as `key_tiles` says.
 """
 
 from triton.experimental import gluon
@@ -35,7 +36,6 @@ from ..gluon_compat import (
 from ..launch import is_sm90, launch, launch_options, num_sms, zero_counters
 from .paging import LOG2_E, LOWEST
 
-HEAD_SIZE = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # per consumer
 # KV head (-1: end of work), token of row 0, the sequence's first token and end, position of row 0
 ITEM_FIELDS = gl.constexpr(5)
@@ -46,6 +46,40 @@ MAX_SEQS = gl.constexpr(256)  # per launch
 @gluon.jit
 def _add(a, b):
     return a + b
+
+
+@gluon.jit
+def key_tiles(p0, token0, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(last key tile, number of key tiles) of a work item, p0 the position of its row 0."""
+    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
+    last = p0 // BLOCK_N
+    if BLOCK_N % TOKENS != 0:  # the rows may end in a later tile than they begin in, but not beyond the context
+        last = (p0 + gl.minimum(q_end - token0, TOKENS) - 1) // BLOCK_N
+    num_tiles = last + 1
+    if WINDOW > 0:
+        num_tiles -= gl.maximum(p0 - WINDOW + 1, 0) // BLOCK_N
+    return last, num_tiles
+
+
+@gluon.jit
+def part_range(
+    PART: gl.constexpr, p0, last, num_tiles, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Tiles begin .. end - 1, counted down from the last one, of a part of a consumer's key loop."""
+    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
+    begin = 1
+    if BLOCK_N % TOKENS != 0:  # before it, tiles with keys after p0
+        begin = gl.maximum(last - (p0 + 1) // BLOCK_N + 1, 1)
+    end = num_tiles
+    if WINDOW > 0:  # from it on, tiles with keys that the last row does not attend
+        cut = (gl.maximum(p0 + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        end = gl.maximum(gl.minimum(last - cut + 1, num_tiles), begin)
+    if PART == 0:
+        return 1, gl.minimum(begin, num_tiles)
+    elif PART == 1:
+        return begin, end
+    else:
+        return end, num_tiles
 
 
 @gluon.jit
@@ -61,7 +95,8 @@ def _load_tile(desc, row, column, ring, full, empty, n, BYTES: gl.constexpr, STA
 def producer(
     rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs,
     num_kv_heads, stride_table,
-    GQA_GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
     TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
@@ -115,10 +150,11 @@ def producer(
 
         # K of a tile, then V of the tile before: the order in which consumers wait for them.
         column = kv_head * HEAD_SIZE
-        first = p0 // BLOCK_N * BLOCK_N
+        last, num_tiles = key_tiles(p0, q_begin - num_cached + p0, q_end, WINDOW, GQA_GROUP, BLOCK_N)
+        first = last * BLOCK_N
         v_row = 0
         next_item = item
-        for tile in range(0, p0 // BLOCK_N + 1):
+        for tile in range(0, num_tiles):
             row = gl.load(table_ptr + first // BLOCK_SIZE) * BLOCK_SIZE + first % BLOCK_SIZE
             _load_tile(k_desc, row, column, ks, k_full, k_empty, n, BYTES, STAGES)
             if tile == 0:
@@ -162,20 +198,42 @@ def pop_work_item(work_items, item_full, item_empty, t):
 
 
 @gluon.jit
+def holds_token(m, token, q_begin, q_end, GQA_GROUP: gl.constexpr):
+    """Which rows m of a work item hold a token of the sequence."""
+    is_token = (token >= q_begin) & (token < q_end)
+    if 2 * ROWS % GQA_GROUP != 0:  # the rows left over are those of the next work item
+        is_token &= m < 2 * ROWS // GQA_GROUP * GQA_GROUP
+    return is_token
+
+
+@gluon.jit
 def load_q(
     qs, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
-    WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr,
+    WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a consumer's rows of q, zeros where there is no token."""
-    copies: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    copies: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     m = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copies))
     d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, copies))
     token = token0 + m // GQA_GROUP
     offs = token.to(gl.int64) * stride_q_token + (kv_head * GQA_GROUP + m % GQA_GROUP) * stride_q_head
     ptrs = q_ptr + offs[:, None]
-    is_token = (token >= q_begin) & (token < q_end)
+    is_token = holds_token(m, token, q_begin, q_end, GQA_GROUP)
     async_load(qs, ptrs + d[None, :], mask=is_token[:, None] & (d < HEAD_SIZE)[None, :])
     commit_group()
+
+
+@gluon.jit
+def mask_scores(
+    s, p0, first, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """-inf for the keys from `first` on that a row, at its position, does not attend."""
+    key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    position = p0 + (WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))) // GQA_GROUP
+    attended = key[None, :] <= position[:, None]
+    if WINDOW > 0:
+        attended &= key[None, :] > position[:, None] - WINDOW
+    return gl.where(attended, s, -float("inf"))
 
 
 @gluon.jit
@@ -202,8 +260,9 @@ def online_softmax_update(s, row_max, row_sum, scale_log2e):
 
 @gluon.jit
 def consumer(
-    tensors, rings, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):
+    tensors, rings, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     q_ptr, out_ptr, scale_log2e, stride_q_token, stride_q_head, stride_out_token, stride_out_head = tensors
     qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -212,36 +271,41 @@ def consumer(
     p_operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     sum_rows: gl.constexpr = gl.SliceLayout(1, sums)
-    stores: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    stores: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
+    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
+    # Parts of the key loop after its first tile: tiles with a causal mask, tiles without a mask, tiles cut by a window.
+    BEGIN_PART: gl.constexpr = 1 if BLOCK_N % TOKENS == 0 else 0
+    END_PART: gl.constexpr = 3 if WINDOW > 0 else 2
     my_q = qs.index(WARPGROUP)
 
     t = 0  # use of the ring of work items
     n = 0  # use of the rings of K and V
     kv_head, token0, q_begin, q_end, p0 = pop_work_item(work_items, item_full, item_empty, t)
     if kv_head >= 0:
-        load_q(my_q, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head, WARPGROUP, GQA_GROUP)
+        load_q(
+            my_q, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
+            WARPGROUP, GQA_GROUP, HEAD_SIZE,
+        )  # fmt: skip
     while kv_head >= 0:
         wait_group(0)
         fence_async_shared()
         thread_barrier()
         q = my_q.load(q_operand)
-        num_tiles = p0 // BLOCK_N + 1
+        last, num_tiles = key_tiles(p0, token0, q_end, WINDOW, GQA_GROUP, BLOCK_N)
         no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=scores)
         acc = gl.zeros([ROWS, HEAD_SIZE], gl.float32, layout=sums)
         row_max = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, scores))
         row_sum = gl.sum(gl.sum(quad_view(no_scores), 1), 2)
 
-        # The last key tile, the only one with a causal mask.
+        # The last key tile.
         slot = n % STAGES
         mbarrier.wait(k_full.index(slot), (n // STAGES) & 1)
         s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s])
         thread_barrier()
         mbarrier.arrive(k_empty.index(slot))
-        first = p0 // BLOCK_N * BLOCK_N
-        key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-        position = p0 + (WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))) // GQA_GROUP
-        s = gl.where(key[None, :] <= position[:, None], s, -float("inf"))
+        first = last * BLOCK_N
+        s = mask_scores(s, p0, first, WARPGROUP, GQA_GROUP, WINDOW, BLOCK_N)
         p, _, row_max, row_sum = online_softmax_update(s, row_max, row_sum, scale_log2e)
         p = gl.convert_layout(p.to(dtype), p_operand)
         context = p0 + (q_end - token0)
@@ -257,24 +321,28 @@ def consumer(
             thread_barrier()
 
         mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=num_tiles > 1)
-        for i in range(1, num_tiles):
-            v_slot = n % STAGES
-            slot = (n + 1) % STAGES
-            s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_slot), (n // STAGES) & 1)
-            acc = warpgroup_mma(p, vs.index(v_slot), acc, is_async=True)
-            s = warpgroup_mma_wait(1, [s])
-            thread_barrier()
-            mbarrier.arrive(k_empty.index(slot))
-            p32, correction, row_max, row_sum = online_softmax_update(s, row_max, row_sum, scale_log2e)
-            # Placed here to keep ptxas from moving the softmax behind the wait for acc.
-            mbarrier.wait(k_full.index((n + 2) % STAGES), ((n + 2) // STAGES) & 1, pred=i + 1 < num_tiles)
-            acc, p32 = warpgroup_mma_wait(0, [acc, p32])
-            thread_barrier()
-            mbarrier.arrive(v_empty.index(v_slot))
-            acc = acc * gl.convert_layout(correction, sum_rows)[:, None]
-            p = gl.convert_layout(p32.to(dtype), p_operand)
-            n += 1
+        for PART in gl.static_range(BEGIN_PART, END_PART):
+            begin, end = part_range(PART, p0, last, num_tiles, WINDOW, GQA_GROUP, BLOCK_N)
+            for i in range(begin, end):
+                v_slot = n % STAGES
+                slot = (n + 1) % STAGES
+                s = warpgroup_mma(q, ks.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_slot), (n // STAGES) & 1)
+                acc = warpgroup_mma(p, vs.index(v_slot), acc, is_async=True)
+                s = warpgroup_mma_wait(1, [s])
+                thread_barrier()
+                mbarrier.arrive(k_empty.index(slot))
+                if PART != 1:
+                    s = mask_scores(s, p0, (last - i) * BLOCK_N, WARPGROUP, GQA_GROUP, WINDOW, BLOCK_N)
+                p32, correction, row_max, row_sum = online_softmax_update(s, row_max, row_sum, scale_log2e)
+                # Placed here to keep ptxas from moving the softmax behind the wait for acc.
+                mbarrier.wait(k_full.index((n + 2) % STAGES), ((n + 2) // STAGES) & 1, pred=i + 1 < num_tiles)
+                acc, p32 = warpgroup_mma_wait(0, [acc, p32])
+                thread_barrier()
+                mbarrier.arrive(v_empty.index(v_slot))
+                acc = acc * gl.convert_layout(correction, sum_rows)[:, None]
+                p = gl.convert_layout(p32.to(dtype), p_operand)
+                n += 1
 
         slot = n % STAGES
         mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
@@ -285,7 +353,7 @@ def consumer(
         if next_head >= 0:
             load_q(
                 my_q, q_ptr, next_head, next_token0, next_begin, next_end, stride_q_token, stride_q_head,
-                WARPGROUP, GQA_GROUP,
+                WARPGROUP, GQA_GROUP, HEAD_SIZE,
             )  # fmt: skip
         acc = warpgroup_mma_wait(0, [acc])
         thread_barrier()
@@ -298,7 +366,7 @@ def consumer(
         d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, stores))
         token = token0 + m // GQA_GROUP
         offs = token.to(gl.int64) * stride_out_token + (kv_head * GQA_GROUP + m % GQA_GROUP) * stride_out_head
-        is_token = (token >= q_begin) & (token < q_end)
+        is_token = holds_token(m, token, q_begin, q_end, GQA_GROUP)
         gl.store(out_ptr + offs[:, None] + d[None, :], result, mask=is_token[:, None])
         kv_head, token0, q_begin, q_end, p0 = next_head, next_token0, next_begin, next_end, next_p0
 
@@ -316,8 +384,8 @@ def prefill_kernel(
     counter_ptr,  # i32[1], zero between launches
     num_seqs, num_kv_heads, scale_log2e,
     stride_q_token, stride_q_head, stride_table, stride_out_token, stride_out_head,
-    GQA_GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    USE_PDL: gl.constexpr,
+    GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Registers per thread: 40 for the producer, which leaves 232 for each consumer."""
     if USE_PDL:
@@ -353,11 +421,11 @@ def prefill_kernel(
     ONE: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consumer, (tensors, rings, ZERO, GQA_GROUP, BLOCK_N, STAGES)),
-            (consumer, (tensors, rings, ONE, GQA_GROUP, BLOCK_N, STAGES)),
+            (consumer, (tensors, rings, ZERO, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
+            (consumer, (tensors, rings, ONE, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
             (producer, (
                 rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr,
-                num_seqs, num_kv_heads, stride_table, GQA_GROUP, BLOCK_SIZE, BLOCK_N, STAGES,
+                num_seqs, num_kv_heads, stride_table, GQA_GROUP, HEAD_SIZE, BLOCK_SIZE, WINDOW, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],
@@ -365,24 +433,24 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-def tiling(max_seqlen_q):
+def tiling(max_seqlen_q, head_size):
     """(BLOCK_N, STAGES): short tiles mask fewer scores, long ones cost less each. Figures: docs/experiments.md."""
-    return (128, 2) if max_seqlen_q >= 1024 else (64, 4)
+    block_n = 128 if max_seqlen_q >= 1024 else 64
+    return block_n, (256 // block_n) * (128 // head_size)
 
 
 def supports(q, k_cache, max_seqlen_q):
     """Whether the kernel can run and is faster than prefill.py's, which wins where sequences have few rows."""
     _, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
-    block_n, _ = tiling(max_seqlen_q)
+    block_n, _ = tiling(max_seqlen_q, head_size) if head_size in (64, 128) else (0, 0)
     return (
         is_sm90(q.device)
         and q.element_size() == 2
         and q.dtype == k_cache.dtype
-        and head_size == 128
-        and gqa_group in (1, 2, 4, 8, 16)
+        and head_size in (64, 128)
+        and gqa_group <= 16
         and max_seqlen_q * gqa_group > 64
-        and block_n % (128 // gqa_group) == 0
         and block_size % block_n == 0
         and k_cache.is_contiguous()
         and q.stride(0) % 16 == q.stride(1) % 16 == q.data_ptr() % 16 == 0
@@ -390,12 +458,12 @@ def supports(q, k_cache, max_seqlen_q):
 
 
 def prefill_attention_sm90(
-    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, out
+    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
 ):  # fmt: skip
     """`paged_prefill_attention` for inputs that it `supports`, in launches of at most MAX_SEQS sequences."""
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
-    block_n, stages = tiling(max_seqlen_q)
+    block_n, stages = tiling(max_seqlen_q, head_size)
     shape, strides = [num_blocks * block_size, num_kv_heads * head_size], [num_kv_heads * head_size, 1]
     k_desc, v_desc = (
         TensorDescriptor(cache, shape, strides, [block_n, head_size], gl.NVMMASharedLayout(128, 16, 2))
@@ -410,7 +478,7 @@ def prefill_attention_sm90(
             q, k_desc, v_desc, cu_seqlens_q[first:], req_indices[first:], context_lens[first:], block_tables, out,
             zero_counters(1, q.device), num_seqs, num_kv_heads, scale * LOG2_E,
             q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0), out.stride(1),
-            GQA_GROUP=gqa_group, BLOCK_SIZE=block_size, BLOCK_N=block_n, STAGES=stages, num_warps=4,
-            **launch_options(q.device),
+            GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, WINDOW=window,
+            BLOCK_N=block_n, STAGES=stages, num_warps=4, **launch_options(q.device),
         )  # fmt: skip
     return out

@@ -7,11 +7,11 @@ flight; the stages take nearly all shared memory of an SM. With few tokens most 
 wave of programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share
 the channels of a tile and write fp32 partials.
 
-With BLOCK_N = 128 a tile is one head of q, k or v, and norm_rope_store may be the epilogue. Its positions, slots,
+Where a tile is one head of q, k or v, or two heads of 64, norm_rope_store may be the epilogue. Its positions, slots,
 cosines, sines and norm weight are loaded before the wait, after the weight is requested: only arithmetic and stores
 follow the last MMA.
 
-M tokens, N output features, C input channels; I outputs: N, or N / 2 with silu_mul; H query heads, K KV heads.
+M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_compat import async_load, commit_group, hopper, thread_barrier, wait_group
 from ..launch import is_sm90, launch, launch_options, num_sms
+from .gemv import activate
 from .norm import SplitKPartials
-from .qkv_epilogue_sm90 import HEAD_SIZE, load_cos_sin, load_norm_weight, load_positions, norm_head, split_halves
+from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load_positions, norm_rope, split_halves
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
@@ -47,8 +48,9 @@ def decode_gemm_config(x, weight, allow_split_k):
     """The smallest tiles that fit the device in one wave; None where none do, or where cuBLAS is faster (H200)."""
     (num_tokens, num_channels), num_features, max_programs = x.shape, len(weight), num_sms(x.device)
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
+    is_16_bit = x.element_size() == 2 and x.dtype == weight.dtype
     block_c = 128 if num_channels % 128 == 0 else 64
-    if not (is_sm90(x.device) and is_aligned and x.element_size() == 2 and num_channels % block_c == 0):
+    if not (is_sm90(x.device) and is_aligned and is_16_bit and weight.is_contiguous() and num_channels % block_c == 0):
         return None
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
@@ -66,20 +68,21 @@ def decode_gemm_config(x, weight, allow_split_k):
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
 
 
-def supports_qkv(config):
-    """Whether norm_rope_store can be the epilogue: a tile is one head, a warp holds all channels of its tokens."""
-    return config.split_k == 1 and config.block_n == HEAD_SIZE.value and config.block_m == 16 * config.num_warps
+def supports_qkv(config, head_size):
+    """Whether norm_rope_store can be the epilogue: a tile is one head or two, a warp holds whole rows."""
+    is_whole_heads = head_size in (config.block_n, config.block_n // 2)
+    return config.split_k == 1 and is_whole_heads and config.block_m == 16 * config.num_warps
 
 
 @gluon.jit
-def output_features(tile, num_outputs, SILU_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Output features i64[BLOCK_N] of a tile; with SILU_MUL 8 of gate, the same 8 of up, and so on.
+def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Output features i64[BLOCK_N] of a tile; with ACT_MUL 8 of gate, the same 8 of up, and so on.
 
     In the accumulator a thread holds features n and n + 8, hence gate and up of one output. Features past the end
     repeat the last one and are not stored.
     """
     local = gl.arange(0, BLOCK_N, layout=layout)
-    if SILU_MUL:
+    if ACT_MUL is not None:
         output = tile * (BLOCK_N // 2) + local // 16 * 8 + local % 8
         feature = gl.minimum(output, num_outputs - 1) + (local // 8 % 2) * num_outputs
     else:
@@ -103,10 +106,10 @@ def decode_gemm_kernel(
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
-    y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with NUM_HEADS; written here
+    y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with HEAD_SIZE; written here
     q_weight_ptr, k_weight_ptr,  # [HEAD_SIZE] each, only with HAS_NORM
     eps,
-    cos_sin_ptr,  # fp32 [max_position, HEAD_SIZE]; this and the next four only with NUM_HEADS
+    cos_sin_ptr,  # fp32 [max_position, HEAD_SIZE]; this and the next four only with HEAD_SIZE
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, HEAD_SIZE], written here
@@ -117,13 +120,14 @@ def decode_gemm_kernel(
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
-    SILU_MUL: gl.constexpr,
+    ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
     SPLIT_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_HEADS: gl.constexpr,  # 0: no QKV epilogue
+    HEAD_SIZE: gl.constexpr,  # 0: no QKV epilogue
+    NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     USE_PDL: gl.constexpr,
@@ -133,7 +137,7 @@ def decode_gemm_kernel(
         gdc_launch_dependents()
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    BLOCK_I: gl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    BLOCK_I: gl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLIT_K
     STEPS: gl.constexpr = SPLIT_C // BLOCK_C
     RESIDENT: gl.constexpr = STAGES >= STEPS  # no stage is reused
@@ -159,25 +163,28 @@ def decode_gemm_kernel(
     first_token = gl.program_id(0) * BLOCK_M
     split = gl.program_id(2)
     c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, load_layout))
-    features = output_features(tile, num_outputs, SILU_MUL, BLOCK_N, gl.SliceLayout(1, load_layout))
+    features = output_features(tile, num_outputs, ACT_MUL, BLOCK_N, gl.SliceLayout(1, load_layout))
     weight_ptrs = weight_ptr + features[:, None] * NUM_CHANNELS + c[None, :]
     for step in gl.static_range(PREFETCH):
         async_load(weight_smem.index(step), weight_ptrs + step * BLOCK_C)
     token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, load_layout))
     x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
-    if NUM_HEADS > 0:
-        gl.static_assert(BLOCK_N == HEAD_SIZE and WARPS_M == WARPS and SPLIT_K == 1)
-        is_q, has_rope = tile < NUM_HEADS, tile < NUM_HEADS + NUM_KV_HEADS
+    if HEAD_SIZE > 0:
+        gl.static_assert(WARPS_M == WARPS and SPLIT_K == 1)
+        Q_TILES: gl.constexpr = NUM_HEADS * HEAD_SIZE // BLOCK_N
+        KV_TILES: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // BLOCK_N
+        is_q, has_rope = tile < Q_TILES, tile < Q_TILES + KV_TILES
         thread_barrier()  # keeps ptxas from sinking the weight loads below the next loads, or even below their uses
-        position = load_positions(positions_ptr, first_token, num_tokens, has_rope, BLOCK_M, WARPS)
+        position = load_positions(positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE, BLOCK_M, WARPS)
         y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
         is_y_token = y_token < num_tokens
         # Destination of a token's head: a token of q or a slot of the cache; -1: not stored.
         dest = gl.load(slot_mapping_ptr + y_token, mask=is_y_token & ~is_q, other=gl.where(is_y_token, y_token, -1))
+        head_norm_weight = None
         if HAS_NORM:
-            head_norm_weight = load_norm_weight(gl.where(is_q, q_weight_ptr, k_weight_ptr), WARPS)
-        cos, sin = load_cos_sin(cos_sin_ptr, position)
+            head_norm_weight = load_norm_weight(gl.where(is_q, q_weight_ptr, k_weight_ptr), HEAD_SIZE, WARPS)
+        cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
     if USE_PDL:
         gdc_wait()
     for step in gl.static_range(PREFETCH):
@@ -209,35 +216,32 @@ def decode_gemm_kernel(
 
     if HAS_BIAS:
         bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
-        bias = gl.load(bias_ptr + output_features(tile, num_outputs, SILU_MUL, BLOCK_N, bias_layout)).to(gl.float32)
+        bias = gl.load(bias_ptr + output_features(tile, num_outputs, ACT_MUL, BLOCK_N, bias_layout)).to(gl.float32)
         if SWAP_AB:
             acc += bias[:, None]
         else:
             acc += bias[None, :]
-    if SILU_MUL:
+    if ACT_MUL is not None:
         if SWAP_AB:
             pairs = acc.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
             gate, up = gl.split(pairs)
-            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_I, BLOCK_M))
+            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_I, BLOCK_M))
         else:
             pairs = acc.reshape((BLOCK_M, BLOCK_N // 16, 2, 8)).permute((0, 1, 3, 2))
             gate, up = gl.split(pairs)
-            acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape((BLOCK_M, BLOCK_I))
+            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_M, BLOCK_I))
     if SWAP_AB:
         acc = acc.permute((1, 0))
-    if NUM_HEADS > 0:
-        x_1, x_2 = split_halves(acc)
+    if HEAD_SIZE > 0:
+        left, right = split_halves(acc)
         if has_rope:
-            if HAS_NORM:
-                x_1, x_2 = norm_head(x_1, x_2, head_norm_weight, eps, dtype)
-            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
-        heads = gl.join(x_1.to(dtype), x_2.to(dtype)).permute((0, 2, 1)).reshape([BLOCK_M, HEAD_SIZE])
-        acc = gl.convert_layout(heads, store_layout)
+            left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+        acc = gl.convert_layout(join_halves(left.to(dtype), right.to(dtype)), store_layout)
         head_ptr = gl.where(is_q, y_ptr, gl.where(has_rope, k_cache_ptr, v_cache_ptr))
-        head_ptr += gl.where(is_q, tile, (tile - NUM_HEADS) % NUM_KV_HEADS) * HEAD_SIZE
-        offs = dest.to(gl.int64) * (gl.where(is_q, NUM_HEADS, NUM_KV_HEADS) * HEAD_SIZE)
-        d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, store_layout))
-        gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=(dest >= 0)[:, None] & (d < HEAD_SIZE)[None, :])
+        head_ptr += gl.where(is_q, tile, (tile - Q_TILES) % KV_TILES) * BLOCK_N
+        offs = dest.to(gl.int64) * (gl.where(is_q, Q_TILES, KV_TILES) * BLOCK_N)
+        d = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, store_layout))
+        gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=(dest >= 0)[:, None] & (d < BLOCK_N)[None, :])
     else:
         acc = gl.convert_layout(acc, store_layout)
         y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
@@ -250,20 +254,21 @@ def decode_gemm_kernel(
         gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epilogue=None):
-    """[residual +] [silu_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
+def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None):
+    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
 
     With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    num_outputs = num_features // 2 if silu_mul else num_features
+    num_outputs = num_features // 2 if act_mul else num_features
     *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
+    head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if config.split_k > 1:
-        assert residual is not None and bias is None and not silu_mul
+        assert residual is not None and bias is None and act_mul is None
         y = torch.empty((config.split_k, num_tokens, num_outputs), dtype=torch.float32, device=x.device)
     else:
-        shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, HEAD_SIZE.value)
+        shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, head_size)
         y = torch.empty(shape, dtype=x.dtype, device=x.device)
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     adds_residual = residual is not None and config.split_k == 1
@@ -272,9 +277,9 @@ def decode_gemm(config, x, weight, bias=None, residual=None, silu_mul=False, epi
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
         x, weight, bias, residual if adds_residual else None, y, *epilogue_args,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
-        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, SILU_MUL=silu_mul,
+        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, ACT_MUL=act_mul,
         SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
-        STAGES=config.stages, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue_args[0] is not None,
-        num_warps=config.num_warps, **launch_options(x.device),
+        STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HAS_NORM=epilogue_args[0] is not None, num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return SplitKPartials(residual, y) if config.split_k > 1 else y

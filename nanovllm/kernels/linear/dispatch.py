@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
-from .silu_and_mul import silu_and_mul
+from .silu_and_mul import act_and_mul
 
 try:
     from . import decode_gemm_sm90, prefill_gemm_sm90, qkv_epilogue_sm90
@@ -27,26 +27,26 @@ MIN_TOKENS_PREFILL = 1024
 MIN_TOKENS_PREFILL_QKV = 2048
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, silu_mul=False, allow_split_k=False):
+def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
     weight = unscaled(weight)
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if len(x) == 1:
-        return gemv(x, weight, bias, norm_weight, eps, residual, silu_mul)
+        return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    adds_residual_only = residual is not None and bias is None and not silu_mul
+    adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
     if config is not None:
-        return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, silu_mul)
-    if silu_mul and bias is residual is None and supports_prefill_gemm(x, weight, MIN_TOKENS_PREFILL):
-        return prefill_gemm_sm90.prefill_gemm(x, weight)
+        return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, act_mul)
+    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight, MIN_TOKENS_PREFILL):
+        return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul)
     if adds_residual_only:
         return torch.addmm(residual, x, weight.t(), out=residual)  # beta = 1: the addition is free
     y = F.linear(x, weight, bias)
-    if silu_mul:
-        y = silu_and_mul(y)
+    if act_mul:
+        y = act_and_mul(y, act_mul)
     return y if residual is None else residual + y
 
 
@@ -54,13 +54,15 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
     data = unscaled(weight)
     if len(x) > 1:
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
+        if norm_weight is not None:
+            x, norm_weight = rms_norm(x, norm_weight, eps), None
         if qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(x, data, epilogue):
             config = decode_config(x, data)
-            if config is not None and decode_gemm_sm90.supports_qkv(config):
+            head_size = len(data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
+            if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
                 return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
-            if bias is None and supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV):
-                return prefill_gemm_sm90.prefill_gemm(x, data, epilogue)
+            if supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV, is_qkv=True):
+                return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
 
 
@@ -76,5 +78,5 @@ def decode_config(x, weight, allow_split_k=False):
     return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
 
 
-def supports_prefill_gemm(x, weight, min_tokens):
-    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight)
+def supports_prefill_gemm(x, weight, min_tokens, is_qkv=False):
+    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight, is_qkv)

@@ -6,7 +6,7 @@ Bound by reading the weight. A program loads its first BLOCK_C channels before g
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
 
-N output features of the weight, C input channels; I outputs: N, or N / 2 with silu_mul.
+N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul.
 """
 
 from typing import NamedTuple
@@ -45,16 +45,31 @@ def gemv_config(num_features, num_channels, itemsize):
 
 
 @triton.jit
-def output_features(tile, num_outputs, SILU_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output features i64[BLOCK_N] of a tile, and whether they exist. SILU_MUL: half gate, then as many of up."""
+def output_features(tile, num_outputs, ACT_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Output features i64[BLOCK_N] of a tile, and whether they exist. ACT_MUL: half gate, then as many of up."""
     local = tl.arange(0, BLOCK_N)
-    if SILU_MUL:
+    if ACT_MUL is not None:
         output = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
         feature = output + (local // (BLOCK_N // 2)) * num_outputs
     else:
         output = tile * BLOCK_N + local
         feature = output
     return feature.to(tl.int64), output < num_outputs
+
+
+@triton.jit
+def sigmoid_argument(x, ACT: tl.constexpr):
+    if ACT == "gelu_tanh":
+        return 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    else:
+        tl.static_assert(ACT == "silu")
+        return x
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """silu(x) = x sigmoid(x); gelu_tanh(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    return x / (1.0 + tl.exp(-sigmoid_argument(x, ACT)))
 
 
 @triton.jit
@@ -79,7 +94,7 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    SILU_MUL: tl.constexpr,
+    ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -90,10 +105,10 @@ def gemv_kernel(
     """
     pdl_launch_dependents(USE_PDL)
     tile = tl.program_id(0)
-    BLOCK_I: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
+    BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
     VECTOR: tl.constexpr = 8
-    features, exists = output_features(tile, num_outputs, SILU_MUL, BLOCK_N)
+    features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
     weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
     weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
@@ -123,18 +138,18 @@ def gemv_kernel(
         y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
     if HAS_BIAS:
         y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if SILU_MUL:
+    if ACT_MUL is not None:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = activate(gate, ACT_MUL) * up
     tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
 
 
-def gemv(x, weight, bias, norm_weight, eps, residual, silu_mul):
+def gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
     """reference.fused_linear of one token, x [1, C], with a plain tensor as weight [N, C]."""
     num_features, num_channels = weight.shape
     assert x.shape == (1, num_channels) and x.stride(1) == 1 and weight.is_contiguous()
     config = gemv_config(num_features, num_channels, weight.element_size())
-    num_outputs = num_features // 2 if silu_mul else num_features
+    num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     options = launch_options(x.device)
     if config.max_registers is not None and torch.version.hip is None:
@@ -143,7 +158,7 @@ def gemv(x, weight, bias, norm_weight, eps, residual, silu_mul):
         gemv_kernel, (triton.cdiv(num_features, config.block_n),),
         x, weight, bias, norm_weight, residual, y, num_outputs, eps,
         NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
+        HAS_RESIDUAL=residual is not None, ACT_MUL=act_mul,
         BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **options,
     )  # fmt: skip
     return y

@@ -1,6 +1,6 @@
 """Gluon: GEMM of many tokens on NVIDIA Hopper, persistent and warp-specialized, with a fused epilogue.
 
-Owns `prefill_gemm`, with silu_and_mul or norm_rope_store. dispatch.py decides when it is faster than cuBLAS.
+Owns `prefill_gemm`, with act_and_mul or norm_rope_store. dispatch.py decides when it is faster than cuBLAS.
 
 One program per SM computes every num_programs-th tile of 128 tokens by 256 output features:
 
@@ -11,11 +11,11 @@ Each stage has a full and an empty mbarrier, as in prefill_sm90.py of attention:
 `empty` after their MMA. A consumer may run ahead by the length of the pipeline, so one's epilogue overlaps the other's
 MMAs.
 
-In a 64 x 256 accumulator the thread that holds column c also holds c + 64 and c + 128. With silu_and_mul one half of a
-tile's columns is gate and the other up; otherwise the halves are two heads of 128, whose own halves the rotation pairs.
-So only a head's sum of squares crosses threads.
+In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one
+half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
+or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
-M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D = 128.
+M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
 
 import torch
@@ -27,7 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
-from .qkv_epilogue_sm90 import HEAD_SIZE, load_cos_sin, load_norm_weight, load_positions, norm_head, split_halves
+from .gemv import sigmoid_argument
+from .qkv_epilogue_sm90 import UNIT, load_cos_sin, load_norm_weight, load_positions, norm_rope, split_halves
 
 NUM_CONSUMERS = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(4)
@@ -100,36 +101,42 @@ def store_output(y_desc, staging, token, column, CONSUMER: gl.constexpr):
 @gluon.jit
 def qkv_epilogue(
     acc, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
-    CONSUMER: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
+    CONSUMER: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """norm_rope_store of an accumulator of two heads, of q, k or v each."""
-    q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
+    """norm_rope_store of an accumulator of two units, of q, k or v each."""
+    _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
+    Q_UNITS: gl.constexpr = NUM_HEADS * HEAD_SIZE // UNIT
+    KV_UNITS: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // UNIT
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
     d = gl.arange(0, STORE_N, layout=gl.SliceLayout(0, store_layout))
     slot = gl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(gl.int64)
-    heads = split_halves(acc)
+    units = split_halves(acc)
     for i in gl.static_range(2):
-        head = 2 * tile_n + i
-        x_1, x_2 = split_halves(heads[i])
-        if head < NUM_HEADS + NUM_KV_HEADS:
+        unit = 2 * tile_n + i
+        left, right = split_halves(units[i])
+        if unit < Q_UNITS + KV_UNITS:
+            norm_weight = None
             if HAS_NORM:
                 weight_ptr = q_weight_ptr
-                if head >= NUM_HEADS:
+                if unit >= Q_UNITS:
                     weight_ptr = k_weight_ptr
-                x_1, x_2 = norm_head(x_1, x_2, load_norm_weight(weight_ptr, CONSUMER_WARPS), eps, staging.dtype)
-            x_1, x_2 = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
-        stage_output(staging, x_1, x_2, CONSUMER)
-        if head < NUM_HEADS:
-            store_output(q_desc, staging, first_token, head * HEAD_SIZE, CONSUMER)
+                norm_weight = load_norm_weight(weight_ptr, HEAD_SIZE, CONSUMER_WARPS)
+            left, right = norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, staging.dtype)
+        stage_output(staging, left, right, CONSUMER)
+        if unit < Q_UNITS:
+            store_output(q_desc, staging, first_token, unit * UNIT, CONSUMER)
         else:
             cache_ptr = k_cache_ptr
-            kv_head = head - NUM_HEADS
-            if kv_head >= NUM_KV_HEADS:
+            kv_unit = unit - Q_UNITS
+            if kv_unit >= KV_UNITS:
                 cache_ptr = v_cache_ptr
-                kv_head -= NUM_KV_HEADS
-            ptrs = cache_ptr + ((slot * NUM_KV_HEADS + kv_head) * HEAD_SIZE)[:, None] + d[None, :]
+                kv_unit -= KV_UNITS
+            ptrs = cache_ptr + ((slot * KV_UNITS + kv_unit) * UNIT)[:, None] + d[None, :]
             is_stored = (slot >= 0)[:, None] & (d < STORE_N)[None, :]
+            if (Q_UNITS + 2 * KV_UNITS) % 2 != 0:  # the second unit of the last tile does not exist
+                is_stored = is_stored & (kv_unit < KV_UNITS)
             gl.store(ptrs, staging.index(2 * CONSUMER).load(store_layout), mask=is_stored)
             gl.store(ptrs + STORE_N, staging.index(2 * CONSUMER + 1).load(store_layout), mask=is_stored)
 
@@ -137,22 +144,28 @@ def qkv_epilogue(
 @gluon.jit
 def consume(
     pipeline, staging, y_desc, shape, epilogue,
-    CONSUMER: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HAS_NORM: gl.constexpr,
-    STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps = shape
-    _, _, _, cos_sin_ptr, positions_ptr, _, _, _ = epilogue
+    bias_ptr, _, _, _, cos_sin_ptr, positions_ptr, _, _, _ = epilogue
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     n = 0  # steps over all tiles
     for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
         first_token = (tile_m * NUM_CONSUMERS + CONSUMER) * CONSUMER_M
-        if NUM_HEADS > 0:
-            has_rope = 2 * tile_n < NUM_HEADS + NUM_KV_HEADS
-            position = load_positions(positions_ptr, first_token, num_tokens, has_rope, CONSUMER_M, CONSUMER_WARPS)
+        if HEAD_SIZE > 0:
+            has_rope = 2 * tile_n < (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE // UNIT
+            position = load_positions(
+                positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE, CONSUMER_M, CONSUMER_WARPS
+            )
         acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
+        if HAS_BIAS:
+            feature = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
+            bias = gl.load(bias_ptr + feature, mask=feature < (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, other=0.0)
+            acc += bias.to(gl.float32)[None, :]
         for step in range(num_steps):
             stage = n % STAGES
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
@@ -163,22 +176,23 @@ def consume(
             thread_barrier()
             mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
             n += 1
-        if NUM_HEADS > 0:
-            cos, sin = load_cos_sin(cos_sin_ptr, position)  # overlaps the last MMA
+        if HEAD_SIZE > 0:
+            cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)  # overlaps the last MMA
         acc = hopper.warpgroup_mma_wait(0, [acc])
         thread_barrier()
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
 
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
-            if NUM_HEADS > 0:
+            if HEAD_SIZE > 0:
                 qkv_epilogue(
                     acc, cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
-                    CONSUMER, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
+                    CONSUMER, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
                 )  # fmt: skip
             else:
                 gate, up = split_halves(acc)
-                y_1, y_2 = split_halves(gate * fast_reciprocal(1.0 + gl.exp2(gate * -LOG2_E)) * up)
+                z = sigmoid_argument(gate, ACT_MUL)
+                y_1, y_2 = split_halves(gate * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * up)
                 stage_output(staging, y_1, y_2, CONSUMER)
                 store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
     tma_store_wait(0)
@@ -188,20 +202,24 @@ def consume(
 def prefill_gemm_kernel(
     x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C]
     weight_desc,  # [N, C], [BLOCK_N / 2, BLOCK_C]
-    y_desc,  # [M, I], with NUM_HEADS q [M, H * D], [CONSUMER_M, STORE_N]; written here
+    y_desc,  # [M, I], with HEAD_SIZE q [M, H * D], [CONSUMER_M, STORE_N]; written here
     num_tokens,
     num_tiles_n,
     num_steps,
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
+    bias_ptr,  # [N], only with HAS_BIAS
     q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
     eps,
-    cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with NUM_HEADS
+    cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with HEAD_SIZE
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
-    NUM_HEADS: gl.constexpr,  # 0: silu_and_mul
+    ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
+    HEAD_SIZE: gl.constexpr,  # 0: act_and_mul
+    NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,  # only with HEAD_SIZE
     HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
@@ -225,54 +243,64 @@ def prefill_gemm_kernel(
     pipeline = (x_smem, weight_smem, full, empty)
     shape = (num_tokens, num_tiles_n, num_steps)
     epilogue = (
-        q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr
+        bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr,
+        v_cache_ptr,
     )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (consume, (pipeline, staging, y_desc, shape, epilogue, ZERO, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES)),
-            (consume, (pipeline, staging, y_desc, shape, epilogue, ONE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM, STAGES)),
+            (consume, (
+                pipeline, staging, y_desc, shape, epilogue,
+                ZERO, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+            )),
+            (consume, (
+                pipeline, staging, y_desc, shape, epilogue,
+                ONE, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+            )),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
         [4, 1],
         [232, 40],
-    )
+    )  # fmt: skip
 
 
-def supports(x, weight):
-    """Whether `prefill_gemm` runs with these."""
+def supports(x, weight, is_qkv=False):
+    """Whether `prefill_gemm` runs with these: whole tiles, or whole units with the QKV epilogue."""
     num_features, num_channels = weight.shape
     return (
         is_sm90(x.device)
         and x.element_size() == 2
         and x.dtype == weight.dtype
-        and num_channels % BLOCK_C.value == num_features % BLOCK_N.value == 0
+        and num_channels % BLOCK_C.value == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and weight.is_contiguous()
     )
 
 
-def prefill_gemm(x, weight, epilogue=None):
-    """silu_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None):
+    """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
 
-    With a QKVEpilogue: reference.norm_rope_store of the product, unrounded; q [M, H, D].
+    With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
-    half_n, num_tiles_n = BLOCK_N.value // 2, num_features // BLOCK_N.value
-    num_outputs = num_features // 2 if epilogue is None else num_heads * HEAD_SIZE.value
+    head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
+    assert (act_mul is None) == (epilogue is not None) and (bias is None or epilogue is not None)
+    half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
+    num_outputs = num_features // 2 if epilogue is None else num_heads * head_size
     y = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, BLOCK_C.value), _descriptor(weight, half_n, BLOCK_C.value),
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
         half_n if epilogue is None else BLOCK_N.value, num_features // 2 if epilogue is None else half_n,
-        *epilogue_args, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HAS_NORM=epilogue_args[0] is not None,
+        bias, *epilogue_args, ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
-    return y if epilogue is None else y.unflatten(1, (num_heads, HEAD_SIZE.value))
+    return y if epilogue is None else y.unflatten(1, (num_heads, head_size))
 
 
 def _descriptor(x, *block):

@@ -1,23 +1,28 @@
-"""Gluon: norm_rope_store as a GEMM epilogue, on heads of 128 in the accumulators of tensor cores (NVIDIA Hopper).
+"""Gluon: norm_rope_store as a GEMM epilogue, on heads in the accumulators of tensor cores (NVIDIA Hopper).
 
 Owns the steps that decode_gemm_sm90.py and prefill_gemm_sm90.py share. The twin is reference.norm_rope_store; the
 rounding is the same but for the product itself, which stays in fp32.
 
-A head is a pair of halves [tokens, 64]. In this accumulator layout the thread that holds channel d of a head also holds
-d + 64, its partner in the rotation. So only the head's sum of squares crosses threads.
+A head is a pair of halves [tokens, HEAD_SIZE / 2]. In this accumulator layout the thread that holds channel d of a head
+also holds d + HEAD_SIZE / 2, its partner in the rotation. So only the head's sum of squares crosses threads.
+
+A GEMM finishes UNIT features at a time: one head of 128, or two heads of 64 that are both of q, of k or of v.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-HEAD_SIZE = gl.constexpr(128)
+UNIT = gl.constexpr(128)
 
 
 def supports(x, weight, epilogue):
-    """Whether heads have HEAD_SIZE channels, and k and v go to contiguous caches of x's dtype."""
-    num_all_heads = epilogue.num_heads + 2 * epilogue.num_kv_heads
+    """Whether q, k and v are whole units, and k and v go to contiguous caches of x's dtype."""
+    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
+    head_size = len(weight) // (num_heads + 2 * num_kv_heads)
     k_cache, v_cache = epilogue.k_cache, epilogue.v_cache
-    if k_cache is None or k_cache.numel() == 0 or len(weight) != num_all_heads * HEAD_SIZE.value:
+    if k_cache is None or k_cache.numel() == 0 or head_size not in (64, 128):
+        return False
+    if num_heads * head_size % UNIT.value or num_kv_heads * head_size % UNIT.value:
         return False
     is_contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and epilogue.cos_sin.is_contiguous()
     return is_contiguous and k_cache.dtype == v_cache.dtype == x.dtype
@@ -33,7 +38,16 @@ def split_halves(x):
 
 
 @gluon.jit
-def load_positions(positions_ptr, first_token, num_tokens, has_rope, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+def join_halves(left, right):
+    """The inverse of `split_halves`, in a layout of its own."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def load_positions(
+    positions_ptr, first_token, num_tokens, has_rope,
+    HEAD_SIZE: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """Positions [TOKENS] in the layout of a head's halves; -1 past the last token, and everywhere without has_rope."""
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
     token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, half_layout))
@@ -41,7 +55,7 @@ def load_positions(positions_ptr, first_token, num_tokens, has_rope, TOKENS: gl.
 
 
 @gluon.jit
-def load_cos_sin(cos_sin_ptr, position):
+def load_cos_sin(cos_sin_ptr, position, HEAD_SIZE: gl.constexpr):
     """(cos, sin), [tokens, HEAD_SIZE / 2]; undefined where the position is -1."""
     HALF: gl.constexpr = HEAD_SIZE // 2
     d = gl.arange(0, HALF, layout=gl.SliceLayout(0, position.type.layout.parent))
@@ -51,7 +65,7 @@ def load_cos_sin(cos_sin_ptr, position):
 
 
 @gluon.jit
-def load_norm_weight(weight_ptr, WARPS: gl.constexpr):
+def load_norm_weight(weight_ptr, HEAD_SIZE: gl.constexpr, WARPS: gl.constexpr):
     """Both halves of a norm weight, [HEAD_SIZE / 2] each."""
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_SIZE // 2, 16])
     d = gl.arange(0, HEAD_SIZE // 2, layout=gl.SliceLayout(0, half_layout))
@@ -59,7 +73,7 @@ def load_norm_weight(weight_ptr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def norm_head(x_1, x_2, norm_weight, eps, dtype: gl.constexpr):
+def norm_head(x_1, x_2, norm_weight, eps, HEAD_SIZE: gl.constexpr, dtype: gl.constexpr):
     """RMSNorm of a head's halves, rounded to dtype after each step, as in the twin."""
     weight_1 = norm_weight[0].to(gl.float32)[None, :]
     weight_2 = norm_weight[1].to(gl.float32)[None, :]
@@ -67,3 +81,32 @@ def norm_head(x_1, x_2, norm_weight, eps, dtype: gl.constexpr):
     x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
     x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
     return x_1, x_2
+
+
+@gluon.jit
+def norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+                   dtype: gl.constexpr):  # fmt: skip
+    """QK-norm and rotation of a head's halves."""
+    if HAS_NORM:
+        x_1, x_2 = norm_head(x_1, x_2, norm_weight, eps, HEAD_SIZE, dtype)
+    return x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+
+
+@gluon.jit
+def norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+              dtype: gl.constexpr):  # fmt: skip
+    """QK-norm and rotation of the halves of one head, or of two heads of half as many features."""
+    if left.shape[1] == HEAD_SIZE:
+        left = _norm_rope_whole_head(left, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+        right = _norm_rope_whole_head(right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    else:
+        left, right = norm_rope_head(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    return left, right
+
+
+@gluon.jit
+def _norm_rope_whole_head(x, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+                          dtype: gl.constexpr):  # fmt: skip
+    x_1, x_2 = split_halves(x)
+    x_1, x_2 = norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    return gl.convert_layout(join_halves(x_1, x_2), x.type.layout, assert_trivial=True)
