@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.engines import ENGINES, TEMPERATURE, Engine, Options, versions
-from benchmarks.workloads import SIZES, WORKLOADS, Workload, write_model
+from benchmarks.workloads import QWEN3, SIZES, WORKLOADS, Workload, write_model
 
 CPU_SCALE = 4  # without a GPU the workloads shrink: a quarter of the requests, of a quarter of the length
 
@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workload", nargs="+", default=["headline"], choices=[*WORKLOADS, "all"], help="default: headline")
     add("--model", help="directory or hub id, with its own weights")
-    add("--size", choices=list(SIZES), help="random weights in the shape of this Qwen3 (default on a GPU: 0.6b)")
+    add("--size", choices=list(SIZES), help="random weights, published shape (default on a GPU: 0.6b, of Qwen3)")
     add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="default: nanovllm")
     add("--repeats", type=int, default=1, metavar="N", help="report the median of N runs")
     add("--scale", type=int, metavar="N", help=f"1/N of the requests, of 1/N the length (default: 1; CPU {CPU_SCALE})")
@@ -225,8 +225,9 @@ def main(argv: list[str] | None = None) -> None:
         if run is run_apart:
             check_installed(args.engine)
         engines = [run(name, args, model) for name in args.engine]
+    shape = f"Qwen3-{args.size}" if args.size in QWEN3 else args.size
     report = {
-        "model": f"Qwen3-{args.size} shape, random weights" if args.size else args.model or "demo model",
+        "model": f"{shape} shape, random weights" if args.size else args.model or "demo model",
         "scale": args.scale,
         "device": device_name(args.device, args.tensor_parallel_size),
         "dtype": args.dtype,

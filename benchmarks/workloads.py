@@ -8,11 +8,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 HEADLINE_TOKENS = (142_827, 133_966)  # prompt and generated tokens of the headline at scale 1
 
-# hidden_size, intermediate_size, layers, attention heads (8 KV heads of 128 everywhere), tied embeddings
-SIZES = {
+# Qwen3: hidden_size, intermediate_size, layers, attention heads (8 KV heads of 128 everywhere), tied embeddings
+QWEN3 = {
     "0.6b": (1024, 3072, 28, 16, True),
     "1.7b": (2048, 6144, 28, 16, True),
     "4b": (2560, 9728, 36, 32, True),
@@ -20,6 +21,54 @@ SIZES = {
     "14b": (5120, 17408, 40, 40, False),
     "32b": (5120, 25600, 64, 64, False),
 }
+
+
+def _shape(architecture: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int,
+           vocab: int, positions: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture], "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head_dim, "vocab_size": vocab, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "eos_token_id": 2, **more,
+    }  # fmt: skip
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {"rope_theta": 500_000.0, "model_type": "llama",
+            "rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192}}  # fmt: skip
+
+
+_QWEN: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "eos_token_id": 151_645}
+OTHERS = {  # published shapes of other families; model_type is for other engines
+    "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128_256, 131_072, **_llama3(32.0))
+    | {"tie_word_embeddings": True},
+    "llama-3.1-8b": _shape("LlamaForCausalLM", 4096, 14_336, 32, 32, 8, 128, 128_256, 131_072, **_llama3(8.0)),
+    "qwen2.5-0.5b": _shape("Qwen2ForCausalLM", 896, 4864, 24, 14, 2, 64, 151_936, 32_768, model_type="qwen2")
+    | _QWEN | {"tie_word_embeddings": True},
+    "qwen2.5-7b": _shape("Qwen2ForCausalLM", 3584, 18_944, 28, 28, 4, 128, 152_064, 131_072, model_type="qwen2")
+    | _QWEN,
+    "mistral-nemo": _shape("MistralForCausalLM", 5120, 14_336, 40, 32, 8, 128, 131_072, 128_000, model_type="mistral",
+                           rope_theta=1_000_000.0, sliding_window=None),
+    "gemma-3-12b": _shape(
+        "Gemma3ForCausalLM", 3840, 15_360, 48, 16, 8, 256, 262_208, 131_072, model_type="gemma3_text",
+        rms_norm_eps=1e-6, sliding_window=1024, sliding_window_pattern=6, rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0, rope_scaling={"rope_type": "linear", "factor": 8.0},
+        query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
+    ),
+    "olmo-3-7b": _shape(
+        "Olmo3ForCausalLM", 4096, 11_008, 32, 32, 32, 128, 100_278, 65_536, model_type="olmo3", rms_norm_eps=1e-6,
+        sliding_window=4096, rope_theta=500_000.0,
+        rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+                      "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+    ),
+    "qwen3-30b-a3b": _shape(
+        "Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 128, 151_936, 40_960, model_type="qwen3_moe", num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ) | _QWEN,
+}  # fmt: skip
+SIZES = (*QWEN3, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -92,9 +141,15 @@ WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedp
 
 
 def write_model(directory: str | Path, size: str) -> str:
-    """Write the ``config.json`` of a Qwen3 model of ``size`` (a key of SIZES); return the directory."""
-    hidden, intermediate, layers, heads, tied = SIZES[size]
-    config = {
+    """Write the ``config.json`` of a model of ``size`` (a key of SIZES); return the directory."""
+    config = {"torch_dtype": "bfloat16", **(OTHERS[size] if size in OTHERS else qwen3(size))}
+    Path(directory, "config.json").write_text(json.dumps(config, indent=2))
+    return str(directory)
+
+
+def qwen3(size: str) -> dict:
+    hidden, intermediate, layers, heads, tied = QWEN3[size]
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": 151_936,
@@ -112,7 +167,4 @@ def write_model(directory: str | Path, size: str) -> str:
         "attention_bias": False,
         "bos_token_id": 151_643,
         "eos_token_id": 151_645,
-        "torch_dtype": "bfloat16",
     }
-    Path(directory, "config.json").write_text(json.dumps(config, indent=2))
-    return str(directory)

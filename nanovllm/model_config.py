@@ -209,7 +209,8 @@ class ModelConfig:
         (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
         family = FAMILIES[name]
         text = raw.get("text_config") or {}  # of a model that also has a vision tower
-        raw = {**DEFAULTS, **family.defaults, **raw, **text}
+        outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
+        raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if raw.get("tie_word_embeddings") is None:
             raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")

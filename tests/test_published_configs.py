@@ -3,6 +3,9 @@
 Written by hand from the model cards' fields. Fields that change nothing here (dropout, initializer_range) are left out.
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 
 from nanovllm.errors import CheckpointError
@@ -260,6 +263,38 @@ def test_published(model):
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.moe is None) == (moe is None)
     assert moe is None or vars(config.moe) == {**PLAIN_MOE, **moe}
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
+    "n_routed_experts", "num_experts_per_tok", "eos_token_id", "head_dim", "vision_config", "text_config",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", ["all", "sizes"])
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_as_transformers_reads_it(model, kept):
+    """What transformers makes of the file, written in today's fields, reads the same; also with nothing but sizes.
+
+    Older files leave fields out, or name them otherwise.
+    """
+    import transformers
+
+    architecture, raw, _ = PUBLISHED[model]
+    raw = copy.deepcopy({**SHARED, **raw} if kept == "all" else {name: raw[name] for name in SIZES if name in raw})
+    if architecture.startswith("Gemma3"):
+        raw.pop("hidden_act", None)
+    if (raw.get("rope_scaling") or {}).get("type") == "su":  # transformers 5 does not look beside this old name
+        raw["rope_scaling"]["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    kind = "Gemma3Text" if architecture == "Gemma3ForCausalLM" else kind
+    today = getattr(transformers, f"{kind}Config")(**copy.deepcopy(raw)).to_dict()
+    want = ModelConfig.from_json({**today, "architectures": [architecture]})
+    got = ModelConfig.from_json({**raw, "architectures": [architecture]})
+    if architecture == "Gemma3ForConditionalGeneration":  # the class drops the outer list
+        want = replace(want, eos_token_ids=(1, 106), dtype=got.dtype)
+    assert vars(got) == vars(want)
 
 
 def read(model, **changes):

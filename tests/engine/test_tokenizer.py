@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 from helpers import generate, greedy, prompt_of, tokens_of
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.utils.checkpoint import DEMO_MODEL
 
 NONE = SamplingParams(max_tokens=0)
 HI = [{"role": "user", "content": "hi"}]
@@ -124,3 +127,19 @@ def test_one_id_in_the_generation_config(make_llm, with_tokenizer, reference):
     assert generate(llm, [prompt], greedy(20, ignore_eos=False)) == [until(tokens, {tokens[6], 511})]
     (held,) = generate(llm, [prompt], greedy(20, ignore_eos=False, min_tokens=12))
     assert len(held) >= 12 and not {tokens[6], 511} & set(held[:12])
+
+
+def test_a_tokenizer_that_begins_texts(demo, tmp_path):
+    """Llama's: a prompt gets a BOS; a chat template that writes it gets no second one."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "bos")
+    file = tmp_path / "bos" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    bos, bos_id = "<|im_start|>", tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    tokenizer.save(str(file))
+    with LLM(str(tmp_path / "bos"), device="cpu", num_kvcache_blocks=4) as llm:
+        ids = [llm.generate("hi", NONE, use_tqdm=False)[0].prompt_token_ids]
+        ids.append(llm.chat(HI, NONE, use_tqdm=False)[0].prompt_token_ids)
+    plain = [demo.generate("hi", NONE, use_tqdm=False)[0].prompt_token_ids]
+    plain.append(demo.chat(HI, NONE, use_tqdm=False)[0].prompt_token_ids)
+    assert ids == [[bos_id, *plain[0]], plain[1]] and plain[1][:2] != [bos_id, bos_id]

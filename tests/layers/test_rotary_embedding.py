@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.kernels.linear import reference
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order
 from nanovllm.rope import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 16.0}
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -15,12 +19,25 @@ ROPES = {
     "yarn, other ramp": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     "yarn, given attention factor": {**YARN, "attention_factor": 1.25},
     "yarn, factor 1": {**YARN, "factor": 1.0},
+    "yarn, a ramp between dimensions": {**YARN, "truncate": False},
+    "llama3": LLAMA3,
+    "llama3, published": {**LLAMA3, "original_max_position_embeddings": 8192},
+    "llama3, other borders": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 8.0},
+    "longrope": LONGROPE,
+    "longrope, given attention factor": {**LONGROPE, "attention_factor": 1.25},
 }
 
 
+def parameters(rope, theta, head_dim):
+    if rope["rope_type"] == "longrope":
+        short = [1 + i / 50 for i in range(head_dim // 2)]
+        rope = {**rope, "short_factor": short, "long_factor": [2 * x for x in short]}
+    return {**rope, "rope_theta": theta}
+
+
 def cos_sin(rope, theta, head_dim, num_positions):
-    scaling = RopeScaling.from_json({"rope_parameters": {**rope, "rope_theta": theta}})
-    return RotaryEmbedding(head_dim, num_positions, scaling).cos_sin
+    scaling = RopeScaling.from_json({"rope_parameters": parameters(rope, theta, head_dim)})
+    return RotaryEmbedding(head_dim, num_positions, scaling.for_length(num_positions)).cos_sin
 
 
 def hf_cos_sin(rope, theta, head_dim, num_positions):
@@ -30,7 +47,7 @@ def hf_cos_sin(rope, theta, head_dim, num_positions):
 
     config = Qwen3Config(
         hidden_size=64, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=131072,
-        rope_parameters={**rope, "rope_theta": theta},
+        rope_parameters=parameters(rope, theta, head_dim),
     )  # fmt: skip
     cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
     return torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
@@ -51,3 +68,37 @@ def test_the_scalings_differ():
     tables = [cos_sin(rope, 1e4, 32, 100) for name, rope in ROPES.items() if name != "yarn, factor 1"]
     for i, one in enumerate(tables):
         assert all((one - other).abs().max() > 1e-2 for other in tables[:i])
+
+
+def test_longrope_takes_the_short_factors_up_to_the_original_length():
+    short, want = (table(LONGROPE, 1e4, 32, 64) for table in (cos_sin, hf_cos_sin))
+    torch.testing.assert_close(short, want)
+    assert (short - cos_sin(LONGROPE, 1e4, 32, 65)[:64]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
+def test_permuted_heads_have_the_same_scores(share, interleaved):
+    """A head rotated in part, or in neighbouring pairs, against a rotation of all pairs (j, j + D/2) by the table."""
+    rope, D = RopeScaling(theta=100.0, partial_rotary_factor=share), 16
+    q, k = torch.randn(2, 20, D)
+    plain = cos_sin({"rope_type": "default"}, 100.0, r := int(share * D), 20)
+    cos, sin = plain.chunk(2, dim=-1)
+
+    def rotated(x):
+        x = x.clone()
+        first, second = (x[:, 0:r:2], x[:, 1:r:2]) if interleaved else x[:, :r].chunk(2, dim=-1)
+        a, b = first * cos - second * sin, second * cos + first * sin
+        first[:], second[:] = a, b
+        return x
+
+    order = head_order(D, rope, interleaved)
+    assert (order is None) == (share == 1.0 and not interleaved)
+    table = RotaryEmbedding(D, 20, rope).cos_sin.chunk(2, dim=-1)
+    permuted = (reference.rotate(x if order is None else x[:, order], *table) for x in (q, k))
+    torch.testing.assert_close(torch.einsum("id,jd->ij", *permuted), rotated(q) @ rotated(k).T)
+
+
+def test_no_positions():
+    assert torch.equal(RotaryEmbedding(4, 3, None).cos_sin, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))
+    assert head_order(4, None, interleaved=True) is None

@@ -5,6 +5,7 @@ The kernels have tests of their own; these show that the layers hand them the ri
 
 import os
 
+import families
 import pytest
 from helpers import generate, greedy
 
@@ -35,3 +36,18 @@ def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, 
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch):
+    """Windows, post-norms, gelu, norms over all heads, an fp32 norm before a GEMV and one in the QKV epilogue."""
+    monkeypatch.setitem(families.BASE, "num_hidden_layers", 3)
+    if case == "gemma3":
+        monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
+    families.make(tmp_path, case)
+    prompts, options = [[5, 6, 7] * 7, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
+    expected = generate(make_llm(**options), prompts, greedy(3))
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    assert generate(make_llm(**options), prompts, greedy(3)) == expected

@@ -119,7 +119,7 @@ def test_download(weights, monkeypatch):
         (b'{"architectures": ', "config.json cannot be read (Expecting value"),
         (b"\xff\xfe\x00", "config.json cannot be read ('utf-8' codec"),
         (b"[1, 2]", "config.json holds no JSON object."),
-        (b'{"architectures": ["LlamaForCausalLM"]}', "config.json: architectures=['LlamaForCausalLM'] must be"),
+        (b'{"architectures": ["Gemma2ForCausalLM"]}', "config.json: architectures=['Gemma2ForCausalLM'] must be"),
     ],
 )
 def test_config_json(content, text, tmp_path):

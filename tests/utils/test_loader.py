@@ -96,6 +96,46 @@ def test_tied_embedding(head_in_file, make_checkpoint, copy_of):
     torch.testing.assert_close(model.lm_head(hidden), hidden @ model.model.embed_tokens.weight.T)
 
 
+def merge(tensors):
+    """As Phi-3 stores them: one tensor for q, k and v, one for gate and up."""
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"model.layers.{layer}.self_attn.{part}_proj.{kind}") for part in "qkv"]
+            tensors[f"model.layers.{layer}.self_attn.qkv_proj.{kind}"] = torch.cat(parts)
+        parts = [tensors.pop(f"model.layers.{layer}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        tensors[f"model.layers.{layer}.mlp.gate_up_proj.weight"] = torch.cat(parts)
+
+
+@pytest.mark.parametrize("rank, size", [(0, 1), (1, 2), (5, 8)])
+def test_layers_merged_in_the_file(rank, size, make_checkpoint, copy_of):
+    path = make_checkpoint(**BIASED)
+    tp = TPGroup(rank, size)
+    want, got = loaded(path, tp).state_dict(), loaded(copy_of(path, merge), tp).state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_a_merged_layer_of_another_size(make_checkpoint, copy_of):
+    def edit(tensors):
+        merge(tensors)
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        tensors[name] = tensors[name][:-1].clone()
+
+    path = copy_of(make_checkpoint(**BIASED), edit)
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[255, 64\], expected \[256, 64\]"):
+        load_model(build(path), path)
+
+
+def test_a_layer_both_merged_and_in_parts(make_checkpoint, copy_of):
+    def edit(tensors):
+        parts = dict(tensors)
+        merge(tensors)
+        tensors["model.layers.0.mlp.up_proj.weight"] = parts["model.layers.0.mlp.up_proj.weight"]
+
+    path = copy_of(make_checkpoint(**BIASED), edit)
+    with pytest.raises(CheckpointError, match=r"tensor '.*' is twice there, or unknown to the model"):
+        load_model(build(path), path)
+
+
 def test_untied_head_is_its_own(make_checkpoint):
     model = loaded(make_checkpoint())
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)

@@ -72,23 +72,24 @@ def qk_rms_norm_kernel(
     """One program: q or k of one token."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
-    is_k = tl.program_id(1) == 1
+    is_k = tl.program_id(1)
     offs = tl.arange(0, BLOCK)
-    size = tl.where(is_k, K_SIZE, Q_SIZE)
+    q_size, k_size = Q_SIZE * (1 - is_k), K_SIZE * is_k  # one of them is 0
+    size = q_size + k_size
     mask = offs < size
-    q_weight = tl.load(q_weight_ptr + offs, mask=mask & ~is_k, other=0.0)
-    k_weight = tl.load(k_weight_ptr + offs, mask=mask & is_k, other=0.0)
-    weight = tl.where(is_k, k_weight, q_weight)
-    ptrs = qkv_ptr + token * qkv_stride + tl.where(is_k, Q_SIZE, 0) + offs
+    q_weight = tl.load(q_weight_ptr + offs, mask=offs < q_size, other=0.0)
+    k_weight = tl.load(k_weight_ptr + offs, mask=offs < k_size, other=0.0)
+    weight = q_weight.to(tl.float32) + k_weight.to(tl.float32)
+    ptrs = qkv_ptr + token * qkv_stride + is_k * Q_SIZE + offs
     pdl_wait(USE_PDL)
     x = tl.load(ptrs, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     if HAS_SQUARES:
-        mean_square = tl.load(mean_squares_ptr + tl.where(is_k, num_tokens, 0) + token)
+        mean_square = tl.load(mean_squares_ptr + is_k * num_tokens + token)
     else:
         mean_square = tl.sum(wide * wide, axis=0) / size
     normalized = (wide * tl.rsqrt(mean_square + eps)).to(x.dtype)
-    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    y = (normalized.to(tl.float32) * weight).to(x.dtype)
     tl.store(ptrs, y, mask=mask)
 
 

@@ -62,7 +62,7 @@ def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
     if mean_squares is None:
         mean_squares = torch.stack([x.float().square().mean(-1) for x in (q, k)])
     q, k = (
-        (x.float() * torch.rsqrt(squares[:, None] + eps)).to(x.dtype) * weight
+        ((x.float() * torch.rsqrt(squares[:, None] + eps)).to(x.dtype) * weight).to(x.dtype)
         for x, squares, weight in ((q, mean_squares[0], q_weight), (k, mean_squares[1], k_weight))
     )
     return torch.cat((q, k, v), dim=1)
