@@ -25,18 +25,18 @@ import ray
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.integrations import ray_data
-from nanovllm.integrations.ray_data import ProcessorConfig, build_processor
+from nanovllm.integrations.ray_data import Engine, ProcessorConfig, build_processor
 
 NUM_ROWS = 2000
 ENGINE = {"device": "cpu", "max_num_seqs": 64, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
 NO_TEXT = {**ENGINE, "skip_tokenizer_init": True}  # starts sooner
-TOKENS = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+TOKENS = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 
 
 def make_engine(log: str) -> type:
-    """An engine that appends its process id, and the ids of the rows of each batch that is done, to a file."""
+    """An engine that appends to a file: process id, CPU seconds, and the ids of the rows of each batch that is done."""
 
-    class Recorded(ray_data.Engine):
+    class Recorded(Engine):
         def __init__(self, *args):
             super().__init__(*args)
             self.write("start")
@@ -47,7 +47,7 @@ def make_engine(log: str) -> type:
 
         async def __call__(self, table):
             table = await super().__call__(table)
-            self.write("done", *table["id"].to_pylist())
+            self.write("done", time.process_time(), *table["id"].to_pylist())
             return table
 
     return Recorded
@@ -78,13 +78,14 @@ class Job:
         return self.report(begin)
 
     def report(self, begin: float) -> dict:
-        computed = [int(row) for words in self.batches() for row in words[2:]]
+        computed = [int(row) for words in self.batches() for row in words[3:]]
         return {
             # rows that skip postprocess have other columns
             "rows": [row for file in self.out.iterdir() for row in pq.read_table(file).to_pylist()],
             "engines": len({words[0] for words in self.lines()}),
             "starts": sum(words[1] == "start" for words in self.lines()),
             "computed": len(computed),
+            "cpu_seconds": {words[0]: float(words[2]) for words in self.batches()},
             "seconds": round(time.perf_counter() - begin, 1),
         }
 
@@ -133,7 +134,7 @@ def killed_actor(folder: Path, source: str) -> dict:
 
 def two_ranks(folder: Path, source: str) -> dict:
     processor = no_text(engine_kwargs={**NO_TEXT, "tensor_parallel_size": 2})
-    return Job(folder, "two_ranks").run(ray.data.read_parquet(source).limit(400), processor, kill_rank)
+    return Job(folder, "two_ranks").run(ray.data.read_parquet(source), processor, kill_rank)
 
 
 def driver(folder: Path, source: str) -> None:
@@ -150,13 +151,14 @@ def driver(folder: Path, source: str) -> None:
 def killed_driver(folder: Path, source: str) -> dict:
     begin, job = time.perf_counter(), Job(folder, "killed_driver")
     command = [sys.executable, __file__, str(folder), "driver", source]
-    first = subprocess.Popen(command, stdout=sys.stderr)
+    process = subprocess.Popen(command, stdout=sys.stderr)
     wait_for(lambda: job.out.exists() and len(list(job.out.iterdir())) >= 4)
-    first.kill()
-    first.wait()
-    num_committed = len({row["id"] for row in job.report(begin)["rows"]})
+    process.kill()
+    process.wait()
+    num_lines = len(job.lines())
     subprocess.run(command, stdout=sys.stderr, check=True)
-    return {**job.report(begin), "committed": num_committed}
+    resumed = sum(len(words) - 3 for words in job.lines()[num_lines:] if words[1] == "done")
+    return {**job.report(begin), "resumed": resumed}
 
 
 def error_rows(folder: Path, _: str) -> dict:
@@ -186,9 +188,12 @@ def main(folder: Path) -> dict:
     rng = random.Random(0)
     questions = [f"{i}: {ask(rng)[0]}" for i in range(NUM_ROWS)]
     prompts = [[rng.randrange(3, 1024) for _ in range(8)] for _ in range(NUM_ROWS)]
-    numbers, texts, ids = list(range(NUM_ROWS)), str(folder / "texts.parquet"), str(folder / "ids.parquet")
+    texts, ids, few = (str(folder / f"{name}.parquet") for name in ("texts", "ids", "few"))
+    numbers = list(range(NUM_ROWS))
     pq.write_table(pa.table({"id": numbers, "question": questions}), texts)
-    pq.write_table(pa.table({"id": numbers, "tokenized_prompt": prompts}), ids)
+    table = pa.table({"id": numbers, "tokenized_prompt": prompts})
+    pq.write_table(table, ids)
+    pq.write_table(table.slice(0, 400), few)
     with LLM(**ENGINE, quiet=True) as llm:
         chats, params = [chat({"question": question})["messages"] for question in questions], SamplingParams(**TOKENS)
         report: dict = {
@@ -196,7 +201,7 @@ def main(folder: Path) -> dict:
             "ids": [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)],
         }
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    jobs = (two_actors, texts), (killed_actor, ids), (two_ranks, ids), (killed_driver, ids), (error_rows, "")
+    jobs = (two_actors, texts), (killed_actor, ids), (two_ranks, few), (killed_driver, few), (error_rows, "")
     for job, source in jobs:
         name = job.__name__
         if len(sys.argv) < 3 or name in sys.argv[2:]:
