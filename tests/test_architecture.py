@@ -26,7 +26,7 @@ FLOORS = [
     ["runner"],
     ["engine.progress", "engine.request", "engine.beam_search", "engine.stream", "engine.llm_engine"],
     ["llm"],
-    ["as_vllm"],
+    ["as_vllm", "integrations"],
 ]
 
 
