@@ -48,7 +48,8 @@ class EngineThread:
             started.set_exception(error)
             return
         started.set_result(llm)
-        call, waiting = Call(), {}
+        call = Call()
+        waiting: dict[int, Future[Request]] = {}  # by request_id
         while True:
             while not waiting or not self._inbox.empty():  # with nothing to do, it sleeps here
                 text, token_ids, params, future = self._inbox.get()

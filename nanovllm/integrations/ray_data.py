@@ -24,7 +24,7 @@ ERROR = "__inference_error__"
 IDS = pa.list_(pa.int32())
 LOGPROB = pa.struct({"logprob": pa.float32(), "rank": pa.int32(), "decoded_token": pa.string()})
 LOGPROBS = pa.list_(pa.map_(pa.int32(), LOGPROB))
-COLUMNS: dict[str, tuple[pa.DataType, Callable[[RequestOutput], Any]]] = {  # types, which error rows alone do not show
+COLUMNS: dict[str, tuple[pa.DataType, Callable[[Any], Any]]] = {  # types, which error rows alone do not show
     "prompt_token_ids": (IDS, lambda output: output.prompt_token_ids),
     "num_input_tokens": (pa.int32(), lambda output: len(output.prompt_token_ids)),
     "generated_tokens": (IDS, lambda output: output["token_ids"]),
@@ -154,6 +154,6 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _items(logprobs: list | None) -> list | None:
+def _items(logprobs: Any) -> list | None:
     """[{token id: Logprob}] in Arrow's form."""
     return logprobs and [at and [(token_id, vars(logprob)) for token_id, logprob in at.items()] for at in logprobs]
