@@ -119,11 +119,18 @@ def two_actors(folder: Path, source: str) -> dict:
     return Job(folder, "two_actors").run(ray.data.read_parquet(source), processor)
 
 
+def seeded(i: int) -> dict:
+    """Parameters that give each row tokens of its own, whichever engine computes them."""
+    return {**TOKENS, "temperature": 3.0, "seed": i}
+
+
 def no_text(**options) -> Callable:
     """A processor of token ids."""
     config = ProcessorConfig(**{"engine_kwargs": NO_TEXT, "batch_size": 32, "max_concurrent_batches": 2, **options})
     return build_processor(
-        config, lambda row: {"sampling_params": TOKENS}, lambda row: {k: row[k] for k in ("id", "generated_tokens")}
+        config,
+        lambda row: {"sampling_params": seeded(row["id"])},
+        lambda row: {key: row[key] for key in ("id", "generated_tokens")},
     )
 
 
@@ -196,9 +203,10 @@ def main(folder: Path) -> dict:
     pq.write_table(table.slice(0, 400), few)
     with LLM(**ENGINE, quiet=True) as llm:
         chats, params = [chat({"question": question})["messages"] for question in questions], SamplingParams(**TOKENS)
+        own = [SamplingParams(**seeded(i)) for i in numbers]
         report: dict = {
             "texts": [output["text"] for output in llm.chat(chats, params, use_tqdm=False)],
-            "ids": [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)],
+            "ids": [output["token_ids"] for output in llm.generate(prompts, own, use_tqdm=False)],
         }
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     jobs = (two_actors, texts), (killed_actor, ids), (two_ranks, few), (killed_driver, few), (error_rows, "")
