@@ -1,0 +1,75 @@
+"""An engine on a thread of its own, for callers on other threads: an asyncio loop, a pool of workers.
+
+Owns the thread and the hand-over of requests and results. An engine takes calls from one thread at a time.
+"""
+
+import os
+import traceback
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from nanovllm.engine.request import Call, Request
+from nanovllm.errors import EngineError, OutOfMemoryError
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+
+class EngineThread:
+    """Starts an engine; then ``submit`` may be called from any thread, as often as one likes.
+
+    A rank that dies, or a failure of the device, ends the process with status 1: who supervises it shall start another.
+
+    Args:
+        model, **options: of ``LLM``, whose errors it raises.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any):
+        self._inbox: SimpleQueue = SimpleQueue()
+        started: Future[LLM] = Future()
+        Thread(target=self._main, args=(model, options, started), daemon=True, name="nanovllm-engine").start()
+        self.llm = started.result()
+
+    def submit(self, text: str | None, token_ids: Any, params: SamplingParams) -> "Future[Request]":
+        """The request when it is finished; or RequestError, if it can never be served.
+
+        Args:
+            text: of ``token_ids``, which are what is computed.
+        """
+        future: Future[Request] = Future()
+        self._inbox.put((text, token_ids, params, future))
+        return future
+
+    def _main(self, model: str | None, options: dict[str, Any], started: "Future[LLM]") -> None:
+        try:
+            llm = LLM(model, **options)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(llm)
+        call = Call()
+        waiting: dict[int, Future[Request]] = {}  # by request_id
+        while True:
+            while not waiting or not self._inbox.empty():  # with nothing to do, it sleeps here
+                text, token_ids, params, future = self._inbox.get()
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    request = llm._requests.make(text, token_ids, llm._requests.snapshot(params))
+                    llm._add(request, call)
+                    waiting[request.request_id] = future
+                except Exception as error:
+                    future.set_exception(error)
+            try:
+                if not call.finished:
+                    llm._step()
+                for request in llm._take(call):
+                    waiting.pop(request.request_id).set_result(request)
+            except Exception as error:
+                if isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError)):
+                    traceback.print_exc()
+                    os._exit(1)
+                for future in waiting.values():
+                    future.set_exception(error)
+                call, waiting = Call(), {}

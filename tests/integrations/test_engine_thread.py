@@ -1,0 +1,70 @@
+"""An engine on a thread of its own: results are those of ``generate``, errors reach their callers. Two seconds."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nanovllm import ConfigError, OutOfMemoryError, RequestError, SamplingParams
+from nanovllm.integrations.engine_thread import EngineThread
+
+OPTIONS = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8, "num_kvcache_blocks": 64, "quiet": True}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(make_checkpoint):
+    engine = EngineThread(make_checkpoint(), kvcache_block_size=16, **OPTIONS)
+    yield engine
+    engine.submit(None, [2], PARAMS).result(60)  # it still serves
+    engine.llm.exit()
+
+
+def test_submit_from_many_threads(engine, reference):
+    prompts = [[5 + i, 7, 9] for i in range(40)]
+
+    def complete(prompt):
+        return engine.submit(None, prompt, PARAMS).result(60).output()
+
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(complete, prompts))
+    assert [output["token_ids"] for output in outputs] == [reference(prompt, 6) for prompt in prompts]
+
+
+def test_errors_are_of_their_request(engine):
+    good, bad = engine.submit(None, [2], PARAMS), engine.submit(None, [10**6], PARAMS)
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        bad.result(60)
+    assert len(good.result(60).output()["token_ids"]) == 6
+
+
+def test_a_failed_step_fails_its_requests(engine, monkeypatch):
+    """An exception that says nothing about the device: the callers learn it, and the engine goes on."""
+    with monkeypatch.context() as patch:
+        error = OutOfMemoryError("no room")
+        patch.setattr(engine.llm.model_runner, "run", lambda batch: (_ for _ in ()).throw(error))
+        futures = [engine.submit(None, [i], PARAMS) for i in range(2, 5)]
+        for future in futures:
+            with pytest.raises(OutOfMemoryError, match="no room"):
+                future.result(60)
+
+
+def test_errors_at_start():
+    with pytest.raises(ConfigError, match="'max_num_sequences'"):
+        EngineThread(None, max_num_sequences=3)
+
+
+def test_a_failed_device_ends_the_process(make_checkpoint):
+    """A supervisor such as Ray starts another; an exception it would pass on."""
+    code = (
+        "from nanovllm import SamplingParams\n"
+        "from nanovllm.integrations.engine_thread import EngineThread\n"
+        f"engine = EngineThread({make_checkpoint()!r}, **{OPTIONS})\n"
+        "def run(batch): raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "engine.llm.model_runner.run = run\n"
+        "engine.submit(None, [2], SamplingParams()).result()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: CUDA error: an illegal memory access")
+    assert "engine.submit" not in done.stderr  # no exception in the caller
