@@ -17,8 +17,9 @@ from nanovllm.sampling_params import SamplingParams
 
 # of Config: --seed is the requests', quiet is for scripts
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
-ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion. Stopped
-at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there once."""
+ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion.
+Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
+once."""
 IN = """.jsonl (plain rows, or OpenAI batch lines with "custom_id" and "body"), .parquet or .csv; or a directory of
 such files"""
 OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "plot":
-            from nanovllm.cli.plot import plot as run
+            from nanovllm.jobs.plot import run
         else:
             from nanovllm.cli.batch import run
 
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     except (NanoVLLMError, OSError) as error:
         print(f"nanovllm {args.command}: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +61,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
     add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
     add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
-    add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help='e.g. \'{"enable_thinking": false}\'')
+    add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")
     add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
     add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
     add("--retry-errors", action="store_true", help="do the rows again that failed")

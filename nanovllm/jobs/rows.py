@@ -37,7 +37,8 @@ def key_of(index: int, values: dict | RequestError, id_column: str | None) -> Ke
     """The row's id; its number if it has none."""
     name = id_name(values, id_column)
     key = values.get(name) if isinstance(values, dict) and name else None
-    return key if type(key) in (str, int) and key != "" else f"row-{index}"
+    is_id = isinstance(key, (str, int)) and not isinstance(key, bool) and key != ""
+    return key if is_id else f"row-{index}"  # type: ignore[return-value]
 
 
 def id_name(values: dict | RequestError, id_column: str | None) -> str | None:
@@ -101,7 +102,7 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     """Prompt or messages of a line, its parameters, and whether it is a chat; ``template`` gets the body's."""
     url, body = values.get("url", "/v1/chat/completions"), values["body"]
     is_chat = url == "/v1/chat/completions"
-    if not is_chat and url != "/v1/completions" or not isinstance(body, dict):
+    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
         raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
     own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     if own.pop("stream", False):
@@ -132,9 +133,9 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
     counts = {"prompt_tokens": len(output.prompt_token_ids),
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
-        return openai_record(row, output, counts, model)
+        return openai_record(row, output, counts, params.logprobs or 0, model)
     first = output.outputs[0]
-    record = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
+    record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
               "stop_reason": first.stop_reason, **counts}  # fmt: skip
     if params.n > 1 or params.logprobs is not None or not params.detokenize:
         record["outputs"] = [
@@ -157,12 +158,12 @@ def plain_logprobs(logprobs: Any) -> Any:
     return logprobs and [at and {i: vars(entry) for i, entry in at.items()} for at in logprobs]
 
 
-def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], model: str) -> dict[str, Any]:
+def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_top: int, model: str) -> dict[str, Any]:
     assert isinstance(row.values, dict)
     is_chat = row.values.get("url") != "/v1/completions"
     choices = [
         {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
-         "finish_reason": o.finish_reason, "logprobs": openai_logprobs(o, is_chat)}
+         "finish_reason": o.finish_reason, "logprobs": openai_logprobs(o, num_top)}
         for o in output.outputs
     ]  # fmt: skip
     body = {
@@ -174,17 +175,15 @@ def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], model
     return {"id": f"batch-{row.key}", "custom_id": row.key, "response": response, "error": None}
 
 
-def openai_logprobs(output: CompletionOutput, is_chat: bool) -> dict[str, Any] | None:
+def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
     if output.logprobs is None:
         return None
 
     def entry(at: Logprob) -> dict[str, Any]:
         return {"token": at.decoded_token, "logprob": at.logprob, "bytes": list((at.decoded_token or "").encode())}
 
-    positions = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
-    if is_chat:
-        return {"content": [{**entry(at[0]), "top_logprobs": [entry(x) for x in at]} for at in positions]}
-    return {
-        "tokens": [at[0].decoded_token for at in positions], "token_logprobs": [at[0].logprob for at in positions],
-        "top_logprobs": [{x.decoded_token: x.logprob for x in at} for at in positions],
-    }  # fmt: skip
+    content = []
+    for chosen, *others in (list(at.values()) for at in output.logprobs):  # type: ignore[union-attr]
+        top = sorted([chosen, *others], key=lambda at: at.rank or 0)[:num_top]
+        content.append({**entry(chosen), "top_logprobs": [entry(at) for at in top]})
+    return {"content": content}

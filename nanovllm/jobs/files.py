@@ -9,16 +9,16 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from nanovllm.cli.rows import hash_of
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.jobs.rows import hash_of
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -57,9 +57,6 @@ class Input:
             else:
                 with file.open("rb") as lines:
                     yield from (read_line(line) for line in lines if line.strip())
-
-    def fingerprint(self) -> str:
-        return fingerprint(self.files)
 
 
 def without_nones(value: Any) -> Any:
@@ -104,30 +101,28 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
 # ---------------------------------------------------------------- out
 
 
-class EverySecond(Thread):
-    """Calls a function once a second until it is closed, and then once more."""
+@contextmanager
+def every_second(function: Callable[[], Any]) -> Iterator[None]:
+    """Call it once a second, on a thread; and at the end, once more. An error of the thread is raised at the end."""
+    closing, errors = Event(), []
 
-    def __init__(self, function: Callable[[], Any]):
-        super().__init__(daemon=True)
-        self._function, self._closing, self.error = function, Event(), None
-        self.start()
-
-    def run(self) -> None:
+    def repeat() -> None:
         try:
-            while not self._closing.wait(1.0):
-                self._function()
+            while not closing.wait(1.0):
+                function()
         except Exception as error:
-            self.error = error
+            errors.append(error)
 
-    def close(self) -> None:
-        self._closing.set()
-        self.join()
-        self.check()
-        self._function()
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join()
+        if errors:
+            raise errors[0]
+        function()
 
 
 class JsonlOutput:
@@ -161,7 +156,7 @@ class JsonlOutput:
             temporary = self.path.with_name(self.path.name + ".tmp")
             with self.path.open("rb") as lines, temporary.open("wb") as file:
                 file.writelines(line for line in lines if self._kept(line, retry_errors) is not None)
-                sync(file.fileno())
+                sync(file)
             temporary.replace(self.path)
         elif kept_end != position:
             os.truncate(self.path, kept_end)
@@ -174,33 +169,31 @@ class JsonlOutput:
             return None
         return record
 
-    def open(self, all_ids_are_integers: bool) -> None:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._ticker = EverySecond(lambda: os.fsync(self._fd))
-        sync_directory(self.path.parent)
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with self.path.open("ab", buffering=0) as self._file:
+            sync_directory(self.path.parent)
+            with every_second(lambda: os.fsync(self._file.fileno())):
+                yield
 
     def append(self, record: dict[str, Any]) -> None:
-        self._ticker.check()
         try:
             line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
             line = json.dumps(record).encode() + b"\n"
-        if os.write(self._fd, line) != len(line):
+        if self._file.write(line) != len(line):
             raise OSError(f"{self.path}: a line was written in part; is the disk full?")
-
-    def close(self) -> None:
-        self._ticker.close()
-        os.close(self._fd)
 
 
 class ParquetOutput:
     """Parts, each written under a temporary name and renamed. What is nested is a column of JSON text."""
 
-    COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
+    COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
                "prompt_logprobs", "response", "error")  # fmt: skip
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, all_ids_are_integers: bool):
         self.path, self._parquet = path, import_parquet()
+        self._id_type: type = int if all_ids_are_integers else str
         path.mkdir(exist_ok=True)
 
     def is_begun(self) -> bool:
@@ -225,21 +218,28 @@ class ParquetOutput:
             num_errors += sum(failed)
         return hashes, num_errors
 
-    def open(self, all_ids_are_integers: bool) -> None:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
         import pyarrow
 
-        kinds = {name: pyarrow.int64() if name.endswith("_tokens") else pyarrow.string() for name in self.COLUMNS}
-        id_kind = pyarrow.int64() if all_ids_are_integers else pyarrow.string()
-        self._schema, self._convert = pyarrow.schema({"custom_id": id_kind, **kinds}), int if all_ids_are_integers else str
+        integers = {name for name in self.COLUMNS if name.endswith("_tokens")}
+        integers |= {"custom_id"} if self._id_type is int else set()
+        self._schema = pyarrow.schema(
+            {name: pyarrow.int64() if name in integers else pyarrow.string() for name in self.COLUMNS}
+        )
         self._rows: list[dict[str, Any]] = []
         self._begun = monotonic()
         parts = [int(part.stem.removeprefix("part-")) for part in self.path.glob("part-*.parquet")]
         self._next = max(parts, default=-1) + 1
+        try:
+            yield
+        finally:
+            self._flush()
 
     def append(self, record: dict[str, Any]) -> None:
         row = {name: x if isinstance(x, (str, int, type(None))) else json.dumps(x) for name, x in record.items()}
         stop = row.get("stop_reason")
-        row["custom_id"], row["stop_reason"] = self._convert(row["custom_id"]), None if stop is None else str(stop)
+        row["custom_id"], row["stop_reason"] = self._id_type(row["custom_id"]), None if stop is None else str(stop)
         self._rows.append(row)
         if len(self._rows) >= PART_ROWS or monotonic() - self._begun > PART_SECONDS:
             self._flush()
@@ -257,26 +257,22 @@ class ParquetOutput:
         temporary = part.with_name("." + part.name)
         with temporary.open("wb") as file:
             self._parquet.write_table(table, file)
-            sync(file.fileno(), file)
+            sync(file)
         temporary.replace(part)
         sync_directory(self.path)
 
-    def close(self) -> None:
-        self._flush()
 
-
-def output_at(path: Path) -> "JsonlOutput | ParquetOutput":
+def output_at(path: Path, all_ids_are_integers: bool) -> "JsonlOutput | ParquetOutput":
     if path.suffix == ".jsonl":
         return JsonlOutput(path)
     if path.suffix and not path.is_dir():
         raise ConfigError(f"OUT={path} must end in .jsonl, or be a directory, without a suffix, for parts of parquet.")
-    return ParquetOutput(path)
+    return ParquetOutput(path, all_ids_are_integers)
 
 
-def sync(fd: int, file: Any = None) -> None:
-    if file is not None:
-        file.flush()
-    os.fsync(fd)
+def sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
@@ -292,11 +288,20 @@ class RunFile:
 
     def __init__(self, output: Path):
         self.path = output.with_name(output.name + ".run.json")
+        if not output.parent.is_dir():
+            raise ConfigError(f"OUT={output}: there is no directory {output.parent}.")
         self._file = self.path.open("a+", encoding="utf-8")
         try:
             lock(self._file.fileno())
         except OSError:
-            raise ConfigError(f"another job is writing to {output} (it holds {self.path}).") from None
+            self._file.close()
+            raise ConfigError(f"another job is writing to {output}: it holds {self.path}.") from None
+
+    def __enter__(self) -> "RunFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def read(self) -> dict[str, Any] | None:
         self._file.seek(0)
@@ -309,7 +314,7 @@ class RunFile:
     def write(self, facts: dict[str, Any]) -> None:
         self._file.truncate(0)
         self._file.write(json.dumps(facts, indent=1))
-        sync(self._file.fileno(), self._file)
+        sync(self._file)
 
 
 def lock(fd: int) -> None:
@@ -323,8 +328,3 @@ def lock(fd: int) -> None:
         msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     else:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def todo_rows(hashes: array, done: array) -> np.ndarray:
-    """Which rows are not done yet, bool [N]."""
-    return ~np.isin(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
