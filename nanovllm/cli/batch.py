@@ -57,7 +57,7 @@ def run(args: Any) -> int:
         check_facts(run_file.read(), facts, output)
         run_file.write(facts)
         done, num_errors = output.scan(args.retry_errors)
-        todo = ~np.isin(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
+        todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
         job = Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors)
         if job.num_todo:
@@ -99,6 +99,14 @@ def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
             "rows in all repeat an id. Make them unique, or name another --id-column."
         )
     return hashes, all_integers
+
+
+def are_in(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which values are known, bool [N]; ``np.isin`` needs five times the memory."""
+    if not len(known):
+        return np.zeros(len(values), bool)
+    known = np.sort(known)
+    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values
 
 
 def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[str, Any]:
