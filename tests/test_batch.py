@@ -156,20 +156,17 @@ from nanovllm.cli import main
 rng, out, num_kills = random.Random(7), sys.argv[2], 0
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 size_of = lambda: os.path.getsize(out) if os.path.exists(out) else 0
-for life in range(60):
+for life in range(9):
     pid = os.fork()
     if pid == 0:
         os._exit(main(["batch", *sys.argv[1:]]))
-    size = size_of()
-    while life % 3 and size_of() == size and os.waitpid(pid, os.WNOHANG) == (0, 0):
+    size, limit = size_of(), time.monotonic() + 60
+    while life % 3 and size_of() == size and time.monotonic() < limit:
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 0.3))
-    try:
-        if num_kills < 8:
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-    except ChildProcessError:
-        break
+    if num_kills < 6:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
     if status == 0:
         break
     num_kills += 1
@@ -245,9 +242,7 @@ def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
 
 
 def test_import_and_help_are_light():
-    code = "import sys, nanovllm.cli; sys.exit(bool({'torch', 'transformers', 'numpy', 'pyarrow', 'tqdm'} & set(sys.modules)))"
-    # numpy comes with the values' types
-    code = code.replace("'numpy', ", "")
+    code = "import sys, nanovllm.cli; sys.exit(bool({'torch', 'transformers', 'pyarrow', 'tqdm'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
 
 
@@ -362,7 +357,7 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
         (("in.jsonl", "twice.jsonl"), "{}/twice.jsonl exists and is not of a batch job; give another OUT, or --overwrite."),
         (("in.jsonl", "out.csv"),
          "OUT={}/out.csv must end in .jsonl, or be a directory, without a suffix, for parts of parquet."),
-        (("latin.csv", "out.jsonl"), "{}/latin.csv cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 8: "
+        (("latin.csv", "out.jsonl"), "{}/latin.csv cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 10: "
          "invalid continuation byte"),
         (("in.jsonl", "out.jsonl", "--shard", "4/4"), "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
         (("in.jsonl", "out.jsonl", "--temperature", "-1"),
@@ -465,13 +460,13 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch, capsys):
 def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):
     """Of a row that is waiting nothing is kept, of one that is done 8 bytes; sorting them needs some for a moment."""
     peaks = []
-    for number in (2_000, 12_000):
+    for number in (1_000, 6_000):
         source = write_jsonl(tmp_path / f"{number}.jsonl", [{"id": f"row {i}", "prompt": "x" * 500} for i in range(number)])
         tracemalloc.start()
         assert batch(source, tmp_path / f"out-{number}.jsonl") == 0
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 10_000 * 50
+    assert peaks[1] - peaks[0] < 5_000 * 50
 
 
 def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
