@@ -38,7 +38,7 @@ def stub(args, rows, emit, rank=0):
     """In the engine's place: answers a row with its own content."""
     for row in rows:
         try:
-            content, template, params = engines.asked(row, args)
+            content, _, params = engines.asked(row, args)
         except engines.RequestError as error:
             emit(engines.error_record(row, error), (0, 0, 0))
             continue
@@ -85,8 +85,9 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         keys = [f"q{i}" for i in range(20)]
         outputs = llm.generate([f"{i} + 3" for i in range(20)], [params(key) for key in keys], use_tqdm=False)
         own, ids = llm.generate(
-            ["7 + 7", [17, 4, 99]], [params("own", temperature=0, logprobs=1, max_tokens=5), params("ids")], use_tqdm=False
-        )
+            ["7 + 7", [17, 4, 99]], [params("own", temperature=0, logprobs=1, max_tokens=5), params("ids")],
+            use_tqdm=False,
+        )  # fmt: skip
         (talk,) = llm.chat([{"role": "user", "content": "2 + 3"}], params("talk"), use_tqdm=False)
     for key, output in zip([*keys, "own", "ids", "talk"], [*outputs, own, ids, talk], strict=True):
         record = found[key]
@@ -101,10 +102,11 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
     assert messages == {
         "row-20": "the line is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         "empty": "the row has neither 'prompt' nor 'messages'.",
-        "long": "the prompt has 4097 tokens; with max_model_len=4096 at most 4095 fit. Shorten it or raise max_model_len.",
+        "long": "the prompt has 4097 tokens; with max_model_len=4096 at most 4095 fit. Shorten it or raise "
+        "max_model_len.",
         "typo": "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
-        "surrogate": "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\ud800' in position 0: "
-        "surrogates not allowed",
+        "surrogate": "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\ud800' in "
+        "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
 
@@ -204,7 +206,7 @@ def test_two_processes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert batch(source, tmp_path / "one.jsonl", *options) == 3
-    one, two = (sorted(read_jsonl(tmp_path / name), key=lambda r: r["custom_id"]) for name in ("one.jsonl", "two.jsonl"))
+    one, two = (sorted(read_jsonl(tmp_path / f"{x}.jsonl"), key=lambda r: r["custom_id"]) for x in ("one", "two"))
     assert one == two and len(one) == 71
     samples = {sample["process"]: sample for sample in read_jsonl(tmp_path / "metrics.jsonl")}
     finished = {rank: sum(sample["request_success"].values()) for rank, sample in samples.items()}
@@ -213,7 +215,8 @@ def test_two_processes(tmp_path):
 
 def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", questions(3))
-    err = error_of(capsys, source, tmp_path / "out.jsonl", *OPTIONS, "--data-parallel-size", "2", "--max-model-len", "5000")
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-model-len", "5000")
+    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
     assert "error: max_model_len=5000: the model has positions for 4096 tokens." in err
     assert "0 of 3 rows are in" in err and "the same command goes on." in err
 
@@ -348,22 +351,26 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
     ("argv", "message"),
     [
         (("none.jsonl", "out.jsonl"), "[Errno 2] No such file or directory: '{}/none.jsonl'"),
-        (("in.txt", "out.jsonl"), "IN={}/in.txt must be a .jsonl, .parquet, .csv file, or a directory that holds some."),
+        (("in.txt", "out.jsonl"),
+         "IN={}/in.txt must be a .jsonl, .parquet, .csv file, or a directory that holds some."),
         (("empty.jsonl", "out.jsonl"), "IN={}/empty.jsonl holds no rows."),
-        (("twice.jsonl", "out.jsonl"), "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b', and 1 rows "
-         "in all repeat an id. Make them unique, or name another --id-column."),
+        (("twice.jsonl", "out.jsonl"),
+         "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b'. Rows that repeat an id: 1. Make the ids "
+         "unique, or name another --id-column."),
         (("in.jsonl", "none/out.jsonl"), "OUT={}/none/out.jsonl: there is no directory {}/none."),
         (("in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, or lies in it."),
-        (("in.jsonl", "twice.jsonl"), "{}/twice.jsonl exists and is not of a batch job; give another OUT, or --overwrite."),
+        (("in.jsonl", "twice.jsonl"),
+         "{}/twice.jsonl exists and is not of a batch job; give another OUT, or --overwrite."),
         (("in.jsonl", "out.csv"),
          "OUT={}/out.csv must end in .jsonl, or be a directory, without a suffix, for parts of parquet."),
-        (("latin.csv", "out.jsonl"), "{}/latin.csv cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 10: "
-         "invalid continuation byte"),
-        (("in.jsonl", "out.jsonl", "--shard", "4/4"), "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
+        (("latin.csv", "out.jsonl"),
+         "{}/latin.csv cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 10: invalid continuation byte"),
+        (("in.jsonl", "out.jsonl", "--shard", "4/4"),
+         "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
         (("in.jsonl", "out.jsonl", "--temperature", "-1"),
          "SamplingParams: temperature=-1 must be a finite number >= 0 (0 is greedy)."),
-        (("in.jsonl", "out.jsonl", "--model", "/none"), "model='/none' is not a directory (No such file or directory), nor "
-         "a hub id; give the directory that holds config.json."),
+        (("in.jsonl", "out.jsonl", "--model", "/none"),
+         "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory that holds config.json."),
         (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
     ],
@@ -402,7 +409,8 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
 
 def test_csv(tmp_path, stubbed):
     (tmp_path / "in.csv").write_text(
-        'key,question,sampling_params\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z\n,w,\n', encoding="utf-8-sig"
+        'key,question,sampling_params\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z\n,w,\n',
+        encoding="utf-8-sig",
     )
     out = tmp_path / "out.jsonl"
     assert batch(tmp_path / "in.csv", out, "--id-column", "key", "--prompt-column", "question") == 3
@@ -461,7 +469,9 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):
     """Of a row that is waiting nothing is kept, of one that is done 8 bytes; sorting them needs some for a moment."""
     peaks = []
     for number in (1_000, 6_000):
-        source = write_jsonl(tmp_path / f"{number}.jsonl", [{"id": f"row {i}", "prompt": "x" * 500} for i in range(number)])
+        rows = [{"id": f"row {i}", "prompt": "x" * 500} for i in range(number)]
+        source = write_jsonl(tmp_path / f"{number}.jsonl", rows)
+        del rows
         tracemalloc.start()
         assert batch(source, tmp_path / f"out-{number}.jsonl") == 0
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -95,8 +95,8 @@ def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
         first, second = order[again[0] : again[0] + 2].tolist()
         key = key_of(second, next(islice(source.rows(), second, None)), args.id_column)
         raise ConfigError(
-            f"IN={args.input}: rows {first} and {second} (counted from 0) have the same id {key!r}, and {len(again):,} "
-            "rows in all repeat an id. Make them unique, or name another --id-column."
+            f"IN={args.input}: rows {first} and {second} (counted from 0) have the same id {key!r}. Rows "
+            f"that repeat an id: {len(again):,}. Make the ids unique, or name another --id-column."
         )
     return hashes, all_integers
 
