@@ -355,8 +355,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "IN={}/in.txt must be a .jsonl, .parquet, .csv file, or a directory that holds some."),
         (("empty.jsonl", "out.jsonl"), "IN={}/empty.jsonl holds no rows."),
         (("twice.jsonl", "out.jsonl"),
-         "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b'. Rows that repeat an id: 1. Make the ids "
-         "unique, or name another --id-column."),
+         "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b'. Rows that repeat an id: 1. Make the "
+         "ids unique, or name another --id-column."),
         (("in.jsonl", "none/out.jsonl"), "OUT={}/none/out.jsonl: there is no directory {}/none."),
         (("in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, or lies in it."),
         (("in.jsonl", "twice.jsonl"),
@@ -370,7 +370,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
         (("in.jsonl", "out.jsonl", "--temperature", "-1"),
          "SamplingParams: temperature=-1 must be a finite number >= 0 (0 is greedy)."),
         (("in.jsonl", "out.jsonl", "--model", "/none"),
-         "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory that holds config.json."),
+         "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
+         "that holds config.json."),
         (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
     ],

@@ -169,7 +169,8 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err.removeprefix("nanovllm plot: error: ").replace(str(tmp_path), "")
 
     assert error(bad, "a.html") == "/bad.jsonl, line 2: not what --metrics writes: b'{\"x\": 1}'.\n"
-    assert error(one, "a.html") == "/one.jsonl holds 1 moments; two at least are needed. Did the job run for a second?\n"
+    few = "/one.jsonl holds 1 moments; two at least are needed. Did the job run for a second?\n"
+    assert error(one, "a.html") == few
     assert error(good, "a.pdf") == "OUT=/a.pdf must end in .html or .png.\n"
     assert error(good, "a.png") == "a .png needs matplotlib: pip install matplotlib; or write an .html page.\n"
     assert error(tmp_path / "none", "a.html") == "[Errno 2] No such file or directory: '/none'\n"
