@@ -15,7 +15,7 @@ EXPECTED = {
     "streaming": (r"tiny language model(.|\n)*prompt 11: 11 \+ 3 = 14\b", None),
     "json_schema": (r"^\{'city': '(Paris|Rome|Oslo)', 'is_capital': (True|False)\}$", "llguidance"),
     "best_of_n": (r"best: c-a-t\n", None),
-    "beam_search": (r"(-?\d+\.\d{3}  .*\n){4}", None),
+    "beam_search": (r"(\s*-?\d+\.\d{3}  .*\n){4}", None),
     "score": (r"answer: Paris\n", None),
     "batch_job": (r"taken up again; 400 rows, 400 different\none of them: .*'text': '17'(.|\n)*KiB of HTML", None),
 }  # fmt: skip
