@@ -101,7 +101,8 @@ class LLM(LLMEngine):
         return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
     def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
-               sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+               sampling_params: SamplingParams | None = None, *,
+               on_error: Callable[[int, RequestError], None] | None = None) -> Iterator[RequestOutput]:
         """Outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests and no others.
 
         Args:
@@ -110,9 +111,12 @@ class LLM(LLMEngine):
                 ``RequestOutput`` when it is finished; its ``index`` tells the prompt. Prompts are taken as there is
                 room for them.
             sampling_params: of prompts without their own.
+            on_error: of an iterable, called with the index of a prompt that can never be served, and why; the others
+                go on.
 
         Raises:
-            RequestError: a prompt can never be served; the others of this call are aborted.
+            RequestError: a prompt can never be served, and there is no ``on_error``; the others of this call are
+                aborted.
         """
         self._require_ready()
         snapshot = self._requests.snapshot
@@ -121,20 +125,23 @@ class LLM(LLMEngine):
             yield from self._stream_one(prompts, default)  # type: ignore[arg-type]
             return
 
-        def make(index: int, item: Any) -> Request:
+        def make(index: int, item: Any) -> Request | None:
             is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
             try:
                 prompt, params = (item[0], snapshot(item[1])) if is_pair else (item, default)
                 (text,), (token_ids,) = self._encode([prompt])
                 request = self._requests.make(text, token_ids, params)
             except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}") from None
+                if on_error is None:
+                    raise RequestError(f"prompt {index}: {error}") from None
+                on_error(index, error)
+                return None
             request.index = index
             return request
 
         if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be a prompt or an iterable of prompts, not {prompts!s:.100}.")
-        feed = (make(index, item) for index, item in enumerate(prompts))
+        feed = (request for index, item in enumerate(prompts) if (request := make(index, item)) is not None)
         for request in self._run(feed, window=WINDOW * self.config.max_num_seqs):
             yield request.output()
 

@@ -21,12 +21,16 @@ FLOORS = [
     ["distributed"],
     ["layers"],
     ["models"],
-    ["engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer", "engine.grammars"],
+    ["engine.sequence", "engine.block_manager", "engine.metrics", "engine.scheduler", "engine.detokenizer",
+     "engine.grammars"],
     ["engine.tokenizer", "engine.structured", "engine.watch"],
     ["runner.request_state", "runner.sampling_tables", "runner.step", "runner.prepare"],
     ["runner"],
     ["engine.progress", "engine.request", "engine.beam_search", "engine.stream", "engine.llm_engine"],
     ["llm"],
+    ["jobs"],
+    ["cli"],
+    ["__main__"],
     ["as_vllm", "integrations"],
 ]
 

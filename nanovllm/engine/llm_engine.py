@@ -75,7 +75,9 @@ class LLMEngine:
             num_blocks = self.model_runner.num_kvcache_blocks
             with translate_oom():
                 self.scheduler = Scheduler(config, num_blocks, eos_token_ids)
-            self._requests = RequestProcessor(config, num_blocks, self.scheduler.eos_token_ids, self._tokenizer)
+            self._requests = RequestProcessor(
+                config, num_blocks, self.scheduler.eos_token_ids, self._tokenizer, self.scheduler.metrics
+            )
         except BaseException:
             self.exit()
             raise
@@ -169,6 +171,10 @@ class LLMEngine:
             return False
         self.scheduler.block_manager.forget_prefixes()
         return True
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the engine was made, and its state now, under vLLM's names; any thread may read them."""
+        return self.scheduler.metrics.read(self.scheduler)
 
     # ---------------------------------------------------------------- the loop
 

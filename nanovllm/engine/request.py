@@ -12,12 +12,14 @@ from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -125,11 +127,12 @@ class RequestProcessor:
         num_kvcache_blocks: size of the KV cache.
         eos_token_ids: ids that end a sequence.
         tokenizer: for the text of completions.
+        metrics: told of requests that finish.
     """
 
     def __init__(self, config: Config, num_kvcache_blocks: int, eos_token_ids: Iterable[int],
-                 tokenizer: AsyncTokenizer):
-        self._config = config
+                 tokenizer: AsyncTokenizer, metrics: Metrics | None = None):
+        self._config, self._metrics = config, metrics or Metrics()
         # a sequence's last token needs no place in the cache
         self._max_tokens = min(config.max_model_len, num_kvcache_blocks * config.kvcache_block_size + 1)
         self._num_blocks = num_kvcache_blocks
@@ -252,6 +255,7 @@ class RequestProcessor:
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
         request.call = call
+        request.seqs[0].arrived_at = perf_counter()
         call.unfinished[request.request_id] = self._unfinished[str(request.request_id)] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
@@ -306,9 +310,11 @@ class RequestProcessor:
             if len(request.token_ids) == len(request.seqs):
                 del request.call.unfinished[request.request_id], self._unfinished[str(request.request_id)]
                 request.call.finished.append(request)
+                self._metrics.finished(request.seqs[0])
 
     def abort(self, request: Request) -> list[Sequence]:
         """Forget an unfinished request; return its sequences that are not finished."""
+        self._metrics.aborted(1)
         del request.call.unfinished[request.request_id], self._unfinished[str(request.request_id)]
         unfinished = [seq for seq in request.seqs if seq.seq_id in self._requests]
         for seq in unfinished:
@@ -326,6 +332,7 @@ class RequestProcessor:
 
     def clear(self) -> None:
         """Drop all unfinished requests, and tell their callers."""
+        self._metrics.aborted(len(self._unfinished))
         for request in self._unfinished.values():
             request.call.dropped = True
             request.call.unfinished.clear()

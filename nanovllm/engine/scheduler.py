@@ -19,6 +19,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
 
 
@@ -86,6 +87,7 @@ class Scheduler:
         self.eos_token_id = known[0] if known else None
         self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
+        self.metrics = Metrics()
         # [V], ids that stop some sequence; a hit is then checked against the sequence itself
         self._is_stop_token = np.zeros(vocab_size, bool)
         self._is_stop_token[list(self.eos_token_ids)] = True
@@ -227,6 +229,7 @@ class Scheduler:
         lengths = table.num_tokens[req_indices]
         table.tokens[req_indices, lengths] = token_ids
         table.num_tokens[req_indices] = lengths + 1
+        self.metrics.generation_tokens += len(token_ids)
         may_be_done = self._is_stop_token[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
         finished = []
         for i in np.flatnonzero(may_be_done).tolist():
@@ -235,6 +238,7 @@ class Scheduler:
             if self._is_done(seq, int(token_ids[i])):
                 finished.append(seq)
         if isinstance(batch, PrefillBatch):
+            self.metrics.prefilled(batch)
             for seq in batch.unsampled:
                 if seq.status is SequenceStatus.RUNNING:  # not aborted meanwhile
                     seq.finish_reason = "length"
@@ -260,8 +264,11 @@ class Scheduler:
             self._running_req_indices = self._running_req_indices[~gone]
 
     def _admit(self, seq: Sequence) -> None:
+        is_new = not seq.entered_at
         self.block_manager.allocate(seq)
         self._enter(seq)
+        if is_new:
+            self.metrics.looked_up(seq)
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""
@@ -269,6 +276,8 @@ class Scheduler:
         self._seqs[seq.req_idx] = seq
         if seq.num_completion_tokens == 0:
             seq.num_cached_tokens = seq.num_computed_tokens
+        if not seq.entered_at:
+            self.metrics.entered(seq, is_first=seq.seq_id == seq.group_id)
         seq.status = SequenceStatus.RUNNING
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:

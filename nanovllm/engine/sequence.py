@@ -102,6 +102,7 @@ class Sequence:
         self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
         self.targets: np.ndarray | None = None
         self.first_target = 0
         self.allowed_mask: np.ndarray | None = None

@@ -7,6 +7,7 @@ Addresses: an update writes in place, so CUDA graphs stay valid; sleep drops the
 import ctypes
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -108,7 +109,7 @@ class Residency:
         else:
             source, parts = "update_weights", [as_pairs(weights)]
             if self._runner.workers is not None:
-                parts = in_buckets(parts[0], self._runner.model.unused_weights)
+                parts = in_buckets(parts[0], self._runner.model.unused_tensors)
         before, why = self.undefined, self._why_undefined
         missing = set(WeightFiller(self._runner.model).missing)
         self.undefined, self._why_undefined = set(missing), "an update of the weights failed half way"
@@ -288,12 +289,12 @@ def as_pairs(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield pair[0], pair[1]
 
 
-def in_buckets(pairs: Iterable[tuple[str, torch.Tensor]], unused: set[str]) -> Iterator[dict[str, torch.Tensor]]:
+def in_buckets(pairs: Iterable[tuple[str, torch.Tensor]], unused: re.Pattern[str]) -> Iterator[dict[str, torch.Tensor]]:
     """Copies on the host of at most BUCKET_BYTES together, or of one tensor."""
     bucket: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in pairs:
-        if name in unused:
+        if unused.fullmatch(name):
             continue
         if name in bucket or (bucket and num_bytes + tensor.nbytes > BUCKET_BYTES):
             yield bucket

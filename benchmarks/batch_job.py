@@ -1,0 +1,161 @@
+"""Figures of ``nanovllm batch`` on the demo model and a CPU.
+
+    python benchmarks/batch_job.py rate [--rows 2000]             against one generate() on the same rows
+    python benchmarks/batch_job.py kills [--rows 2000 --kills 20] SIGKILL at random moments: rows lost and repeated
+    python benchmarks/batch_job.py memory [--rows 1000000]        a stub in the engine's place
+
+Each ends with one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+SEQS = 128
+
+
+def write_rows(path: Path, num_rows: int, longest: int = 256) -> None:
+    """Questions with answers of lognormal lengths, from 8 to ``longest`` tokens."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for i in range(num_rows):
+            length = int(min(longest, max(8, rng.lognormvariate(4.0, 0.8))))
+            row = {"id": f"q{i}", "prompt": f"{i} + {rng.randint(0, 99)}"}
+            file.write(json.dumps({**row, "sampling_params": {"max_tokens": length, "ignore_eos": True}}) + "\n")
+
+
+def command(*paths: Any, options: tuple = ("--temperature", "0.8")) -> list[str]:
+    return [sys.executable, "-m", "nanovllm", "batch", *map(str, paths), "--device", "cpu",
+            "--max-num-seqs", str(SEQS), *options]  # fmt: skip
+
+
+def timed(argv: list[str]) -> dict[str, float]:
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(argv, check=True, env=ENV, stderr=subprocess.DEVNULL)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
+
+
+GENERATE = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.jobs.rows import row_seed
+rows = [json.loads(line) for line in open(sys.argv[1])]
+params = [SamplingParams(temperature=0.8, seed=row_seed(None, row["id"]), **row["sampling_params"]) for row in rows]
+llm = LLM(device="cpu", max_num_seqs=int(sys.argv[3]), quiet=True)
+outputs = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
+json.dump({row["id"]: output["text"] for row, output in zip(rows, outputs)}, open(sys.argv[2], "w"))
+"""
+
+
+def rate(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    write_rows(directory / "in.jsonl", args.rows)
+    report: dict[str, Any] = {"rows": args.rows}
+    options = ("--temperature", "0.8", "--metrics", str(directory / "metrics.jsonl"))
+    report["batch"] = timed(command(directory / "in.jsonl", directory / "out.jsonl", options=options))
+    answers = directory / "answers.json"
+    report["generate"] = timed([sys.executable, "-c", GENERATE, str(directory / "in.jsonl"), str(answers), str(SEQS)])
+    for figures in (report["batch"], report["generate"]):
+        figures["rows_per_s"] = round(args.rows / figures["wall_s"], 1)
+    expected = json.loads(answers.read_text())
+    records = [json.loads(line) for line in (directory / "out.jsonl").open()]
+    report["tokens"] = sum(record["completion_tokens"] for record in records)
+    report["equal_texts"] = sum(expected[record["custom_id"]] == record["text"] for record in records)
+    return report
+
+
+def kills(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Half of the kills come at any time from the start on, half when some rows have been written."""
+    write_rows(directory / "in.jsonl", args.rows, longest=args.longest)
+    out, rng = directory / "out.jsonl", random.Random(args.seed)
+    argv = command(directory / "in.jsonl", out)
+    num_kills, torn, at_start = 0, 0, 0
+    while num_kills < args.kills:
+        size = out.stat().st_size if out.exists() else 0
+        with subprocess.Popen(argv, env=ENV, stderr=subprocess.DEVNULL) as process:
+            if num_kills % 2:
+                while process.poll() is None and (not out.exists() or out.stat().st_size <= size):
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, args.longest_life))
+            else:
+                time.sleep(rng.uniform(0.1, args.longest_start))
+            if process.poll() is not None:
+                break
+            process.kill()
+        num_kills += 1
+        content = out.read_bytes() if out.exists() else b""
+        torn += not content.endswith(b"\n") and len(content) > 0
+        at_start += len(content) == size
+        print(f"kill {num_kills}: {content.count(bytes([10]))} rows", flush=True)
+    whole = subprocess.run(argv, env=ENV, stderr=subprocess.PIPE, text=True)
+    ids = [json.loads(line)["custom_id"] for line in out.open()]
+    reference = directory / "reference.jsonl"
+    subprocess.run(command(directory / "in.jsonl", reference), env=ENV, stderr=subprocess.DEVNULL, check=True)
+    expected = {record["custom_id"]: record["text"] for record in map(json.loads, reference.open())}
+    texts = {record["custom_id"]: record["text"] for record in map(json.loads, out.open())}
+    return {
+        "rows": args.rows, "kills": num_kills, "kills_before_a_new_row": at_start, "torn_last_lines": torn,
+        "exit_status": whole.returncode, "lost": args.rows - len(set(ids)), "repeated": len(ids) - len(set(ids)),
+        "texts_equal_to_an_unbroken_run": sum(texts[key] == expected[key] for key in expected),
+    }  # fmt: skip
+
+
+STUB = """
+import sys
+from nanovllm.cli import main
+from nanovllm.jobs import engines
+def stub(args, rows, emit, rank=0):
+    for row in rows:
+        engines.asked(row, args)
+        emit({"custom_id": row.key, "text": "a stub", "error": None}, (3, 0, 2))
+engines.complete = stub
+import resource
+status = main(["batch", *sys.argv[1:]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {"rows": args.rows}
+    for num_rows in (1000, args.rows):
+        source, out = directory / f"{num_rows}.jsonl", directory / f"{num_rows}-out.jsonl"
+        write_rows(source, num_rows)
+        for name in ("run", "again, all done"):
+            start = time.perf_counter()
+            done = subprocess.run([sys.executable, "-c", STUB, str(source), str(out)], env=ENV, check=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+            seconds = round(time.perf_counter() - start, 1)
+            report[f"{num_rows} rows, {name}"] = {"rss_mib": int(done.stdout), "wall_s": seconds}
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Figures of nanovllm batch.")
+    parser.add_argument("what", choices=["rate", "kills", "memory"])
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=int, default=48, help="kills: tokens of the longest answer")
+    parser.add_argument("--longest-start", type=float, default=10.0, help="kills: seconds")
+    parser.add_argument("--longest-life", type=float, default=2.0, help="kills: seconds after the first new row")
+    args = parser.parse_args()
+    args.rows = args.rows or (1_000_000 if args.what == "memory" else 2000)
+    with tempfile.TemporaryDirectory() as directory:
+        report = {"rate": rate, "kills": kills, "memory": memory}[args.what](args, Path(directory))
+    print(json.dumps({"benchmark": f"batch_job {args.what}", **report}))
+
+
+if __name__ == "__main__":
+    main()

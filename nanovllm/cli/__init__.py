@@ -1,0 +1,100 @@
+"""The command ``nanovllm``: ``nanovllm batch IN OUT`` and ``nanovllm plot METRICS OUT``.
+
+Owns the options. Those of sampling and of the engine are made from the fields and docstrings of ``SamplingParams`` and
+``Config``, so that none is forgotten.
+"""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import Field, fields
+from typing import Any, get_args
+
+from nanovllm.config import Config
+from nanovllm.errors import NanoVLLMError
+from nanovllm.sampling_params import SamplingParams
+
+# of Config: --seed is the requests', quiet is for scripts
+ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
+ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion.
+Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
+once."""
+IN = """.jsonl (plain rows, or OpenAI batch lines with "custom_id" and "body"), .parquet or .csv; or a directory of
+such files"""
+OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
+was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job failed, 130
+after Ctrl-C"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("nanovllm", description="Offline LLM inference.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="batch | plot")
+    batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False)
+    add_batch_options(batch)
+    plot = commands.add_parser("plot", help="draw what --metrics wrote", description="Draw what --metrics wrote.")
+    plot.add_argument("metrics", help="the file of batch --metrics")
+    plot.add_argument("output", help=".html, one page that needs nothing else; or .png, with matplotlib")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "plot":
+            from nanovllm.jobs.plot import run
+        else:
+            from nanovllm.cli.batch import run
+
+            args.engine = {f.name: getattr(args, f.name) for f in ENGINE_FIELDS if hasattr(args, f.name)}
+            args.sampling = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+        return run(args)
+    except (NanoVLLMError, OSError) as error:
+        print(f"nanovllm {args.command}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("input", metavar="IN", help=IN)
+    add("output", metavar="OUT", help=OUT)
+    add("--model", help="a directory or hub id; default: the bundled demo model")
+    add("--id-column", metavar="NAME", help='of plain rows; default: "custom_id" or "id", else the row\'s number')
+    add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
+    add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
+    add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")
+    add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
+    add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
+    add("--retry-errors", action="store_true", help="do the rows again that failed")
+    add("--overwrite", action="store_true", help="drop what OUT holds")
+    add("--metrics", metavar="FILE", help="append a line of JSON every second; nanovllm plot draws it")
+    group = parser.add_argument_group(
+        "sampling", 'Rows may have their own: a column "sampling_params", or the body. Every row draws from a seed of '
+        "its own, derived from --seed (default 0) and its id."
+    )  # fmt: skip
+    add_fields(group, fields(SamplingParams), SamplingParams.__doc__ or "")
+    add_fields(parser.add_argument_group("engine"), ENGINE_FIELDS, Config.__doc__ or "")
+
+
+def add_fields(group: Any, options: Any, docstring: str) -> None:
+    """An option for each field, absent from the namespace unless it is given."""
+    docs = dict(re.findall(r"^        (\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE))
+    for option in options:
+        how = how_to_read(option)
+        text = " ".join(docs[option.name].split()).replace("%", "%%")
+        group.add_argument(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
+
+def how_to_read(option: Field) -> dict[str, Any]:
+    kinds = get_args(option.type) or (option.type,)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if list[str] in kinds:
+        return {"action": "append", "metavar": "TEXT"}  # may be repeated
+    return {"metavar": "X"} if str in kinds else {"type": json_value, "metavar": "X"}
+
+
+def json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor JSON") from None

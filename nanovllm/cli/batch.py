@@ -1,0 +1,199 @@
+"""``nanovllm batch``: complete every row of a file, exactly once however often the job is stopped.
+
+The job reads the input twice: for the ids, then for the rows that are not done. Of each row it keeps a
+hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
+"""
+
+import json
+import re
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from nanovllm.errors import ConfigError
+from nanovllm.jobs.files import Input, RunFile, fingerprint, output_at
+from nanovllm.jobs.rows import Row, hash_of, key_of, ready
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checkpoint import read_generation_config, resolve_model
+
+# options of the engine that change speed and memory alone: a job may go on with others
+FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
+        "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
+        "trust_remote_code")  # fmt: skip
+SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
+
+
+def run(args: Any) -> int:
+    """The command. Everything that can be wrong is looked at before an engine starts."""
+    path, (k, n) = Path(args.output), shard_of(args.shard)
+    if args.shard:
+        path = path.with_name(f"{path.stem}-{k}-of-{n}{path.suffix}")
+    if args.data_parallel_size < 1:
+        raise ConfigError(f"--data-parallel-size {args.data_parallel_size}: it must be at least 1.")
+    model_path = resolve_model(args.model, args.engine.get("revision"))
+    defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
+    args.base_params = SamplingParams(**ready({**defaults, **args.sampling}))
+    source = Input(Path(args.input))
+    if Path(args.input).resolve() in (path.resolve(), path.resolve().parent):
+        raise ConfigError(f"OUT={path} is the input, or lies in it.")
+    hashes, all_integers = scan_ids(source, args)
+    if args.metrics:
+        Path(args.metrics).open("ab").close()
+    with RunFile(path) as run_file:
+        output = output_at(path, all_integers)
+        if args.overwrite:
+            output.clear()
+        facts = facts_of(args, model_path, source, len(hashes))
+        check_facts(run_file.read(), facts, output)
+        run_file.write(facts)
+        done, num_errors = output.scan(args.retry_errors)
+        todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
+        todo[np.arange(len(todo)) % n != k] = False
+        job = Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors)
+        if job.num_todo:
+            rows = (
+                Row(key_of(index, values, args.id_column), values)
+                for index, values in enumerate(source.rows()) if todo[index]
+            )  # fmt: skip
+            job.run(args, rows)
+    return job.summary()
+
+
+def shard_of(shard: str | None) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", shard or "0/1")
+    k, n = map(int, match.groups()) if match else (0, 0)
+    if k >= n:
+        raise ConfigError(f"--shard {shard}: it must be K/N, with K from 0 to N - 1, such as 0/4.")
+    return k, n
+
+
+def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
+    """A hash of every row's id, and whether all ids are 64-bit integers. Finds out which column has the ids."""
+    hashes, all_integers = array("Q"), True
+    for index, values in enumerate(source.rows()):
+        if index == 0 and args.id_column is None and isinstance(values, dict) and "body" not in values:
+            args.id_column = next((name for name in ("custom_id", "id") if name in values), None)
+        key = key_of(index, values, args.id_column)
+        all_integers &= isinstance(key, int) and -(2**63) <= key < 2**63
+        hashes.append(hash_of(key))
+    if not hashes:
+        raise ConfigError(f"IN={args.input} holds no rows.")
+    column = np.frombuffer(hashes, np.uint64)
+    order = np.argsort(column, kind="stable")
+    again = np.flatnonzero(column[order][1:] == column[order][:-1])
+    if len(again):
+        first, second = order[again[0] : again[0] + 2].tolist()
+        key = key_of(second, next(islice(source.rows(), second, None)), args.id_column)
+        raise ConfigError(
+            f"IN={args.input}: rows {first} and {second} (counted from 0) have the same id {key!r}. Rows "
+            f"that repeat an id: {len(again):,}. Make the ids unique, or name another --id-column."
+        )
+    return hashes, all_integers
+
+
+def are_in(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which values are known, bool [N]; ``np.isin`` needs five times the memory."""
+    if not len(known):
+        return np.zeros(len(values), bool)
+    known = np.sort(known)
+    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values
+
+
+def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[str, Any]:
+    """What the output depends on."""
+    files = [path for pattern in ("*.json", "*.safetensors") for path in sorted(Path(model_path).glob(pattern))]
+    options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
+    given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
+    facts = {
+        "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
+        "rows of the input": num_rows, "contents of the input": fingerprint(source.files),
+        **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
+    }  # fmt: skip
+    return json.loads(json.dumps(facts))  # as it will be read
+
+
+def check_facts(before: dict[str, Any] | None, now: dict[str, Any], output: Any) -> None:
+    """Refuse to go on with an output that was begun with something else."""
+    if not output.is_begun():
+        return
+    if before is None:
+        raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed and changed != ["model"]:  # the same files under another name are the same model
+        lines = [f"  {name}: {before.get(name)!r:.200} then, {now.get(name)!r:.200} now\n" for name in changed]
+        raise ConfigError(
+            f"{output.path} was begun with something else:\n{''.join(lines)}"
+            "Give what was given then, or another OUT, or --overwrite."
+        )
+
+
+class Job:
+    """Counts what is done, shows it, and writes it."""
+
+    def __init__(self, output: Any, num_rows: int, num_todo: int, num_errors: int):
+        self.output, self.num_rows, self.num_todo = output, num_rows, num_todo
+        self.num_errors, self.num_done, self.tokens = num_errors, 0, [0, 0, 0]
+        self.started = self.first_at = perf_counter()
+
+    def run(self, args: Any, rows: Iterator[Row]) -> None:
+        from nanovllm.jobs.engines import complete, complete_in_processes
+
+        self.bar = tqdm(total=self.num_rows, initial=self.num_rows - self.num_todo, unit=" rows", dynamic_ncols=True,
+                        mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+        try:
+            with self.output.opened(), sigterm_is_ctrl_c():
+                (complete if args.data_parallel_size == 1 else complete_in_processes)(args, rows, self.emit)
+        finally:
+            self.bar.close()
+            if self.num_done < self.num_todo:
+                num_there = self.num_rows - self.num_todo + self.num_done
+                print(f"{num_there:,} of {self.num_rows:,} rows are in {self.output.path}; the same command goes on.",
+                      file=sys.stderr)  # fmt: skip
+
+    def emit(self, record: dict[str, Any], tokens: tuple[int, int, int]) -> None:
+        self.output.append(record)
+        if not self.num_done:
+            self.first_at = perf_counter()
+        self.num_done += 1
+        self.num_errors += record["error"] is not None
+        self.tokens = [a + b for a, b in zip(self.tokens, tokens, strict=True)]
+        seconds = max(perf_counter() - self.first_at, 0.1)
+        self.bar.set_postfix_str(f"{self.tokens[2] / seconds:,.0f} tokens/s", refresh=False)
+        self.bar.update()
+
+    def summary(self) -> int:
+        """Print it; the exit status."""
+        seconds, (prompt, cached, generated) = perf_counter() - self.started, self.tokens
+        print(
+            f"{self.num_rows:,} rows in {self.output.path}: {self.num_done:,} now, "
+            f"{self.num_rows - self.num_todo:,} before, {self.num_errors:,} of them errors.", file=sys.stderr
+        )  # fmt: skip
+        if self.num_done:
+            print(
+                f"{seconds:,.1f} s with start: {self.num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
+                f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).", file=sys.stderr
+            )  # fmt: skip
+        return 3 if self.num_errors else 0
+
+
+@contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """So that a job that a scheduler ends closes its output."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

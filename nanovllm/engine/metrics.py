@@ -1,0 +1,82 @@
+"""Counters of one engine, under vLLM's names.
+
+A decode step pays one addition, in ``Scheduler.postprocess``. The rest is counted when a sequence enters or a request
+finishes, or is looked up when somebody reads. Reading takes no lock: any thread may read while the engine runs.
+"""
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import PrefillBatch, Scheduler
+
+# of a finished request, in seconds: waiting for a place, until its first token, until its last, and all three
+TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+         "e2e_request_latency_seconds")  # fmt: skip
+
+
+class Metrics:
+    """See ``read`` for what the counters mean."""
+
+    def __init__(self) -> None:
+        self.generation_tokens = 0  # added to by the scheduler at every step
+        self.prompt_tokens = self.prompt_tokens_cached = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self.request_success = {"stop": 0, "length": 0, "abort": 0}
+        self._num_timed = 0
+        self._seconds = dict.fromkeys(TIMES, 0.0)
+
+    def entered(self, seq: Sequence, is_first: bool) -> None:
+        """A sequence was given a place for the first time; ``is_first`` of its request."""
+        seq.entered_at = perf_counter()
+        if is_first:
+            self.prompt_tokens += seq.num_prompt_tokens
+            self.prompt_tokens_cached += seq.num_cached_tokens
+
+    def looked_up(self, seq: Sequence) -> None:
+        """The prefix cache was asked for a new sequence's prompt."""
+        self.prefix_cache_queries += seq.num_prompt_tokens
+        self.prefix_cache_hits += seq.num_cached_tokens
+
+    def prefilled(self, batch: "PrefillBatch") -> None:
+        """A prefill's tokens have arrived."""
+        now = perf_counter()
+        for seq in batch.seqs:
+            if seq.num_completion_tokens <= 1:  # else it had been preempted
+                seq.prefilled_at = now  # of a prompt in chunks the last one counts
+
+    def finished(self, seq: Sequence) -> None:
+        """The request of this first sequence is complete."""
+        assert seq.finish_reason is not None
+        self.request_success[seq.finish_reason] += 1
+        now = perf_counter()
+        if not seq.entered_at:  # it had nothing to compute
+            seq.entered_at = seq.prefilled_at = now
+        seconds, prefilled_at = self._seconds, seq.prefilled_at or now
+        self._num_timed += 1
+        seconds["request_queue_time_seconds"] += seq.entered_at - seq.arrived_at
+        seconds["request_prefill_time_seconds"] += prefilled_at - seq.entered_at
+        seconds["request_decode_time_seconds"] += now - prefilled_at
+        seconds["e2e_request_latency_seconds"] += now - seq.arrived_at
+
+    def aborted(self, num_requests: int) -> None:
+        self.request_success["abort"] += num_requests
+
+    def read(self, scheduler: "Scheduler") -> dict[str, Any]:
+        """Totals since the engine was made, and its state now. Times are sums over ``count`` finished requests."""
+        blocks = scheduler.block_manager
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "generation_tokens": self.generation_tokens,
+            "prefix_cache_queries": self.prefix_cache_queries,
+            "prefix_cache_hits": self.prefix_cache_hits,
+            "num_preemptions": scheduler.num_preemptions,
+            "kv_cache_usage_perc": 1 - blocks.num_available / len(blocks.blocks),
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "request_success": dict(self.request_success),
+            **{name: {"count": self._num_timed, "sum": total} for name, total in self._seconds.items()},
+        }

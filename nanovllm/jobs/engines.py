@@ -1,0 +1,186 @@
+"""Engines of a batch job: rows in, a record for each out.
+
+One engine in this process; or several, each in a process on devices of its own. Then this process deals the rows out
+and takes the records in.
+"""
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from multiprocessing import connection
+from time import time
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
+from nanovllm.jobs.files import every_second
+from nanovllm.jobs.rows import Row, asked, error_record, record_of
+from nanovllm.llm import LLM, WINDOW
+from nanovllm.sampling_params import SamplingParams
+
+CHUNK = 64  # rows that are encoded at a time
+Emit = Callable[[dict[str, Any], tuple[int, int, int]], None]  # record; tokens of prompt, cached, generated
+
+
+def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
+    """Feed the rows to one engine; ``emit`` a record for each as it is finished."""
+    pending: dict[int, tuple[Row, SamplingParams]] = {}
+
+    def feed() -> Iterator[tuple[Any, SamplingParams]]:
+        number = 0
+        while chunk := list(islice(rows, CHUNK)):
+            for row, prompt, params in encoded(llm, chunk, args, emit):
+                pending[number] = row, params
+                number += 1
+                yield prompt, params
+
+    def refuse(index: int, error: RequestError) -> None:
+        emit(error_record(pending.pop(index)[0], error), (0, 0, 0))
+
+    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, metrics_written(llm, args.metrics, rank):
+        for output in llm.stream(feed(), on_error=refuse):
+            row, params = pending.pop(output.index)
+            num_generated = sum(len(o.token_ids) for o in output.outputs)
+            record = record_of(row, output, params, args.model or "demo")
+            emit(record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated))
+
+
+def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple[Row, Any, SamplingParams]]:
+    """Rows with their prompts as token ids, the texts of a chunk encoded together."""
+    texts: dict[bool, list] = {True: [], False: []}  # by whether it is a chat: the template has the special tokens
+    asked_for: list[tuple[Row, Any, SamplingParams]] = []
+    for row in chunk:
+        try:
+            prompt, template, params = asked(row, args)
+            if template is not None:
+                prompt = llm._tokenizer.apply_chat_template(prompt, **template)
+            if isinstance(prompt, str):
+                prompt.encode()
+                texts[template is not None].append(prompt := {"prompt": prompt})
+            asked_for.append((row, prompt, params))
+        except UnicodeEncodeError as error:
+            emit(error_record(row, RequestError(f"the text cannot be encoded as UTF-8: {error}")), (0, 0, 0))
+        except RequestError as error:
+            emit(error_record(row, error), (0, 0, 0))
+    for is_chat, prompts in texts.items():
+        ids = llm._tokenizer.encode([p["prompt"] for p in prompts], add_special_tokens=not is_chat)
+        for prompt, token_ids in zip(prompts, ids, strict=True):
+            prompt["prompt_token_ids"] = token_ids
+    yield from asked_for
+
+
+@contextmanager
+def metrics_written(llm: LLM, path: str | None, rank: int) -> Iterator[None]:
+    """Append a line of the engine's metrics to the file every second."""
+
+    def write() -> None:
+        assert path is not None
+        line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
+        with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
+            file.write(json.dumps(line).encode() + b"\n")
+
+    if path is None:
+        yield
+    else:
+        write()
+        with every_second(write):
+            yield
+
+
+# ---------------------------------------------------------------- several engines
+
+
+def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
+    """The same with ``args.data_parallel_size`` engines; each has as many rows as keep it busy."""
+    context = multiprocessing.get_context("spawn")
+    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + 2 * CHUNK  # it takes fewer
+    pipes: dict[Any, int] = {}  # rows that each engine has
+    processes: dict[Any, Any] = {}
+    try:
+        for rank, devices in enumerate(split_devices(args)):
+            pipe, theirs = context.Pipe()
+            processes[pipe] = context.Process(target=_work, args=(theirs, args, rank, devices), name=f"engine {rank}")
+            processes[pipe].start()
+            theirs.close()
+            pipes[pipe] = 0
+        turn, is_exhausted = cycle(list(pipes)), False
+        while pipes:
+            while not is_exhausted and any(count < room for count in pipes.values()):
+                pipe = next(x for x in turn if pipes[x] < room)
+                row = next(rows, None)
+                if row is not None:
+                    pipe.send(row)
+                    pipes[pipe] += 1
+                else:
+                    is_exhausted = True
+                    for pipe in pipes:
+                        pipe.send(None)
+            for pipe in connection.wait(list(pipes)):  # type: ignore[assignment]
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    processes[pipe].join(10)
+                    name, code = processes[pipe].name, processes[pipe].exitcode
+                    raise EngineError(f"{name} ended with exit code {code}.") from None
+                if isinstance(message, Exception):
+                    raise message
+                if message is None:
+                    del pipes[pipe]
+                    continue
+                emit(*message)
+                pipes[pipe] -= 1
+    finally:
+        for pipe in processes:
+            pipe.close()  # it leaves when it reads the end
+        for process in processes.values():
+            process.join(10)
+            process.kill()
+
+
+def split_devices(args: Any) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each process; None leaves it as it is."""
+    size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
+    if args.engine.get("device") == "cpu":
+        return [None] * size
+    import torch
+
+    num_devices = torch.cuda.device_count()  # which does not initialise CUDA
+    if not num_devices:
+        return [None] * size
+    if num_devices < size * each:
+        raise ConfigError(
+            f"--data-parallel-size {size} with {each} GPU(s) each needs {size * each} GPUs; {num_devices} are visible."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices)))).split(",")
+    return [",".join(visible[rank * each : (rank + 1) * each]) for rank in range(size)]
+
+
+def _work(pipe: Any, args: Any, rank: int, devices: str | None) -> None:
+    """A process with one engine: rows come in, records go out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    rows: queue.SimpleQueue = queue.SimpleQueue()
+
+    def receive() -> None:  # always, so that neither side waits for the other to read
+        try:
+            while (row := pipe.recv()) is not None:
+                rows.put(row)
+            rows.put(None)
+            pipe.recv()
+        except (EOFError, OSError):  # the parent is done, or gone
+            os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    try:
+        complete(args, iter(rows.get, None), lambda *message: pipe.send(message), rank)
+        pipe.send(None)
+    except Exception as error:
+        pipe.send(error if isinstance(error, NanoVLLMError) else EngineError(f"engine {rank}: {error!r}"))
+    threading.Event().wait()  # the end comes through the pipe

@@ -1,0 +1,330 @@
+"""Files of a batch job: rows in, records out, and what the output was made with.
+
+An output is only ever appended to by whole lines, or by whole parts under a temporary name, so whatever stops a job
+leaves at most one torn line, which is cut.
+"""
+
+import csv
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+import xxhash
+
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.jobs.rows import hash_of
+
+PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
+SUFFIXES = (".jsonl", ".parquet", ".csv")
+
+
+def import_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("parquet needs pyarrow: pip install 'nanovllm[parquet]'.") from None
+    return pyarrow.parquet
+
+
+# ---------------------------------------------------------------- in
+
+
+class Input:
+    """The rows of a file, or of a directory's files in the order of their names."""
+
+    def __init__(self, path: Path):
+        self.files = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not self.files or self.files[0].suffix not in SUFFIXES:
+            raise ConfigError(f"IN={path} must be a {', '.join(SUFFIXES)} file, or a directory that holds some.")
+
+    def rows(self) -> Iterator[dict[str, Any] | RequestError]:
+        """Each row, or why it cannot be read."""
+        for file in self.files:
+            if file.suffix == ".parquet":
+                try:
+                    for batch in import_parquet().ParquetFile(file).iter_batches(256):
+                        yield from map(without_nones, batch.to_pylist())
+                except ValueError as error:  # pyarrow's own errors are ValueErrors
+                    raise ConfigError(f"{file} cannot be read: {error}") from None
+            elif file.suffix == ".csv":
+                yield from read_csv(file)
+            else:
+                with file.open("rb") as lines:
+                    yield from (read_line(line) for line in lines if line.strip())
+
+
+def without_nones(value: Any) -> Any:
+    """Arrow gives every row all columns, and every struct all fields."""
+    if isinstance(value, dict):
+        return {name: without_nones(x) for name, x in value.items() if x is not None}
+    return [without_nones(x) for x in value] if isinstance(value, list) else value
+
+
+def read_line(line: bytes) -> dict[str, Any] | RequestError:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        return RequestError(f"the line is not JSON: {error}")
+    return values if isinstance(values, dict) else RequestError(f"the line must hold an object, not {line[:100]!r}.")
+
+
+def read_csv(path: Path) -> Iterator[dict[str, Any] | RequestError]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        try:
+            for values in csv.DictReader(file):
+                is_longer = values.pop(None, None) is not None  # type: ignore[call-overload]
+                yield RequestError("the row has more fields than the header.") if is_longer else without_nones(values)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
+    """Hash of the files' contents, or of so many bytes at the beginning and end of each, and their sizes."""
+    digest = xxhash.xxh3_64()
+    for path in files:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            digest.update(f"{size} ".encode())
+            for start in range(0, size, 1 << 20) if num_bytes is None else (0, max(0, size - num_bytes)):
+                file.seek(start)
+                digest.update(file.read(num_bytes or 1 << 20))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- out
+
+
+@contextmanager
+def every_second(function: Callable[[], Any]) -> Iterator[None]:
+    """Call it once a second, on a thread; and at the end, once more. An error of the thread is raised at the end."""
+    closing, errors = Event(), []
+
+    def repeat() -> None:
+        try:
+            while not closing.wait(1.0):
+                function()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join()
+        if errors:
+            raise errors[0]
+        function()
+
+
+class JsonlOutput:
+    """A line for each record."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def is_begun(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def scan(self, retry_errors: bool) -> tuple[array, int]:
+        """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
+        hashes, num_errors, kept_end, is_cut_inside = array("Q"), 0, 0, False
+        if not self.path.exists():
+            return hashes, 0
+        with self.path.open("rb") as lines:
+            position = 0
+            for line in lines:
+                record = self._kept(line, retry_errors)
+                if record is not None:
+                    hashes.append(hash_of(record["custom_id"]))
+                    num_errors += record.get("error") is not None
+                    is_cut_inside |= kept_end != position
+                    kept_end += len(line)
+                position += len(line)
+        if is_cut_inside:
+            temporary = self.path.with_name(self.path.name + ".tmp")
+            with self.path.open("rb") as lines, temporary.open("wb") as file:
+                file.writelines(line for line in lines if self._kept(line, retry_errors) is not None)
+                sync(file)
+            temporary.replace(self.path)
+        elif kept_end != position:
+            os.truncate(self.path, kept_end)
+        return hashes, num_errors
+
+    @staticmethod
+    def _kept(line: bytes, retry_errors: bool) -> dict[str, Any] | None:
+        record = read_line(line) if line.endswith(b"\n") else None
+        if not isinstance(record, dict) or "custom_id" not in record or (retry_errors and record.get("error")):
+            return None
+        return record
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with self.path.open("ab", buffering=0) as self._file:
+            sync_directory(self.path.parent)
+            with every_second(lambda: os.fsync(self._file.fileno())):
+                yield
+
+    def append(self, record: dict[str, Any]) -> None:
+        try:
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
+            line = json.dumps(record).encode() + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(f"{self.path}: a line was written in part; is the disk full?")
+
+
+class ParquetOutput:
+    """Parts, each written under a temporary name and renamed. What is nested is a column of JSON text."""
+
+    COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
+               "prompt_logprobs", "response", "error")  # fmt: skip
+
+    def __init__(self, path: Path, all_ids_are_integers: bool):
+        self.path, self._parquet = path, import_parquet()
+        self._id_type: type = int if all_ids_are_integers else str
+        path.mkdir(exist_ok=True)
+
+    def is_begun(self) -> bool:
+        return any(self.path.iterdir())
+
+    def clear(self) -> None:
+        for part in self.path.glob("part-*.parquet"):
+            part.unlink()
+
+    def scan(self, retry_errors: bool) -> tuple[array, int]:
+        hashes, num_errors = array("Q"), 0
+        for temporary in self.path.glob(".part-*"):
+            temporary.unlink()
+        for part in sorted(self.path.glob("part-*.parquet")):
+            table = self._parquet.read_table(part, columns=["custom_id", "error"])
+            failed = [error is not None for error in table["error"].to_pylist()]
+            if retry_errors and any(failed):
+                mask = [not x for x in failed]
+                self._write(self._parquet.read_table(part).filter(mask), part)
+                table, failed = table.filter(mask), []
+            hashes.extend(map(hash_of, table["custom_id"].to_pylist()))
+            num_errors += sum(failed)
+        return hashes, num_errors
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        import pyarrow
+
+        integers = {name for name in self.COLUMNS if name.endswith("_tokens")}
+        integers |= {"custom_id"} if self._id_type is int else set()
+        self._schema = pyarrow.schema(
+            {name: pyarrow.int64() if name in integers else pyarrow.string() for name in self.COLUMNS}
+        )
+        self._rows: list[dict[str, Any]] = []
+        self._begun = monotonic()
+        parts = [int(part.stem.removeprefix("part-")) for part in self.path.glob("part-*.parquet")]
+        self._next = max(parts, default=-1) + 1
+        try:
+            yield
+        finally:
+            self._flush()
+
+    def append(self, record: dict[str, Any]) -> None:
+        row = {name: x if isinstance(x, (str, int, type(None))) else json.dumps(x) for name, x in record.items()}
+        stop = row.get("stop_reason")
+        row["custom_id"], row["stop_reason"] = self._id_type(row["custom_id"]), None if stop is None else str(stop)
+        self._rows.append(row)
+        if len(self._rows) >= PART_ROWS or monotonic() - self._begun > PART_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            import pyarrow
+
+            part = self.path / f"part-{self._next:06d}.parquet"
+            self._write(pyarrow.Table.from_pylist(self._rows, schema=self._schema), part)
+            self._next += 1
+        self._rows, self._begun = [], monotonic()
+
+    def _write(self, table: Any, part: Path) -> None:
+        temporary = part.with_name("." + part.name)
+        with temporary.open("wb") as file:
+            self._parquet.write_table(table, file)
+            sync(file)
+        temporary.replace(part)
+        sync_directory(self.path)
+
+
+def output_at(path: Path, all_ids_are_integers: bool) -> "JsonlOutput | ParquetOutput":
+    if path.suffix == ".jsonl":
+        return JsonlOutput(path)
+    if path.suffix and not path.is_dir():
+        raise ConfigError(f"OUT={path} must end in .jsonl, or be a directory, without a suffix, for parts of parquet.")
+    return ParquetOutput(path, all_ids_are_integers)
+
+
+def sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """A renamed or new file survives a power failure only once its directory is on disk."""
+    if os.name == "posix":
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+class RunFile:
+    """OUT.run.json: what OUT is made with; locked while a job writes to OUT."""
+
+    def __init__(self, output: Path):
+        self.path = output.with_name(output.name + ".run.json")
+        if not output.parent.is_dir():
+            raise ConfigError(f"OUT={output}: there is no directory {output.parent}.")
+        self._file = self.path.open("a+", encoding="utf-8")
+        try:
+            lock(self._file.fileno())
+        except OSError:
+            self._file.close()
+            raise ConfigError(f"another job is writing to {output}: it holds {self.path}.") from None
+
+    def __enter__(self) -> "RunFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self) -> dict[str, Any] | None:
+        self._file.seek(0)
+        text = self._file.read()
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None  # new, or stopped while it was written: then there is no output yet
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self._file.truncate(0)
+        self._file.write(json.dumps(facts, indent=1))
+        sync(self._file)
+
+
+def lock(fd: int) -> None:
+    """Until the file is closed or the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        os.lseek(fd, 1 << 30, os.SEEK_SET)  # a byte that nobody reads
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

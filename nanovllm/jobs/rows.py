@@ -1,0 +1,189 @@
+"""Rows of a batch job: what a row asks for, and what is written for it.
+
+A plain row has a prompt or a conversation in a column. A line of OpenAI's batch format has a "body" and is answered in
+that format.
+"""
+
+import json
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from nanovllm.errors import RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+Key = str | int
+IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options")  # of a body: --model decides
+TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+class Row(NamedTuple):
+    key: Key
+    values: dict[str, Any] | RequestError  # the error if it cannot be read
+
+    @property
+    def is_openai(self) -> bool:
+        return isinstance(self.values, dict) and "body" in self.values
+
+
+def hash_of(key: Key) -> int:
+    return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
+
+
+def key_of(index: int, values: dict | RequestError, id_column: str | None) -> Key:
+    """The row's id; its number if it has none."""
+    name = id_name(values, id_column)
+    key = values.get(name) if isinstance(values, dict) and name else None
+    is_id = isinstance(key, (str, int)) and not isinstance(key, bool) and key != ""
+    return key if is_id else f"row-{index}"  # type: ignore[return-value]
+
+
+def id_name(values: dict | RequestError, id_column: str | None) -> str | None:
+    return "custom_id" if isinstance(values, dict) and "body" in values else id_column
+
+
+def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingParams]:
+    """A row's prompt, or its conversation with the variables of the chat template; and its parameters."""
+    if isinstance(row.values, RequestError):
+        raise row.values
+    name = id_name(row.values, args.id_column)
+    if name is not None and row.values.get(name) != row.key:
+        raise RequestError(f"the row's {name!r} must be a text or an integer, not {row.values.get(name)!r:.100}.")
+    template = {"add_generation_prompt": True, **args.chat_template_kwargs}
+    if row.is_openai:
+        content, own, is_chat = openai_request(row.values, template)
+        if is_chat and "max_tokens" not in args.sampling:
+            own.setdefault("max_tokens", None)
+    else:
+        is_chat = row.values.get(args.messages_column) is not None
+        content = row.values.get(args.messages_column if is_chat else args.prompt_column)
+        content = from_json(args.messages_column, content) if is_chat else content
+        own = from_json("sampling_params", row.values.get("sampling_params") or {})
+        if content is None:
+            raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
+        if args.chat and not is_chat:
+            content, is_chat = [{"role": "user", "content": content}], True
+    if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
+        raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
+    if not isinstance(own, dict):
+        raise RequestError(f"sampling_params must be an object, not {own!r:.100}.")
+    params = replace(args.base_params, **ready(own))
+    if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
+        params.seed = row_seed(args.base_params.seed, row.key)
+    return content, template if is_chat else None, params
+
+
+def row_seed(seed: int | None, key: Key) -> int:
+    return hash_of(f"{seed or 0} {key}") >> 1
+
+
+def ready(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON values as ``SamplingParams`` takes them."""
+    values = dict(values)
+    if isinstance(values.get("structured_outputs"), dict):
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    if isinstance(values.get("logit_bias"), dict):
+        values["logit_bias"] = {int(i) if str(i).isdigit() else i: x for i, x in values["logit_bias"].items()}
+    return values
+
+
+def from_json(name: str, value: Any) -> Any:
+    """A column that holds JSON as text, as in CSV."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise RequestError(f"the text in {name!r} is not JSON: {error}") from None
+
+
+def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """Prompt or messages of a line, its parameters, and whether it is a chat; ``template`` gets the body's."""
+    url, body = values.get("url", "/v1/chat/completions"), values["body"]
+    is_chat = url == "/v1/chat/completions"
+    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
+        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
+    own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    if own.pop("stream", False):
+        raise RequestError("stream=true has no meaning in a batch.")
+    content = own.pop("messages" if is_chat else "prompt", None)
+    if content is None:
+        raise RequestError(f"the body has no {'messages' if is_chat else 'prompt'!r}.")
+    if "max_completion_tokens" in own:
+        own["max_tokens"] = own.pop("max_completion_tokens")
+    if is_chat:
+        top = own.pop("top_logprobs", 0)
+        own["logprobs"] = top if own.get("logprobs") else None
+        template.update(own.pop("chat_template_kwargs", {}), **{x: own.pop(x) for x in TEMPLATE if x in own})
+    form = own.pop("response_format", {"type": "text"})
+    if form == {"type": "json_object"}:
+        own["structured_outputs"] = {"json_object": True}
+    elif isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
+        own["structured_outputs"] = {"json": form["json_schema"].get("schema", {})}
+    elif form != {"type": "text"}:
+        raise RequestError(f"response_format must be of type text, json_object or json_schema, not {form!r:.100}.")
+    return content, own, is_chat
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: str) -> dict[str, Any]:
+    counts = {"prompt_tokens": len(output.prompt_token_ids),
+              "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
+    if row.is_openai:
+        return openai_record(row, output, counts, params.logprobs or 0, model)
+    first = output.outputs[0]
+    record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
+              "stop_reason": first.stop_reason, **counts}  # fmt: skip
+    if params.n > 1 or params.logprobs is not None or not params.detokenize:
+        record["outputs"] = [
+            {"text": o.text, "finish_reason": o.finish_reason, "stop_reason": o.stop_reason, "token_ids": o.token_ids,
+             "cumulative_logprob": o.cumulative_logprob, "logprobs": plain_logprobs(o.logprobs)}
+            for o in output.outputs
+        ]  # fmt: skip
+    if params.prompt_logprobs is not None:
+        record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
+    return {**record, "error": None}
+
+
+def error_record(row: Row, error: Exception) -> dict[str, Any]:
+    answer = {"response": None} if row.is_openai else {"text": None}
+    return {"custom_id": row.key, **answer, "error": {"type": type(error).__name__, "message": str(error)}}
+
+
+def plain_logprobs(logprobs: Any) -> Any:
+    """[{token id: {"logprob", "rank", "decoded_token"}}]"""
+    return logprobs and [at and {i: vars(entry) for i, entry in at.items()} for at in logprobs]
+
+
+def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_top: int, model: str) -> dict[str, Any]:
+    assert isinstance(row.values, dict)
+    is_chat = row.values.get("url") != "/v1/completions"
+    choices = [
+        {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
+         "finish_reason": o.finish_reason, "logprobs": openai_logprobs(o, num_top)}
+        for o in output.outputs
+    ]  # fmt: skip
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{row.key}", "created": int(time.time()), "model": model,
+        "object": "chat.completion" if is_chat else "text_completion", "choices": choices,
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+    }  # fmt: skip
+    response = {"status_code": 200, "request_id": f"request-{row.key}", "body": body}
+    return {"id": f"batch-{row.key}", "custom_id": row.key, "response": response, "error": None}
+
+
+def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+    if output.logprobs is None:
+        return None
+
+    def entry(at: Logprob) -> dict[str, Any]:
+        return {"token": at.decoded_token, "logprob": at.logprob, "bytes": list((at.decoded_token or "").encode())}
+
+    content = []
+    for chosen, *others in (list(at.values()) for at in output.logprobs):  # type: ignore[union-attr]
+        top = sorted([chosen, *others], key=lambda at: at.rank or 0)[:num_top]
+        content.append({**entry(chosen), "top_logprobs": [entry(at) for at in top]})
+    return {"content": content}
