@@ -1,6 +1,6 @@
 """The requests that are timed, and model directories of the published sizes without weights.
 
-Owns the definitions of "headline", "single", "prefill" and "sharedprefix". Knows nothing of engines, and
+Owns the definitions of the workloads. Knows nothing of engines, and
 imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
@@ -137,7 +137,14 @@ def sharedprefix(scale: int = 1) -> Workload:
     return Workload("sharedprefix", prompts, [own] * num, True)
 
 
-WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedprefix)}
+def batch32(scale: int = 1) -> Workload:
+    """32 prompts of 744 tokens, 512 to generate: a context of 1,000 tokens on average."""
+    rng = Random(4)
+    prompts = [[rng.randint(0, 10_000) for _ in range(744 // scale)] for _ in range(32)]
+    return Workload("batch32", prompts, [512 // scale] * 32, False)
+
+
+WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedprefix, batch32)}
 
 
 def write_model(directory: str | Path, size: str) -> str:
