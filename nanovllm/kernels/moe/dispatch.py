@@ -43,11 +43,10 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         logits = F.linear(x.float(), router_weight.float())
     else:
         logits = fused_linear(x, Weight(router_weight), None, norm_weight, eps)
-    routed = logits, correction_bias, routing, logits_dtype
-    if num_tokens <= MAX_TOKENS_GEMV and routing.top_groups == routing.num_groups:
-        h = gate_up_rows(x, norm_weight, eps, gate_up, routed, slot_mapping)
-        return down_rows(h, down, routed, slot_mapping, residual if add_residual else None)
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
+    if num_tokens <= MAX_TOKENS_GEMV:
+        h = gate_up_rows(x, norm_weight, eps, gate_up, ids)
+        return down_rows(h, down, ids, weights, residual if add_residual else None)
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up), routing.top_k
     rows, counts = group_rows(ids, num_experts)

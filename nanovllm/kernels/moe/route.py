@@ -25,28 +25,37 @@ def load_logits(
     logits = tl.where(exists, 0.0, -float("inf"))
     for split in tl.static_range(SPLIT_K):
         offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
-        # past L1: `down_rows` reads before its wait
-        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0, cache_modifier=".cg").to(tl.float32)
+        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
     return logits.to(DTYPE).to(tl.float32)
 
 
-@triton.jit
-def rank_experts(
-    logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_kernel(
+    logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
     bias_ptr,  # fp32 [E], only with HAS_BIAS
-    token,
+    slot_mapping_ptr,  # i32[T]
+    ids_ptr,  # i32[T, k], written here
+    weights_ptr,  # fp32 [T, k], written here
     num_tokens,
+    routed_scale,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model: to which logits are rounded
     BLOCK_E: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """Scores fp32 [BLOCK_E] of a token and their ranks, 0 the best; of equal scores the lowest expert wins.
+    """One program: one token. Of equal scores the lowest expert wins.
 
-    All pairs are compared at once: k searches for the best would wait for each other.
+    All pairs of experts are compared at once: k searches for the best would wait for each other.
     """
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    pdl_wait(USE_PDL)
+    is_padding = tl.load(slot_mapping_ptr + token) < 0
     row, column = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_E)[:, None]
     others = load_logits(logits_ptr, row, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
     scores = load_logits(logits_ptr, column, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
@@ -60,60 +69,18 @@ def rank_experts(
     if HAS_BIAS:
         choice += tl.load(bias_ptr + column, mask=column < NUM_EXPERTS, other=0.0)
         rival += tl.load(bias_ptr + row, mask=row < NUM_EXPERTS, other=0.0)
+    choice = tl.where(choice == choice, choice, -float("inf"))  # NaN: ids stay distinct, and experts that exist
+    rival = tl.where(rival == rival, rival, -float("inf"))
     is_better = (rival > choice) | ((rival == choice) & (row < column))
     ranks = tl.sum((is_better & (row < NUM_EXPERTS)).to(tl.int32), 1)
-    return tl.sum(scores, 1), tl.where(tl.arange(0, BLOCK_E) < NUM_EXPERTS, ranks, BLOCK_E)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def route_kernel(
-    logits_ptr,  # see `rank_experts`, written by the kernel before
-    bias_ptr,
-    slot_mapping_ptr,  # i32[T]
-    ids_ptr,  # i32[T, k], written here
-    weights_ptr,  # fp32 [T, k], written here
-    num_tokens,
-    routed_scale,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program: one token."""
-    pdl_launch_dependents(USE_PDL)
-    token = tl.program_id(0).to(tl.int64)
-    pdl_wait(USE_PDL)
-    is_padding = tl.load(slot_mapping_ptr + token) < 0
-    scores, ranks = rank_experts(
-        logits_ptr, bias_ptr, token, num_tokens, SPLIT_K, NUM_EXPERTS, SIGMOID, HAS_BIAS, DTYPE, BLOCK_E
-    )
-    chosen = ranks < TOP_K
+    expert, scores = tl.arange(0, BLOCK_E), tl.sum(scores, 1)
+    chosen = (ranks < TOP_K) & (expert < NUM_EXPERTS)
     weights = scores * routed_scale
     if RENORMALIZE:
         weights = weights / (tl.sum(tl.where(chosen, scores, 0.0), 0) + 1e-20)
     offs = token * TOP_K + ranks
-    tl.store(ids_ptr + offs, tl.where(is_padding, -1, tl.arange(0, BLOCK_E)), mask=chosen)
+    tl.store(ids_ptr + offs, tl.where(is_padding, -1, expert), mask=chosen)
     tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights), mask=chosen)
-
-
-def routing_options(logits, correction_bias, routing, dtype):
-    """Compile-time arguments of `rank_experts` and its callers."""
-    num_experts = logits.shape[-1]
-    return {
-        "TOP_K": routing.top_k,
-        "RENORMALIZE": routing.renormalize,
-        "SPLIT_K": len(logits) if logits.dim() == 3 else 1,
-        "NUM_EXPERTS": num_experts,
-        "SIGMOID": routing.scoring == "sigmoid",
-        "HAS_BIAS": correction_bias is not None,
-        "DTYPE": DTYPES[dtype],
-        "BLOCK_E": triton.next_power_of_2(num_experts),
-    }
 
 
 def route(logits, correction_bias, routing, slot_mapping, dtype=None):
@@ -122,13 +89,16 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None):
     if routing.top_groups < routing.num_groups:
         logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
         return reference.route(logits, correction_bias, routing, slot_mapping)
-    num_tokens = logits.shape[-2]
+    *_, num_tokens, num_experts = logits.shape
     assert logits.is_contiguous()
     ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
     launch(
         route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights, num_tokens,
-        float(routing.routed_scale), num_warps=4, **routing_options(logits, correction_bias, routing, dtype),
+        float(routing.routed_scale),
+        TOP_K=routing.top_k, RENORMALIZE=routing.renormalize, SPLIT_K=len(logits) if logits.dim() == 3 else 1,
+        NUM_EXPERTS=num_experts, SIGMOID=routing.scoring == "sigmoid", HAS_BIAS=correction_bias is not None,
+        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4,
         **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
@@ -154,10 +124,9 @@ def group_rows_kernel(
     for first in range(0, num_rows, BLOCK):
         row = first + offs
         mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
-        place = count + tl.cumsum(mine, 0) - 1
-        tl.store(rows_ptr + place, row, mask=(mine > 0) & (place < capacity))  # NaN logits may choose one twice
+        tl.store(rows_ptr + count + tl.cumsum(mine, 0) - 1, row, mask=mine > 0)
         count += tl.sum(mine, 0)
-    tl.store(counts_ptr + expert, tl.minimum(count, capacity))
+    tl.store(counts_ptr + expert, count)
 
 
 def group_rows(ids, num_experts):
