@@ -80,35 +80,37 @@ def down_rows_kernel(
     NUM_UNITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # TOP_K, up to a power of two
     BLOCK_I: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N channels of one token, all units of all its experts, laid end to end in vectors."""
-    token = tl.program_id(1)
+    """One program: BLOCK_N channels of one token, all its experts, all their units."""
+    token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    v = tl.arange(0, BLOCK_K * BLOCK_I // VECTOR)
-    row = token * TOP_K + v // (BLOCK_I // VECTOR)
-    i = v[:, None] % (BLOCK_I // VECTOR) * VECTOR + tl.arange(0, VECTOR)[None, :]  # [vectors, V]
-    is_row = v // (BLOCK_I // VECTOR) < TOP_K
-    # Past L1, which may hold the lines of an earlier layer.
-    expert = tl.load(ids_ptr + row, mask=is_row, other=-1, cache_modifier=".cg")
-    share = tl.load(weights_ptr + row, mask=is_row, other=0.0, cache_modifier=".cg")
-    inside = (expert >= 0)[:, None] & (i < NUM_UNITS)
-    rows = expert.to(tl.int64)[None, :] * NUM_CHANNELS + n[:, None]  # [BLOCK_N, vectors]
-    weight_ptrs = weight_ptr + (rows * NUM_UNITS)[:, :, None] + i[None, :, :]
-    weight = tl.load(weight_ptrs, mask=(n < NUM_CHANNELS)[:, None, None] & inside[None, :, :], other=0.0)
+    exists = (n < NUM_CHANNELS)[:, None, None]
+    i = tl.arange(0, BLOCK_I // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_I / V, V]
+    offs = n.to(tl.int64)[:, None, None] * NUM_UNITS + i[None, :, :]
+    loaded = ()  # the experts' weights [BLOCK_N, BLOCK_I / V, V]
+    for j in tl.static_range(TOP_K):
+        # past L1, which may hold an earlier layer's
+        expert = tl.load(ids_ptr + token * TOP_K + j, cache_modifier=".cg").to(tl.int64)
+        inside = i < tl.where(expert >= 0, NUM_UNITS, 0)
+        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS) + offs
+        loaded = loaded + (tl.load(weight_ptrs, mask=exists & inside[None, :, :], other=0.0),)  # noqa: RUF005
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    h = tl.load(h_ptr + row.to(tl.int64)[:, None] * NUM_UNITS + i, mask=inside, other=0.0).to(tl.float32)
-    y = tl.sum(tl.sum(h[None, :, :] * weight.to(tl.float32), axis=2) * share[None, :], axis=1)
-    offs = token.to(tl.int64) * NUM_CHANNELS + n
+    y = tl.zeros((BLOCK_N, BLOCK_I // VECTOR), tl.float32)
+    for j in tl.static_range(TOP_K):
+        share = tl.load(weights_ptr + token * TOP_K + j)  # 0 without an expert, whose row of h is not written
+        inside = i < tl.where(share != 0.0, NUM_UNITS, 0)
+        h = tl.load(h_ptr + (token * TOP_K + j) * NUM_UNITS + i, mask=inside, other=0.0).to(tl.float32)
+        y += tl.sum(h[None, :, :] * loaded[j].to(tl.float32), axis=2) * share
+    total = tl.sum(y, axis=1)
     if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + offs, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
+        total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
 
 
-def gate_up_rows(x, norm_weight, eps, weight, ids, block_i=2, num_warps=8):
+def gate_up_rows(x, norm_weight, eps, weight, ids, block_i=2, num_warps=4):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten."""
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.shape[1] // 2, ids.shape[1]
@@ -132,7 +134,7 @@ def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=8):
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
         h, weight, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, HAS_RESIDUAL=residual is not None,
-        BLOCK_N=block_n, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_I=triton.next_power_of_2(num_units),
+        BLOCK_N=block_n, BLOCK_I=triton.next_power_of_2(num_units),
         num_warps=num_warps, **launch_options(h.device),
     )  # fmt: skip
     return y

@@ -15,18 +15,7 @@ from . import reference
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit
-def load_logits(
-    logits_ptr, offs_e, token, num_tokens,
-    SPLIT_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A token's logits at `offs_e`, fp32; -inf beyond the last expert."""
-    exists = offs_e < NUM_EXPERTS
-    logits = tl.where(exists, 0.0, -float("inf"))
-    for split in tl.static_range(SPLIT_K):
-        offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
-        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
-    return logits.to(DTYPE).to(tl.float32)
+LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -46,41 +35,44 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model: to which logits are rounded
     BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: one token. Of equal scores the lowest expert wins.
-
-    All pairs of experts are compared at once: k searches for the best would wait for each other.
-    """
+    """One program: one token. Of equal scores the lowest expert wins."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     pdl_wait(USE_PDL)
     is_padding = tl.load(slot_mapping_ptr + token) < 0
-    row, column = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_E)[:, None]
-    others = load_logits(logits_ptr, row, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
-    scores = load_logits(logits_ptr, column, token, num_tokens, SPLIT_K, NUM_EXPERTS, DTYPE)
+    offs_e, offs_k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    exists = offs_e < NUM_EXPERTS
+    logits = tl.where(exists, 0.0, -float("inf"))
+    for split in tl.static_range(SPLIT_K):
+        offs = (split * num_tokens + token) * NUM_EXPERTS + offs_e
+        logits += tl.load(logits_ptr + offs, mask=exists, other=0.0).to(tl.float32)
+    logits = logits.to(DTYPE).to(tl.float32)
     if SIGMOID:
-        others, scores = 1.0 / (1.0 + tl.exp(-others)), 1.0 / (1.0 + tl.exp(-scores))
+        scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
-        highest = tl.max(others, 1, keep_dims=True)
-        total = tl.sum(tl.exp(others - highest), 1, keep_dims=True)
-        others, scores = tl.exp(others - highest) / total, tl.exp(scores - highest) / total
-    choice, rival = scores, others
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    left = scores
     if HAS_BIAS:
-        choice += tl.load(bias_ptr + column, mask=column < NUM_EXPERTS, other=0.0)
-        rival += tl.load(bias_ptr + row, mask=row < NUM_EXPERTS, other=0.0)
-    choice = tl.where(choice == choice, choice, -float("inf"))  # NaN: ids stay distinct, and experts that exist
-    rival = tl.where(rival == rival, rival, -float("inf"))
-    is_better = (rival > choice) | ((rival == choice) & (row < column))
-    ranks = tl.sum((is_better & (row < NUM_EXPERTS)).to(tl.int32), 1)
-    expert, scores = tl.arange(0, BLOCK_E), tl.sum(scores, 1)
-    chosen = (ranks < TOP_K) & (expert < NUM_EXPERTS)
-    weights = scores * routed_scale
+        left += tl.load(bias_ptr + offs_e, mask=exists, other=0.0)
+    left = tl.where(exists & (left == left), left, LOWEST)  # NaN: ids stay distinct, and of experts that exist
+    left = tl.where(exists, left, -float("inf"))
+    ids = tl.full((BLOCK_K,), -1, tl.int32)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0, tie_break_left=True).to(tl.int32)
+        chosen = offs_e == best
+        ids = tl.where(offs_k == j, best, ids)
+        weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
+        left = tl.where(chosen, -float("inf"), left)
     if RENORMALIZE:
-        weights = weights / (tl.sum(tl.where(chosen, scores, 0.0), 0) + 1e-20)
-    offs = token * TOP_K + ranks
-    tl.store(ids_ptr + offs, tl.where(is_padding, -1, expert), mask=chosen)
-    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights), mask=chosen)
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    offs = token * TOP_K + offs_k
+    tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K)
+    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
 
 
 def route(logits, correction_bias, routing, slot_mapping, dtype=None):
@@ -98,7 +90,8 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None):
         float(routing.routed_scale),
         TOP_K=routing.top_k, RENORMALIZE=routing.renormalize, SPLIT_K=len(logits) if logits.dim() == 3 else 1,
         NUM_EXPERTS=num_experts, SIGMOID=routing.scoring == "sigmoid", HAS_BIAS=correction_bias is not None,
-        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts), num_warps=4,
+        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(routing.top_k), num_warps=1,
         **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
