@@ -23,7 +23,6 @@ from nanovllm.kernels.attention import decode, prefill, reference
 PEAK_BYTES_PER_S = 4.3e12
 BLOCK_SIZE = 256
 HEAD_SIZE = 128
-SCALE = HEAD_SIZE**-0.5
 COLD_BYTES = 256 << 20
 
 
@@ -32,8 +31,8 @@ def ragged(num_seqs: int, low: int, high: int) -> list[int]:
     return torch.randint(low, high + 1, (num_seqs,), generator=generator).tolist()
 
 
-# name: contexts, query heads, KV heads, leading tokens shared by all
-DECODE_CASES: dict[str, tuple[list[int], int, int, int]] = {
+# name: contexts, query heads, KV heads, leading tokens shared by all, head size if not HEAD_SIZE
+DECODE_CASES: dict[str, tuple] = {
     "1 x 128": ([128], 16, 8, 0),
     "1 x 512": ([512], 16, 8, 0),
     "1 x 1024": ([1024], 16, 8, 0),
@@ -55,15 +54,23 @@ DECODE_CASES: dict[str, tuple[list[int], int, int, int]] = {
     "256 x 100..1500, H=32": (ragged(256, 100, 1500), 32, 8, 0),
     "256 x 100..1500, K=2": (ragged(256, 100, 1500), 8, 2, 0),
     "8 x 1024, H=32": ([1024] * 8, 32, 8, 0),
+    "1 x 512, H=32 K=4": ([512], 32, 4, 0),
+    "8 x 1024, H=32 K=4": ([1024] * 8, 32, 4, 0),
+    "256 x 100..1500, H=28 K=4": (ragged(256, 100, 1500), 28, 4, 0),
+    "1 x 512, H=14 K=2 D=64": ([512], 14, 2, 0, 64),
+    "256 x ..1500, H=14 K=2 D=64": (ragged(256, 100, 1500), 14, 2, 0, 64),
+    "256 x ..1500, H=32 K=8 D=64": (ragged(256, 100, 1500), 32, 8, 0, 64),
 }
 
 
 class DecodeCase:
     """Keys and values for several launches of one decode batch, in shuffled blocks."""
 
-    def __init__(self, contexts: list[int], num_heads: int, num_kv_heads: int, shared: int) -> None:
-        self.num_kv_heads = num_kv_heads
-        token_bytes = 2 * num_kv_heads * HEAD_SIZE * 2
+    def __init__(
+        self, contexts: list[int], num_heads: int, num_kv_heads: int, shared: int, head_size: int = HEAD_SIZE
+    ) -> None:
+        self.num_kv_heads, self.head_size, self.scale = num_kv_heads, head_size, head_size**-0.5
+        token_bytes = 2 * num_kv_heads * self.head_size * 2
         self.bytes = sum(contexts) * token_bytes
         unique = (sum(contexts) - shared * (len(contexts) - 1)) * token_bytes if shared else self.bytes
         self.copies = max(2, min(256, -(-COLD_BYTES // unique)))
@@ -71,7 +78,7 @@ class DecodeCase:
         shared_blocks = shared // BLOCK_SIZE
         per_copy = sum(owned) - shared_blocks * (len(contexts) - 1)
         order = torch.randperm(per_copy * self.copies).to(torch.int32)
-        shape = (per_copy * self.copies, BLOCK_SIZE, num_kv_heads, HEAD_SIZE)
+        shape = (per_copy * self.copies, BLOCK_SIZE, num_kv_heads, self.head_size)
         self.k = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
         self.v = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
         max_blocks = max(16, max(owned))
@@ -86,12 +93,12 @@ class DecodeCase:
         self.tables = self.tables.cuda()
         self.req_indices = torch.arange(len(contexts), dtype=torch.int32, device="cuda")
         self.context_lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-        width = (num_heads + 2 * num_kv_heads) * HEAD_SIZE
+        width = (num_heads + 2 * num_kv_heads) * self.head_size
         packed = torch.randn(len(contexts), width, dtype=torch.bfloat16, device="cuda")
-        self.q = packed[:, : num_heads * HEAD_SIZE].view(len(contexts), num_heads, HEAD_SIZE)
+        self.q = packed[:, : num_heads * self.head_size].view(len(contexts), num_heads, self.head_size)
 
     def launch(self, copy: int, pdl: bool = False) -> torch.Tensor:
-        args = (self.q, self.k, self.v, self.req_indices, self.context_lens, self.tables[copy], SCALE)
+        args = (self.q, self.k, self.v, self.req_indices, self.context_lens, self.tables[copy], self.scale)
         return decode.paged_decode_attention(*args, self.tables.shape[2] * BLOCK_SIZE, pdl=pdl)
 
     def time_us(self, pdl: bool = False) -> float:
@@ -107,7 +114,7 @@ class DecodeCase:
                 self.v,
                 cache_seqlens=self.context_lens,
                 block_table=self.tables[i],
-                softmax_scale=SCALE,
+                softmax_scale=self.scale,
                 causal=True,
             )
 
@@ -116,7 +123,9 @@ class DecodeCase:
     def check(self) -> float:
         """Largest difference from the plain twin in fp32."""
         paged = (self.k.float(), self.v.float(), self.req_indices, self.context_lens, self.tables[0])
-        expected = reference.paged_decode_attention(self.q.float(), *paged, SCALE, self.tables.shape[2] * BLOCK_SIZE)
+        expected = reference.paged_decode_attention(
+            self.q.float(), *paged, self.scale, self.tables.shape[2] * BLOCK_SIZE
+        )
         return (self.launch(0).float() - expected).abs().max().item()
 
 
@@ -157,7 +166,7 @@ def decode_table() -> dict:
     has_flash = importlib.util.find_spec("flash_attn") is not None
     results = {}
     columns = ("us", "pdl", "GB/s", "% peak", "flash us", "ratio", "error")
-    print(f"{'decode (B x context)':26}" + "".join(f"{column:>9}" for column in columns))
+    print(f"{'decode (B x context)':28}" + "".join(f"{column:>9}" for column in columns))
     for name, spec in DECODE_CASES.items():
         case = DecodeCase(*spec)
         error = case.check()
@@ -166,7 +175,7 @@ def decode_table() -> dict:
         flash_us = case.time_flash_us() if has_flash else float("nan")
         peak = case.bytes / us * 1e6 / PEAK_BYTES_PER_S
         print(
-            f"{name:26}{us:9.2f}{pdl_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
+            f"{name:28}{us:9.2f}{pdl_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
             f"{flash_us:9.2f}{flash_us / us:9.2f}{error:9.4f}"
         )
         results[name] = {"us": us, "pdl_us": pdl_us, "share_of_peak": peak}
@@ -180,13 +189,22 @@ def decode_table() -> dict:
 class PrefillCase:
     """S prompts with `new` tokens each after `prefix` cached ones: both contiguous and paged."""
 
-    def __init__(self, num_seqs: int, new: int, prefix: int, num_heads: int = 16, num_kv_heads: int = 8):
+    def __init__(
+        self,
+        num_seqs: int,
+        new: int,
+        prefix: int,
+        num_heads: int = 16,
+        num_kv_heads: int = 8,
+        head_size: int = HEAD_SIZE,
+    ) -> None:
+        self.head_size, self.scale = head_size, head_size**-0.5
         context = new + prefix
         self.num_seqs, self.new, self.context = num_seqs, new, context
-        self.flops = 4 * num_heads * HEAD_SIZE * num_seqs * (new * prefix + new * (new + 1) / 2)
+        self.flops = 4 * num_heads * self.head_size * num_seqs * (new * prefix + new * (new + 1) / 2)
 
         def randn(tokens: int, heads: int) -> torch.Tensor:
-            return torch.randn(tokens, heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
+            return torch.randn(tokens, heads, self.head_size, dtype=torch.bfloat16, device="cuda")
 
         self.q = randn(num_seqs * new, num_heads)
         self.k, self.v = (randn(num_seqs * context, num_kv_heads) for _ in range(2))
@@ -195,45 +213,45 @@ class PrefillCase:
         blocks = -(-context // BLOCK_SIZE)
         order = torch.randperm(num_seqs * blocks, device="cuda")
         self.tables = order.view(num_seqs, blocks).to(torch.int32)
-        padded = (num_seqs, blocks * BLOCK_SIZE, num_kv_heads, HEAD_SIZE)
-        shape = (num_seqs * blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE)
+        padded = (num_seqs, blocks * BLOCK_SIZE, num_kv_heads, self.head_size)
+        shape = (num_seqs * blocks, BLOCK_SIZE, num_kv_heads, self.head_size)
         self.k_cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
         self.v_cache = torch.zeros_like(self.k_cache)
         for cache, flat in ((self.k_cache, self.k), (self.v_cache, self.v)):
             whole = torch.zeros(padded, dtype=torch.bfloat16, device="cuda")
-            whole[:, :context] = flat.view(num_seqs, context, num_kv_heads, HEAD_SIZE)
+            whole[:, :context] = flat.view(num_seqs, context, num_kv_heads, self.head_size)
             cache[order] = whole.view(shape)
         self.req_indices = torch.arange(num_seqs, dtype=torch.int32, device="cuda")
         self.context_lens = torch.full((num_seqs,), context, dtype=torch.int32, device="cuda")
 
     def triton(self) -> torch.Tensor:
         paged = (self.k_cache, self.v_cache, self.cu_q, self.req_indices, self.context_lens, self.tables)
-        return prefill.paged_prefill_attention(self.q, *paged, SCALE, self.new)
+        return prefill.paged_prefill_attention(self.q, *paged, self.scale, self.new)
 
     def expected(self) -> torch.Tensor:
         """The plain twin in fp32."""
         lens = (self.cu_q, self.req_indices, self.context_lens, self.tables)
         q, k, v = self.q.float(), self.k_cache.float(), self.v_cache.float()
-        return reference.paged_prefill_attention(q, k, v, *lens, SCALE, self.new)
+        return reference.paged_prefill_attention(q, k, v, *lens, self.scale, self.new)
 
     def flash(self) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
-        return flash_attn_varlen_func(self.q, self.k, self.v, *lens, softmax_scale=SCALE, causal=True)
+        return flash_attn_varlen_func(self.q, self.k, self.v, *lens, softmax_scale=self.scale, causal=True)
 
     def flash_paged(self) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
-        paged = {"block_table": self.tables, "softmax_scale": SCALE, "causal": True}
+        paged = {"block_table": self.tables, "softmax_scale": self.scale, "causal": True}
         return flash_attn_varlen_func(self.q, self.k_cache, self.v_cache, *lens, **paged)
 
     def torch_varlen(self) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
-        kwargs = {"scale": SCALE, "window_size": (-1, 0)}
+        kwargs = {"scale": self.scale, "window_size": (-1, 0)}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12; before, implied by the shapes
             kwargs["enable_gqa"] = True
         return varlen_attn(self.q, self.k, self.v, *lens, **kwargs)
@@ -246,7 +264,7 @@ class PrefillCase:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=SCALE, enable_gqa=not repeat
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=not repeat
             )
         return out.transpose(1, 2).reshape(self.q.shape)
 
@@ -259,7 +277,7 @@ class PrefillCase:
     def _cudnn_ragged(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         lens = (self.cu_q, self.cu_k, self.new, self.context)
         forward = torch.ops.aten._cudnn_attention_forward
-        return forward(self.q, k, v, None, *lens, False, 0.0, True, False, scale=SCALE)[0]
+        return forward(self.q, k, v, None, *lens, False, 0.0, True, False, scale=self.scale)[0]
 
     def cudnn_ragged(self) -> torch.Tensor:
         return self._cudnn_ragged(self.k, self.v)
@@ -269,11 +287,14 @@ class PrefillCase:
         return self._cudnn_ragged(self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
 
 
-PREFILL_CASES = {
+PREFILL_CASES: dict[str, tuple] = {
     "8 x 2048": (8, 2048, 0),
     "32 x 512": (32, 512, 0),
     "64 x 64 after 1024": (64, 64, 1024),
     "4 x 512 after 2048": (4, 512, 2048),
+    "16 x 2048, H=28 K=4": (16, 2048, 0, 28, 4),
+    "16 x 2048, H=32 K=8 D=64": (16, 2048, 0, 32, 8, 64),
+    "16 x 2048, D=256": (16, 2048, 0, 16, 8, 256),
 }
 
 

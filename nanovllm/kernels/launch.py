@@ -111,11 +111,11 @@ def num_sms(device):
 
 @functools.cache
 def has_large_shared_memory(device):
-    """Whether a program may use 148 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
+    """Whether a program may use 160 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 148 << 10  # ROCm: no such property
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm: no such property
 
 
 # One tensor per device, never freed: captured graphs hold its address.

@@ -40,6 +40,21 @@ def assert_close(actual, expected, scale=1.0):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+def assert_as_accurate(actual, exact, twin):
+    """`actual` is about as near to the fp32 result as the twin is, which rounds to its 16 bits after each step."""
+    assert actual.dtype == twin.dtype
+    error, allowed = (actual.float() - exact).abs(), (twin.float() - exact).abs()
+    assert error.isfinite().all()
+    largest = (TOLERANCE[twin.dtype] * (1 + exact.abs())).clamp(min=2 * allowed.max().item())
+    assert (error <= largest).all(), f"{int((error > largest).sum())} of {error.numel()}, up to {error.max():.3f}"
+    rms, twin_rms = error.square().mean().sqrt().item(), allowed.square().mean().sqrt().item()
+    assert rms <= 1.5 * twin_rms + 1e-6, f"mean error {rms:.2g}, the twin's {twin_rms:.2g}"
+
+
+def widened(*tensors):
+    return [None if tensor is None else tensor.float() for tensor in tensors]
+
+
 def make_cos_sin(max_position, head_dim):
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
     angles = torch.arange(max_position, device=DEVICE).float()[:, None] * frequencies
@@ -235,6 +250,10 @@ def check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=No
         **more,
     )
     expected = reference.fused_linear(x, weight, **options)
+    if dtype != torch.float32:
+        tensors = ("bias", "norm_weight", "residual")
+        wide = options | dict(zip(tensors, widened(*(options[name] for name in tensors)), strict=True))
+        exact = reference.fused_linear(x.float(), Weight(weight.data.float()), **wide)
     y = run(x, weight, **options)
     if isinstance(y, SplitKPartials):
         assert y.residual is options["residual"]
@@ -242,7 +261,10 @@ def check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=No
         assert_close(reference.rms_norm(expected, ones, EPS), dispatch.rms_norm(y, ones, EPS), scale=4)
         y = y.residual
     assert y.shape == (num_tokens, num_outputs)
-    assert_close(y, expected, scale=4)
+    if dtype == torch.float32:
+        assert_close(y, expected, scale=4)
+    elif num_tokens > 0:
+        assert_as_accurate(y, exact, expected)
     return y
 
 
@@ -350,25 +372,33 @@ def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels
     width = (num_heads + 2 * num_kv_heads) * head_dim
     x = randn(num_tokens, num_channels, dtype=dtype)
     norm_weight = rand(num_channels, dtype=dtype) if with_norm else None
-    weight = Weight((randn(width, num_channels) / num_channels**0.5).to(dtype))
+    weight = (randn(width, num_channels) / num_channels**0.5).to(dtype)
     bias = randn(width, dtype=dtype) if bias else None
     qk_weights = [rand(head_dim, dtype=dtype) if with_qk_norm else None for _ in range(2)]
     positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
     num_blocks = num_tokens // 16 + 2
     slots = torch.randperm(num_blocks * 16, device=DEVICE)[:num_tokens].int()
     slots[::3] = -1
-    caches = torch.full((4, num_blocks, 16, num_kv_heads, head_dim), 7.0, device=DEVICE, dtype=dtype)
     cos_sin = make_cos_sin(500, head_dim)
-    results = []
-    for twin, *kv_caches in ((reference, *caches[:2]), (dispatch, *caches[2:])):
+
+    def run(qkv_linear, dtype, x, weight, bias, norm_weight, *qk_weights):
+        caches = torch.full((2, num_blocks, 16, num_kv_heads, head_dim), 7.0, device=DEVICE, dtype=dtype)
         epilogue = QKVEpilogue(
-            *qk_weights, EPS, cos_sin, positions, slots, *(kv_caches if with_cache else (None, None)),
+            *qk_weights, EPS, cos_sin, positions, slots, *(caches if with_cache else (None, None)),
             num_heads, num_kv_heads,
         )  # fmt: skip
-        results.append(twin.qkv_linear(x, weight, bias, norm_weight, EPS, epilogue))
-    assert results[1].shape == (num_tokens, num_heads, head_dim)
-    assert_close(results[1], results[0], scale=4)
-    assert_close(caches[2:], caches[:2], scale=4)
+        return qkv_linear(x, Weight(weight), bias, norm_weight, EPS, epilogue), caches
+
+    tensors = (x, weight, bias, norm_weight, *qk_weights)
+    expected, actual = run(reference.qkv_linear, dtype, *tensors), run(dispatch.qkv_linear, dtype, *tensors)
+    assert actual[0].shape == (num_tokens, num_heads, head_dim)
+    if dtype == torch.float32:
+        for i in range(2):
+            assert_close(actual[i], expected[i], scale=4)
+    else:
+        exact = run(reference.qkv_linear, torch.float32, *widened(*tensors))
+        for i in range(2):
+            assert_as_accurate(actual[i], exact[i], expected[i])
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
@@ -387,6 +417,7 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim,
     unfused = []
     store = dispatch.norm_rope_store
     monkeypatch.setattr(dispatch, "norm_rope_store", lambda *args: unfused.append(args) or store(*args))
+    monkeypatch.setattr(dispatch, "MAX_IDLE_CHANNELS_QKV", num_tokens * 10**6)
     for num_channels in (1024, 2560):
         shape = (num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype)
         check_qkv_linear(*shape)
@@ -397,6 +428,18 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim,
         check_qkv_linear(*shape, with_cache=False)
         assert unfused
         unfused.clear()
+
+
+def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(monkeypatch):
+    prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
+    monkeypatch.setattr(prefill_gemm_sm90, "num_sms", lambda device: 132)
+    for num_tokens, num_features, num_channels, expected in (
+        (2048, 4096, 1024, 31),  # 256 tiles in two waves
+        (2048, 4608, 3584, 977),  # 288 tiles in three
+        (16384, 4608, 3584, 109),
+    ):
+        x, weight = torch.empty(num_tokens, num_channels), torch.empty(num_features, num_channels)
+        assert round(prefill_gemm_sm90.idle_channels(x, weight)) == expected
 
 
 @pytest.mark.gpu
@@ -417,10 +460,13 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype)
     slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
     slots[::7] = -1
 
-    wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias, q_weight, k_weight)]
-    expected_caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE)
-    qkv = torch.nn.functional.linear(*wide[:3])
-    expected = reference.norm_rope_store(qkv, *wide[3:], EPS, cos_sin, positions, slots, *expected_caches, H, K)
+    def twin(dtype, x, weight, bias, *qk_weights):
+        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
+        epilogue = QKVEpilogue(*qk_weights, EPS, cos_sin, positions, slots, *caches, H, K)
+        return reference.qkv_linear(x, Weight(weight), bias, None, EPS, epilogue), caches
+
+    tensors = (x, weight, bias, q_weight, k_weight)
+    (expected, expected_caches), (exact, exact_caches) = twin(dtype, *tensors), twin(torch.float32, *widened(*tensors))
     tiles = [(64, 128, 4, 4), (64, 128, 3, 4), (128, 128, 2, 8)]
     if D == 64:
         tiles += [(64, 64, 4, 4), (64, 64, 3, 4)]
@@ -431,8 +477,8 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype)
         assert decode_gemm_sm90.supports_qkv(config, D) and dispatch.qkv_epilogue_sm90.supports(x, weight, epilogue)
         torch.cuda.synchronize()
         q = decode_gemm_sm90.decode_gemm(config, x, weight, bias, epilogue=epilogue)
-        assert_close(q, expected.to(dtype), scale=4)
-        assert_close(caches, expected_caches.to(dtype), scale=4)
+        assert_as_accurate(q, exact, expected)
+        assert_as_accurate(caches, exact_caches, expected_caches)
 
 
 @pytest.mark.gpu

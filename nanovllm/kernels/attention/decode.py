@@ -240,19 +240,24 @@ class DecodeConfig(NamedTuple):
     num_warps: int
     num_stages: int  # tiles in shared memory
     programs_per_sm: int  # all resident at once
+    merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
 
 
-def decode_config(num_seqs: int, num_kv_heads: int, head_size: int, itemsize: int) -> DecodeConfig:
-    """Chosen by batch size alone: contexts change between replays of a graph."""
-    if num_seqs * num_kv_heads <= 16:  # latency-bound
+def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
+    """Chosen by batch size and heads alone: contexts change between replays of a graph."""
+    block_d = triton.next_power_of_2(head_size)
+    if num_seqs <= 16 and triton.next_power_of_2(gqa_group) * block_d >= 1024:
+        # A partial result has 4 KB and more: long tiles leave few of them, and eight warps merge them in fewer steps.
+        config = DecodeConfig(128, num_warps=8, num_stages=3, programs_per_sm=1, merged=16384)
+    elif num_seqs * num_kv_heads <= 16:  # latency-bound
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2)
     elif num_seqs <= 16:
         config = DecodeConfig(128, num_warps=4, num_stages=3, programs_per_sm=1)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
     # Measured with 256 bytes per token and KV head; wider heads get shorter tiles of as many bytes. Narrower heads get
-    # more programs, for as many bytes in flight: longer tiles would need too many registers.
-    head_bytes = triton.next_power_of_2(head_size) * itemsize
+    # more programs, for as many bytes in flight: longer tiles are slower (docs/experiments.md).
+    head_bytes = block_d * itemsize
     if head_bytes <= 128 and num_seqs > 16:
         config = config._replace(programs_per_sm=4)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))
@@ -275,7 +280,7 @@ def paged_decode_attention(
         return out
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
 
-    config = decode_config(num_seqs, num_kv_heads, head_size, k_cache.element_size())
+    config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size())
     if not has_large_shared_memory(q.device):
         config = config._replace(block_n=min(config.block_n, 64))
     max_attended = min(max_context, window + config.block_n) if window else max_context
@@ -297,7 +302,7 @@ def paged_decode_attention(
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
         BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
-        BLOCK_P=max(1, 4096 // (block_g * block_d)), WINDOW=window,
+        BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
 
 try:
@@ -136,11 +136,15 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def prefill_config(max_rows: int, head_size: int, itemsize: int) -> PrefillConfig:
-    """For sequences of at most `max_rows` rows, query tokens * GQA_GROUP. No more than 98 KB of shared memory."""
+def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_memory: bool) -> PrefillConfig:
+    """For sequences of at most `max_rows` rows, query tokens * GQA_GROUP. No more than 98 KB of shared memory, 160 with
+    `large_shared_memory`.
+    """
     if itemsize > 2:
         return PrefillConfig(block_m=32, block_n=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
     if head_size > 128:
+        if large_shared_memory and max_rows > 64:
+            return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
         return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
     if max_rows <= 64:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
@@ -161,7 +165,8 @@ def paged_prefill_attention(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
         )
 
-    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size())
+    large_shared_memory = has_large_shared_memory(q.device)
+    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), large_shared_memory)
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out, num_kv_heads, scale * LOG2_E,

@@ -5,13 +5,15 @@ The twins are in reference.py.
 
     1             gemv.py, the norm fused
     2 to 256      decode_gemm_sm90.py on Hopper, where it beats cuBLAS; split-K where too few programs fill the device
-    1,024 and up  prefill_gemm_sm90.py on Hopper, where its epilogue saves a kernel (QKV: 2,048 and up)
+    1,024 and up  prefill_gemm_sm90.py on Hopper, where its epilogue saves a kernel (QKV: 2,048 and up,
+                  where few SMs idle during the last tiles)
     otherwise     cuBLAS between separate kernels
 """
 
 import torch
 import torch.nn.functional as F
 
+from ..launch import compile_only
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
@@ -25,6 +27,8 @@ except ImportError:  # an untested version of Triton, see gluon_compat.py
 # Below, cuBLAS and a separate epilogue are faster (H200, docs/experiments.md).
 MIN_TOKENS_PREFILL = 1024
 MIN_TOKENS_PREFILL_QKV = 2048
+# Likewise above: the QKV epilogue saves a pass over T x N, and SMs without a tile in the last wave lose more than that.
+MAX_IDLE_CHANNELS_QKV = 400
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
@@ -61,7 +65,11 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
             head_size = len(data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
             if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
                 return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
-            if supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV, is_qkv=True):
+            if (
+                supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV, is_qkv=True)
+                # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
+                and (compile_only.get() or prefill_gemm_sm90.idle_channels(x, data) <= MAX_IDLE_CHANNELS_QKV)
+            ):
                 return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
 

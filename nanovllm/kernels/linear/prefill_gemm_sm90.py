@@ -18,6 +18,8 @@ or two of 64 each, whose own halves the rotation pairs. So only a head's sum of 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
 
+import math
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -277,6 +279,13 @@ def supports(x, weight, is_qkv=False):
         and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and weight.is_contiguous()
     )
+
+
+def idle_channels(x, weight):
+    """What an SM idles on average while the last tiles run, in channels of its tile."""
+    num_tiles = triton.cdiv(len(x), BLOCK_M.value) * triton.cdiv(len(weight), BLOCK_N.value)
+    waves = num_tiles / num_sms(x.device)
+    return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
 
 
 def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None):
