@@ -2,9 +2,6 @@
 
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. Legend: route.py; C channels, I intermediate units of an expert.
-
-PDL (launch.py): `gate_up_rows` signals launch_dependents only after its wait. So when a program of `down_rows` starts,
-the experts' ids are complete, and it requests their weights before its own wait.
 """
 
 import torch
@@ -33,13 +30,13 @@ def gate_up_rows_kernel(
     USE_PDL: tl.constexpr,
 ):
     """One program: BLOCK_I units of one row, all channels."""
+    pdl_launch_dependents(USE_PDL)
     row = tl.program_id(1)
     unit = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     exists = (unit < NUM_UNITS)[:, None, None]
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C / V, V]
     offs = unit.to(tl.int64)[:, None, None] * NUM_CHANNELS + c[None, :, :]
     pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
     expert = tl.load(ids_ptr + row).to(tl.int64)
     if expert < 0:
         return
@@ -71,7 +68,7 @@ def gate_up_rows_kernel(
 def down_rows_kernel(
     h_ptr,  # [T * k, I] contiguous, written by the kernel before
     weight_ptr,  # [E, C, I]
-    ids_ptr,  # i32[T, k], complete when a program starts; likewise weights_ptr
+    ids_ptr,  # i32[T, k]
     weights_ptr,  # fp32 [T, k]
     residual_ptr,  # [T, C] contiguous, only with HAS_RESIDUAL
     y_ptr,  # [T, C], written here
@@ -84,26 +81,22 @@ def down_rows_kernel(
     USE_PDL: tl.constexpr,
 ):
     """One program: BLOCK_N channels of one token, all its experts, all their units."""
+    pdl_launch_dependents(USE_PDL)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = (n < NUM_CHANNELS)[:, None, None]
     i = tl.arange(0, BLOCK_I // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_I / V, V]
     offs = n.to(tl.int64)[:, None, None] * NUM_UNITS + i[None, :, :]
-    loaded = ()  # the experts' weights [BLOCK_N, BLOCK_I / V, V]
-    for j in tl.static_range(TOP_K):
-        # past L1, which may hold an earlier layer's
-        expert = tl.load(ids_ptr + token * TOP_K + j, cache_modifier=".cg").to(tl.int64)
-        inside = i < tl.where(expert >= 0, NUM_UNITS, 0)
-        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS) + offs
-        loaded = loaded + (tl.load(weight_ptrs, mask=exists & inside[None, :, :], other=0.0),)  # noqa: RUF005
     pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
     y = tl.zeros((BLOCK_N, BLOCK_I // VECTOR), tl.float32)
     for j in tl.static_range(TOP_K):
-        share = tl.load(weights_ptr + token * TOP_K + j)  # 0 without an expert, whose row of h is not written
-        inside = i < tl.where(share != 0.0, NUM_UNITS, 0)
+        expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
+        inside = i < tl.where(expert >= 0, NUM_UNITS, 0)
+        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS) + offs
+        weight = tl.load(weight_ptrs, mask=exists & inside[None, :, :], other=0.0)
         h = tl.load(h_ptr + (token * TOP_K + j) * NUM_UNITS + i, mask=inside, other=0.0).to(tl.float32)
-        y += tl.sum(h[None, :, :] * loaded[j].to(tl.float32), axis=2) * share
+        share = tl.load(weights_ptr + token * TOP_K + j)
+        y += tl.sum(h[None, :, :] * weight.to(tl.float32), axis=2) * share
     total = tl.sum(y, axis=1)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
@@ -126,7 +119,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, block_i=2, num_warps=4):
 
 
 def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=8):
-    """[residual +] sum over a token's rows of weight * down(h), [T, C]; runs after `gate_up_rows` only (PDL)."""
+    """[residual +] sum over a token's rows of weight * down(h), [T, C]."""
     (num_tokens, top_k), (_, num_channels, num_units) = ids.shape, weight.shape
     assert h.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     y = torch.empty((num_tokens, num_channels), dtype=h.dtype, device=h.device)
