@@ -206,6 +206,10 @@ def test_decode_many_splits_of_large_groups(monkeypatch, group, merged):
     check_decode([130, 47, 1], group, 1, 128, 16, torch.float32)
 
 
+def test_decode_of_a_large_group_in_few_sequences():
+    check_decode([300, 40], 7, 1, 128, 64, torch.float32)
+
+
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 3])
 def test_decode_splits_that_hold_parts_of_several_sequences(monkeypatch, programs_per_sm):
     """One long context among short ones, at split lengths that begin and end inside sequences."""
