@@ -4,6 +4,8 @@
 slot that it attends. The next token is a hash of the history and of the request's seed.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -113,6 +115,7 @@ class FakeDevice:
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.seeds = state.sampling.seed.numpy()
+        self.residency = SimpleNamespace(require_ready=lambda: None)
         self.fail_at = None
         self.num_launches = 0
         self.seen = set()  # what happened, as a check that histories hold what they should
