@@ -247,7 +247,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     block_d = triton.next_power_of_2(head_size)
     if num_seqs <= 16 and triton.next_power_of_2(gqa_group) * block_d >= 512:
-        # A partial result has 2 KB and more: longer tiles leave fewer of them, and four warps merge them in fewer steps.
+        # A partial result has 2 KB and more: longer tiles leave fewer, four warps merge faster.
         config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1, merged=8192)
     elif num_seqs * num_kv_heads <= 16:  # latency-bound
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2)
