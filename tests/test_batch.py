@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -320,6 +321,29 @@ def test_shards_cover_the_rows(tmp_path, stubbed):
     assert {r["custom_id"]: r["text"] for part in parts for r in part} == {f"row-{i}": str(i) for i in range(10)}
 
 
+def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
+    """They ended the job: variables of the template that are no object, and brackets deeper than Python's stack."""
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}
+    rows = [{"id": "a", "prompt": "x"}, {"custom_id": "b", "body": body}, "[" * 100_000,
+            {"id": "d", "prompt": "x", "sampling_params": "[" * 100_000}]  # fmt: skip
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl") == 3
+    errors = [record["error"] and record["error"]["message"][:50] for record in read_jsonl(tmp_path / "out.jsonl")]
+    assert errors == [
+        None, "chat_template_kwargs must be an object, not 5.", "the line is not JSON: maximum recursion depth exce",
+        "the text in 'sampling_params' is not JSON: maximum",
+    ]  # fmt: skip
+
+
+def test_a_job_that_goes_on_does_not_write_what_it_was_begun_with(tmp_path, stubbed, monkeypatch):
+    """It truncated OUT.run.json and wrote it again: killed between the two, the job could never go on."""
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), out
+    assert batch(*argv) == 0
+    out.write_bytes(out.read_bytes()[:-1])
+    monkeypatch.setattr(files.RunFile, "write", None)
+    assert batch(*argv) == 0 and len(read_jsonl(out)) == 3
+
+
 def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
     out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
     assert batch(source, out, "--temperature", "0.5") == 0
@@ -345,6 +369,9 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
     from nanovllm.utils.checkpoint import DEMO_MODEL
 
     assert batch(source, out, "--model", DEMO_MODEL) == 0  # the same under another name
+    copy = shutil.copytree(DEMO_MODEL, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert "  contents of the model: '" in error_of(capsys, source, out, "--model", copy)
 
 
 @pytest.mark.parametrize(

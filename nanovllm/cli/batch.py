@@ -55,7 +55,8 @@ def run(args: Any) -> int:
             output.clear()
         facts = facts_of(args, model_path, source, len(hashes))
         check_facts(run_file.read(), facts, output)
-        run_file.write(facts)
+        if not output.is_begun():  # else it holds them, and a kill while it is written would lose them
+            run_file.write(facts)
         done, num_errors = output.scan(args.retry_errors)
         todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
@@ -111,7 +112,8 @@ def are_in(values: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[str, Any]:
     """What the output depends on."""
-    files = [path for pattern in ("*.json", "*.safetensors") for path in sorted(Path(model_path).glob(pattern))]
+    patterns = ("*.json", "*.jinja", "*.safetensors")  # configuration and tokenizer, chat template, weights
+    files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
     options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
     facts = {

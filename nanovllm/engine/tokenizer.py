@@ -75,7 +75,7 @@ class AsyncTokenizer:
         # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def apply_chat_template(self, messages: list[dict], **kwargs: Any) -> str:
+    def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
         """The conversation as text. ``kwargs`` go to the tokenizer; those it does not know, to the template."""
         tokenizer = self._required()
         template = kwargs.get("chat_template") or tokenizer.chat_template

@@ -69,7 +69,7 @@ def without_nones(value: Any) -> Any:
 def read_line(line: bytes) -> dict[str, Any] | RequestError:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return RequestError(f"the line is not JSON: {error}")
     return values if isinstance(values, dict) else RequestError(f"the line must hold an object, not {line[:100]!r}.")
 

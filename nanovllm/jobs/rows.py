@@ -94,7 +94,7 @@ def from_json(name: str, value: Any) -> Any:
     """A column that holds JSON as text, as in CSV."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the text in {name!r} is not JSON: {error}") from None
 
 
@@ -115,7 +115,10 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     if is_chat:
         top = own.pop("top_logprobs", 0)
         own["logprobs"] = top if own.get("logprobs") else None
-        template.update(own.pop("chat_template_kwargs", {}), **{x: own.pop(x) for x in TEMPLATE if x in own})
+        variables = own.pop("chat_template_kwargs", {})
+        if not isinstance(variables, dict):
+            raise RequestError(f"chat_template_kwargs must be an object, not {variables!r:.100}.")
+        template.update(variables, **{x: own.pop(x) for x in TEMPLATE if x in own})
     form = own.pop("response_format", {"type": "text"})
     if form == {"type": "json_object"}:
         own["structured_outputs"] = {"json_object": True}

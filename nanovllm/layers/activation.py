@@ -7,7 +7,7 @@ from nanovllm import kernels
 
 
 class SiluAndMul(nn.Module):
-    """x [T, 2I] = (gate, up) -> silu(gate) * up, [T, I]."""
+    """x [T, 2I] = (gate, up) -> act(gate) * up, [T, I]; ``act`` is "silu" or "gelu_tanh"."""
 
     def __init__(self, act: str = "silu"):
         super().__init__()
