@@ -191,6 +191,7 @@ WRONG = {  # edit of the list of pairs -> error
     "names": (lambda pairs: [name for name, _ in pairs], r"pairs \(name, tensor\) such as .*, not model\."),
     "None": (lambda pairs: None, r"pairs \(name, tensor\) such as .*, not None"),
     "numpy": (lambda pairs: [(NORM, torch.ones(64).numpy())], r"takes a path of safetensors, or pairs"),
+    "no name": (lambda pairs: [(0, torch.ones(64))], r"takes a path of safetensors, or pairs"),
     "no such path": (lambda pairs: "no/such/path", "no/such/path does not exist; give a directory of safetensors"),
     "no safetensors": (lambda pairs: os.path.dirname(__file__), r"tests holds no \*\.safetensors file"),
     "raises": (lambda pairs: raises_after(pairs, 0), "the trainer's"),

@@ -132,7 +132,7 @@ class Residency:
             if not written and not self._num_written:
                 self.undefined, self._why_undefined = before, why
             raise
-        self.undefined = before - written
+        self.undefined, self._why_undefined = before - written, why
         return written
 
     @torch.inference_mode()
@@ -281,7 +281,8 @@ def as_pairs(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
     except TypeError:
         pairs = iter([pairs])
     for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise CheckpointError(
                 "update_weights takes a path of safetensors, or pairs (name, tensor) such as model.named_parameters(), "
                 f"not {pair!s:.100}."
