@@ -263,7 +263,7 @@ class LLMEngine:
         return finished
 
     def _add(self, request: Request, call: Call) -> None:
-        self.model_runner.residency.require_ready()
+        self._require_ready()
         try:
             for seq in self._requests.start(request, call):
                 if seq.is_sampled or seq.targets is not None:

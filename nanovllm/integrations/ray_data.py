@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm import ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm import ConfigError, RequestError, RequestOutput, SamplingParams
 from nanovllm.integrations.engine_thread import EngineThread
+from nanovllm.jobs.files import without_nones
+from nanovllm.jobs.rows import ready
 
 try:
     import pyarrow as pa
@@ -129,29 +131,21 @@ class Engine:
 
     async def _complete(self, row: dict[str, Any]) -> RequestOutput:
         tokenizer, text, ids = self._engine.llm._tokenizer, row.get("prompt"), row.get("tokenized_prompt")
-        given, messages = _without_none(row.get("sampling_params")), _without_none(row.get("messages"))
-        if given and "structured_outputs" in given:
-            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-        params = self._default_params if given is None else SamplingParams(**given)
+        # Arrow gives the dictionaries of a column the same keys; those that a row did not name are None
+        given, messages = without_nones(row.get("sampling_params")), without_nones(row.get("messages"))
+        params = self._default_params if given is None else SamplingParams(**ready(given))
         if params.n != 1:
             raise RequestError(f"n={params.n} must be 1: a row has one completion. Repeat the row.")
         if messages:
             is_open = messages[-1].get("role") == "assistant"
             options = {"add_generation_prompt": not is_open, "continue_final_message": is_open}
-            options |= _without_none(row.get("chat_template_kwargs")) or {}
+            options |= without_nones(row.get("chat_template_kwargs")) or {}
             text, ids = tokenizer.apply_chat_template(messages, **options), None
         if text is None and ids is None:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
         if ids is None:
             (ids,) = tokenizer.encode([text], add_special_tokens=not messages)
         return (await asyncio.wrap_future(self._engine.submit(text, ids, params))).output()
-
-
-def _without_none(value: Any) -> Any:
-    """Arrow gives the dictionaries of a column the same keys; those that a row did not name are None."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _items(logprobs: Any) -> list | None:
