@@ -157,6 +157,8 @@ def test_text_of_a_model_with_vision(checkpoint, tmp_path):
               "multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(2)}  # fmt: skip
     for prefix, kept in (("language_model.", vision), ("", {f"model.{name}": t for name, t in vision.items()})):
         # published: language_model.model.layers, vision_tower; by transformers 5: model.language_model.layers
+        if prefix:  # a copy of the embedding, from a trainer
+            kept = {**kept, "language_model.lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         named = {prefix + name if prefix else name.replace("model.", "model.language_model.", 1): tensor
                  for name, tensor in tensors.items()}  # fmt: skip
         save_file({**named, **kept}, tmp_path / "model.safetensors")

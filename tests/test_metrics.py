@@ -112,10 +112,13 @@ def write(path, samples):
     return path
 
 
-def test_rates_of_two_engines_and_a_resumed_job(tmp_path):
-    """Two engines at 100 tokens/s each for 20 s; an hour's rest; one at 50 tokens/s for 20 s."""
+@pytest.mark.parametrize("last_pid", [3, 1])
+def test_rates_of_two_engines_and_a_resumed_job(tmp_path, last_pid):
+    """Two engines at 100 tokens/s each for 20 s; an hour's rest; one at 50 tokens/s for 20 s. In a container it has the
+    process id of one before: its counters were taken for that one's.
+    """
     both = [sample(1000.0 + t, pid, pid, 100 * t, 10 * t, 5 * t, 8, 2, 0.5, t) for t in range(21) for pid in (1, 2)]
-    later = [sample(5000.0 + t, 3, 0, 50 * t, 10 * t, 5 * t, 4, 0, 0.25, t) for t in range(21)]
+    later = [sample(5000.0 + t, last_pid, 0, 50 * t, 10 * t, 5 * t, 4, 0, 0.25, t) for t in range(21)]
     seconds, charts, facts = plot.read(write(tmp_path / "m.jsonl", both + later))
     assert seconds[-1] == pytest.approx(41)
     lines = {(chart.title, name): line for chart in charts for name, line in chart.lines.items()}

@@ -3,7 +3,7 @@
 import html
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +40,16 @@ def run(args: Any) -> int:
 
 def read(path: Path) -> tuple[np.ndarray, list[Chart], dict[str, str]]:
     """Seconds since the start, float [P]; the charts over them; and what is worth a line."""
-    engines = defaultdict(list)  # a job that goes on has a new process
+    engines: defaultdict[Any, list] = defaultdict(list)
+    started: Counter[int] = Counter()  # a job that goes on has a new process; in a container perhaps of the same id
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             sample = json.loads(line)
-            engines[sample["pid"]].append((sample["time"], sample))
+            pid = sample["pid"]
+            before = engines[pid, started[pid]]
+            if before and sample["prompt_tokens"] < before[-1][1]["prompt_tokens"]:
+                started[pid] += 1
+            engines[pid, started[pid]].append((sample["time"], sample))
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line[:60]!r}.") from None
     times = np.unique([time for samples in engines.values() for time, _ in samples])

@@ -1,7 +1,7 @@
 """Linear layers and how their weights are sharded over tensor-parallel ranks.
 
-A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's shard of a checkpoint tensor. ``loaded`` has a
-``.shape`` and can be sliced, so only the shard is read from disk.
+A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's shard of a checkpoint tensor. ``loaded`` is
+lazy: only the shard is read from disk.
 
     ColumnParallel  shards output features: weight[rank * N/size : (rank+1) * N/size]; no communication
     RowParallel     shards input features; the ranks' outputs are all-reduced

@@ -182,4 +182,4 @@ def _unused_tensors(config: ModelConfig) -> list[str]:
     n = config.num_hidden_layers
     unused = [r".*rotary_emb\.inv_freq", config.family.skipped or r"(?!)"]
     unused += [rf"model\.layers\.{n + i}\..*" for i in range(config.num_nextn_predict_layers)]
-    return unused + [r"lm_head\.weight"] * config.tie_word_embeddings  # a copy of the embedding
+    return unused + [r"(.*\.)?lm_head\.weight"] * config.tie_word_embeddings  # a copy of the embedding
