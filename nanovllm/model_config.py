@@ -340,10 +340,11 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
            windows: tuple[int, ...]) -> tuple[RopeScaling | None, ...]:
     """RoPE of each layer, None without one. Layers with and without a window may differ."""
     parts = given["rope_parameters"] or {}
+    theta = given["rope_local_base_freq"] or raw.get("rope_theta", 10_000.0)
     if {"full_attention", "sliding_attention"} & set(parts):
-        full, local = ({**raw, "rope_parameters": parts.get(f"{kind}_attention")} for kind in ("full", "sliding"))
+        full = {**raw, "rope_parameters": parts.get("full_attention")}
+        local = {**raw, "rope_theta": theta, "rope_parameters": parts.get("sliding_attention")}
     elif family.plain_window_rope:
-        theta = given["rope_local_base_freq"] or raw.get("rope_theta", 10_000.0)
         full, local = raw, {**raw, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
     else:
         full = local = raw

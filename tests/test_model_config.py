@@ -187,3 +187,10 @@ def test_two_different_rope_scalings():
     for other in (new, None, {}):
         assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": other}) == want
         assert RopeScaling.from_json({"rope_parameters": other, "rope_scaling": new}) == want
+
+
+def test_a_rope_of_windows_that_is_left_out():
+    """It was the family's rope_theta, 1e6, not rope_local_base_freq."""
+    changes = {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"],
+               "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}  # fmt: skip
+    assert [rope.theta for rope in ModelConfig.from_json({**TINY, "rope_theta": 1e6, **changes}).ropes] == [1e4, 5e5]
