@@ -122,6 +122,7 @@ def test_openai_lines(tmp_path):
         line("chat", messages=ask, temperature=0, max_completion_tokens=5, logprobs=True, top_logprobs=2),
         line("text", url="/v1/completions", prompt="2 + 3", temperature=0, max_tokens=4),
         line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
+        line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
         line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
         line("stream", messages=ask, stream=True), line("form", messages=ask, response_format={"type": "xml"}),
     ]  # fmt: skip

@@ -52,7 +52,7 @@ def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingPara
     name = id_name(row.values, args.id_column)
     if name is not None and row.values.get(name) != row.key:
         raise RequestError(f"the row's {name!r} must be a text or an integer, not {row.values.get(name)!r:.100}.")
-    template = {"add_generation_prompt": True, **args.chat_template_kwargs}
+    template = dict(args.chat_template_kwargs)
     if row.is_openai:
         content, own, is_chat = openai_request(row.values, template)
         if is_chat and "max_tokens" not in args.sampling:
@@ -70,6 +70,7 @@ def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingPara
         raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
     if not isinstance(own, dict):
         raise RequestError(f"sampling_params must be an object, not {own!r:.100}.")
+    template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
     params = replace(args.base_params, **ready(own))
     if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
         params.seed = row_seed(args.base_params.seed, row.key)
