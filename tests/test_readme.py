@@ -1,10 +1,14 @@
-"""The README's snippets run as they stand, offline: all but the lines that name a model of the hub."""
+"""The README's and the guide's snippets run as they stand, offline: all but what needs a model of the hub, or Ray."""
 
 import re
 
 from helpers import ROOT
+from transformers import AutoModelForCausalLM
+
+from nanovllm.utils.checkpoint import DEMO_MODEL
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -30,6 +34,27 @@ def test_snippets(capsys):
     assert out.startswith("I am the nanovllm demo model")
     output = names["output"]
     assert len(output.outputs) == 2 and len(output.outputs[0].logprobs[0]) in (3, 4)
+
+
+def test_snippets_of_the_guide():
+    names: dict = {"policy": AutoModelForCausalLM.from_pretrained(DEMO_MODEL)}
+    snippets = [text for text in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "ray" not in text]
+    assert len(snippets) == 3
+    for snippet in snippets:
+        exec(snippet, names)
+    names["llm"].exit()
+    assert len(names["outputs"][0].outputs) == 8
+    assert names["metrics"]["generation_tokens"] > 0
+    assert names["num_tokens"] < 0
+
+
+def test_links():
+    """Files and headings that the README and the guide point to exist."""
+    for text, folder in ((README, ROOT), (GUIDE, ROOT / "docs")):
+        for target, heading in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", text):
+            titles = re.findall(r"(?m)^#+ (.*)", (folder / target).read_text(encoding="utf-8"))
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not heading or heading in anchors, f"{target}#{heading}"
 
 
 def test_the_readme_is_short():
