@@ -308,6 +308,9 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
         window = 0
     if kinds and len(kinds) != num_layers:
         raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers.")
+    rotated = given["no_rope_layers"]
+    if rotated and len(rotated) != num_layers:
+        raise CheckpointError(f"config.json: no_rope_layers has {len(rotated)} entries for {num_layers} layers.")
     has_window = {
         "": lambda i: False,
         "all": lambda i: True,
@@ -332,7 +335,7 @@ def _is_rotated(given: dict[str, Any], layer: int) -> bool:
     """NoPE: some layers leave positions out."""
     rotated, interval = given["no_rope_layers"], given["no_rope_layer_interval"]
     if rotated:
-        return layer < len(rotated) and bool(rotated[layer])
+        return bool(rotated[layer])
     return not interval or (layer + 1) % interval > 0
 
 

@@ -30,7 +30,6 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
 
     Rows of padding (slot -1) of the result are undefined.
     """
-    assert act == "silu", "the experts' kernels have no other activation"
     num_tokens, is_sigmoid = len(residual), routing.scoring == "sigmoid"
     x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
     if num_tokens > 1 or is_sigmoid or x is not residual:
@@ -45,16 +44,16 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         logits = fused_linear(x, Weight(router_weight), None, norm_weight, eps)
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
-        h = gate_up_rows(x, norm_weight, eps, gate_up, ids)
+        h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act)
         return down_rows(h, down, ids, weights, residual if add_residual else None)
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up), routing.top_k
     rows, counts = group_rows(ids, num_experts)
     h = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
-    grouped_gemm(grouped_config(len(h), num_experts, True), x, gate_up, rows, counts, h, top_k)
+    grouped_gemm(grouped_config(len(h), num_experts, True), x, gate_up, rows, counts, h, top_k, act)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=x.device)
-    grouped_gemm(grouped_config(len(h), num_experts, False), h, down, rows, counts, parts, top_k, weights)
+    grouped_gemm(grouped_config(len(h), num_experts, False), h, down, rows, counts, parts, top_k, weights=weights)
     if add_residual and allow_split_k:
         return SplitKPartials(residual, parts)
     return sum_rows(parts, residual if add_residual else None, x.dtype)

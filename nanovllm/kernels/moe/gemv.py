@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..linear.gemv import activate
 
 VECTOR = tl.constexpr(8)  # channels that a thread loads at once
 
@@ -27,6 +28,7 @@ def gate_up_rows_kernel(
     HAS_NORM: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    ACT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """One program: BLOCK_I units of one row, all channels."""
@@ -60,7 +62,7 @@ def gate_up_rows_kernel(
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
         g, u = g * rstd, u * rstd
-    h = g / (1.0 + tl.exp(-g)) * u
+    h = activate(g, ACT) * u
     tl.store(h_ptr + row.to(tl.int64) * NUM_UNITS + unit, h.to(h_ptr.dtype.element_ty), mask=unit < NUM_UNITS)
 
 
@@ -91,19 +93,21 @@ def down_rows_kernel(
     y = tl.zeros((BLOCK_N, BLOCK_I // VECTOR), tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
-        inside = i < tl.where(expert >= 0, NUM_UNITS, 0)
-        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS) + offs
-        weight = tl.load(weight_ptrs, mask=exists & inside[None, :, :], other=0.0)
-        h = tl.load(h_ptr + (token * TOP_K + j) * NUM_UNITS + i, mask=inside, other=0.0).to(tl.float32)
         share = tl.load(weights_ptr + token * TOP_K + j)
-        y += tl.sum(h[None, :, :] * weight.to(tl.float32), axis=2) * share
+        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS) + offs
+        h_ptrs = h_ptr + (token * TOP_K + j) * NUM_UNITS + i
+        for first in tl.static_range(0, NUM_UNITS, BLOCK_I):
+            inside = i < tl.where(expert >= 0, NUM_UNITS - first, 0)
+            weight = tl.load(weight_ptrs + first, mask=exists & inside[None, :, :], other=0.0)
+            h = tl.load(h_ptrs + first, mask=inside, other=0.0).to(tl.float32)
+            y += tl.sum(h[None, :, :] * weight.to(tl.float32), axis=2) * share
     total = tl.sum(y, axis=1)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
 
 
-def gate_up_rows(x, norm_weight, eps, weight, ids, block_i=2, num_warps=4):
+def gate_up_rows(x, norm_weight, eps, weight, ids, act, block_i=2, num_warps=4):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten."""
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.shape[1] // 2, ids.shape[1]
@@ -112,7 +116,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, block_i=2, num_warps=4):
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, weight, ids, h, eps,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, HAS_NORM=norm_weight is not None,
-        BLOCK_I=block_i, BLOCK_C=min(triton.next_power_of_2(num_channels), 2048), num_warps=num_warps,
+        BLOCK_I=block_i, BLOCK_C=min(triton.next_power_of_2(num_channels), 2048), ACT=act, num_warps=num_warps,
         **launch_options(x.device),
     )  # fmt: skip
     return h
@@ -127,7 +131,7 @@ def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=8):
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
         h, weight, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, HAS_RESIDUAL=residual is not None,
-        BLOCK_N=block_n, BLOCK_I=triton.next_power_of_2(num_units),
+        BLOCK_N=block_n, BLOCK_I=min(triton.next_power_of_2(num_units), 2048),
         num_warps=num_warps, **launch_options(h.device),
     )  # fmt: skip
     return y

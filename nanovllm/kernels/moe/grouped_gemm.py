@@ -1,6 +1,7 @@
 """Triton: the experts' products for many tokens, rows grouped by expert.
 
-Owns `gate_up_grouped` and `down_grouped` and their tiles. Legend: route.py; C channels, I intermediate units.
+Owns `grouped_gemm` and its tiles, and `sum_rows`, which adds a token's rows. Legend: route.py; C channels,
+I intermediate units.
 
 The grid is fixed by the number of tokens (CUDA graphs): split_m programs share the row tiles of an expert and of a
 tile of its weight; those that find no rows return. Programs that share a weight tile are neighbours: it is read once.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..linear.gemv import activate
 
 
 @triton.jit
@@ -45,7 +47,8 @@ def grouped_gemm_kernel(
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    GATED: tl.constexpr,  # x is [T, K], the result silu(gate) * up; else x is [T * k, K], the result weight * y
+    ACT: tl.constexpr,  # of GATED
+    GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,7 +79,7 @@ def grouped_gemm_kernel(
             if GATED:
                 up = dot_tile(x, load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K), up, SWAP_AB, PRECISION)
         if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
+            acc = activate(acc, ACT) * up
         else:
             share = tl.load(weights_ptr + row, mask=is_row, other=0.0)
             acc *= share[None, :] if SWAP_AB else share[:, None]
@@ -135,10 +138,10 @@ def grouped_config(num_rows, num_experts, gated):
     return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 3)
 
 
-def grouped_gemm(config, x, weight, rows, counts, y, top_k, weights=None):
-    """See `grouped_gemm_kernel`; gated without `weights`."""
+def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None):
+    """See `grouped_gemm_kernel`; gated with `act`, else scaled by `weights`."""
     num_experts, num_features, num_channels = weight.shape
-    gated = weights is None
+    gated = act is not None
     num_outputs = num_features // 2 if gated else num_features
     assert x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()
     num_tokens = rows.shape[1]  # of which an expert has each at most once
@@ -147,7 +150,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, weights=None):
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
         x, weight, rows, counts, weights, y, num_tokens, split_m,
-        TOP_K=top_k, N=num_outputs, K=num_channels, GATED=gated,
+        TOP_K=top_k, N=num_outputs, K=num_channels, ACT=act, GATED=gated,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(x.device),
