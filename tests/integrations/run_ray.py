@@ -114,7 +114,7 @@ def seeded(i: int) -> dict:
 
 
 def processor(*columns: str, **options) -> Callable:
-    """Of token ids to ``columns``. Engines leave the CPUs, of which there are two, to Ray's tasks."""
+    """Of token ids to ``columns``. Engines leave the CPUs to Ray's tasks."""
     config = ProcessorConfig(
         **{"engine_kwargs": NO_TEXT, "batch_size": 32, "max_concurrent_batches": 2, "num_cpus": 0.1, **options}
     )
@@ -148,9 +148,9 @@ def checkpoint(folder: Path):
     context.checkpoint_config = None
 
 
-def driver(folder: Path, few: str) -> None:
+def driver(folder: Path, few: str, address: str) -> None:
     """A job with a checkpoint, in a process of its own."""
-    ray.init(address="auto", log_to_driver=False)
+    ray.init(address=address, log_to_driver=False)
     with checkpoint(folder):
         Job(folder, "killed_driver").run(ray.data.read_parquet(few), processor())
 
@@ -158,7 +158,8 @@ def driver(folder: Path, few: str) -> None:
 def killed_driver(folder: Path, _: str, few: str) -> dict:
     """The second driver is this process."""
     job = Job(folder, "killed_driver")
-    process = subprocess.Popen([sys.executable, __file__, str(folder), "driver", few], stdout=sys.stderr)
+    address = ray.get_runtime_context().gcs_address  # "auto" might be the cluster of another test
+    process = subprocess.Popen([sys.executable, __file__, str(folder), "driver", few, address], stdout=sys.stderr)
     wait_for(lambda: job.out.exists() and len(list(job.out.iterdir())) >= 4)
     process.kill()
     process.wait()
@@ -201,8 +202,8 @@ def main(folder: Path) -> dict:
     with LLM(**ENGINE, quiet=True) as llm:
         outputs = llm.generate(prompts, [SamplingParams(**seeded(i)) for i in numbers], use_tqdm=False)
     report: dict = {name: [output[name] for output in outputs] for name in ("text", "token_ids")}
-    # processes to import modules in are what costs: few CPUs for few tasks at once
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    # Processes to import modules in are what costs: few CPUs for few tasks at once. A resumed job holds two for good.
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     for job in (two_actors, two_ranks, killed_driver, error_rows):
         name = job.__name__
         if len(sys.argv) < 3 or name in sys.argv[2:]:
@@ -214,7 +215,7 @@ def main(folder: Path) -> dict:
 
 if __name__ == "__main__":
     if sys.argv[2:3] == ["driver"]:
-        driver(Path(sys.argv[1]), sys.argv[3])
+        driver(Path(sys.argv[1]), *sys.argv[3:])
     else:
         with contextlib.redirect_stdout(sys.stderr):
             report = main(Path(sys.argv[1]))
