@@ -18,7 +18,7 @@ with tempfile.TemporaryDirectory() as directory:
         Path(directory, name) for name in ("questions.jsonl", "answers.jsonl", "metrics.jsonl", "page.html")
     )
     with questions.open("w") as file:
-        for i in range(400):
+        for i in range(120):
             file.write(json.dumps({"id": i, "prompt": f"{i % 60} + {i % 7}"}) + "\n")
     command = [*NANOVLLM, "batch", questions, answers, "--chat", "--temperature", "0", "--max-num-seqs", "4",
                "--metrics", metrics]  # fmt: skip

@@ -2,7 +2,7 @@
 
     pip install 'nanovllm[ray]' && python examples/ray_data.py
 
-Without arguments two engines of the demo model answer 200 questions on this machine's CPU. For a million prompts on a
+Without arguments two engines of the demo model answer 40 questions on this machine's CPU. For a million prompts on a
 cluster's GPUs: model_source="Qwen/Qwen3-8B", engine_kwargs={"tensor_parallel_size": 2}, concurrency=32, and paths that
 all nodes see.
 """
@@ -20,12 +20,12 @@ from nanovllm.integrations.ray_data import ProcessorConfig, build_processor
 
 if __name__ == "__main__":
     folder = tempfile.mkdtemp()
-    questions = [f"what is {a} + {b}" for a in range(20) for b in range(10)]
+    questions = [f"what is {a} + {b}" for a in range(8) for b in range(5)]
     pq.write_table(pa.table({"question": questions}), f"{folder}/questions.parquet")
 
     # after a crash the same script goes on where it was, given a column of unique ids:
     # ray.data.DataContext.get_current().checkpoint_config = ray.data.checkpoint.CheckpointConfig("id", "/shared/...")
-    ray.init(num_cpus=4, include_dashboard=False)  # on a cluster: ray.init(address="auto")
+    ray.init(num_cpus=3, include_dashboard=False)  # on a cluster: ray.init(address="auto")
     processor = build_processor(
         ProcessorConfig(engine_kwargs={"device": "cpu"}, concurrency=2, should_continue_on_error=True),
         preprocess=lambda row: {

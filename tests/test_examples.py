@@ -1,10 +1,11 @@
-"""Each of examples/*.py runs as its reader runs it, on the demo model."""
+"""Each of examples/*.py runs as its reader runs it, on the demo model. Those that start no processes share one."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from helpers import ROOT
@@ -17,17 +18,30 @@ EXPECTED = {
     "best_of_n": (r"best: c-a-t\n", None),
     "beam_search": (r"(\s*-?\d+\.\d{3}  .*\n){4}", None),
     "score": (r"answer: Paris\n", None),
-    "batch_job": (r"taken up again; 400 rows, 400 different\none of them: .*'text': '17'(.|\n)*KiB of HTML", None),
-    "ray_data": (r"200 rows, 200 right answers", "ray"),
+    "batch_job": (r"taken up again; 120 rows, 120 different\none of them: .*'text': '17'(.|\n)*KiB of HTML", None),
+    "ray_data": (r"\b40 rows, 40 right answers", "ray"),
     "evaluation": (r"exact match on sums: 1\.000", "lm_eval"),
 }  # fmt: skip
 OTHERS = {"grpo"}  # run by test_grpo
+ALONE = {"batch_job", "ray_data", "evaluation"}
+TOGETHER = """
+import contextlib, io, json, runpy, sys, traceback
+outputs = {}
+for name in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_path(f"examples/{name}.py", run_name="__main__")
+        except BaseException:
+            output.write(traceback.format_exc())
+    outputs[name] = output.getvalue()
+print(json.dumps(outputs))
+"""
 
 
-def run(name):
+def run(*argv):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
            "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
-    return subprocess.run([sys.executable, f"examples/{name}.py"], cwd=ROOT, env=env, capture_output=True, text=True,
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True,
                           timeout=300)  # fmt: skip
 
 
@@ -36,11 +50,21 @@ def test_every_example_is_run():
     assert names == {*EXPECTED, *OTHERS}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+def test_together():
+    names = [name for name, (_, extra) in EXPECTED.items() if name not in ALONE and (not extra or find_spec(extra))]
+    assert len(names) >= 5
+    done = run("-c", TOGETHER, *names)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout.splitlines()[-1])
+    for name in names:
+        assert re.search(EXPECTED[name][0], outputs[name].strip() + "\n", re.M), f"{name}: {outputs[name]!r}"
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
 def test_example(name):
     pattern, extra = EXPECTED[name]
     if extra is not None:
         pytest.importorskip(extra, reason=f"examples/{name}.py needs the extra that has {extra}")
-    done = run(name)
+    done = run(f"examples/{name}.py")
     assert done.returncode == 0, done.stderr
     assert re.search(pattern, done.stdout.strip() + "\n"), json.dumps(done.stdout)

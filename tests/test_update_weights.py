@@ -254,9 +254,11 @@ def test_ten_updates_leak_nothing(make_llm, trained):
     path, reference, new_path = trained
     llm = make_llm(model=path, device="cuda", dtype="float32")
     free, used = set(), set()
-    for i in range(10):
+    for i in range(12):
         llm.update_weights(new_path if i % 2 else reference.model.state_dict())
         assert tokens(llm) == expected(reference)
+        if i < 2:  # one of each form: library handles, kernels' modules and buffers for the first time
+            continue
         used.add(torch.cuda.memory_allocated())
         free.add(torch.cuda.mem_get_info()[0])
     assert len(used) == 1 and max(free) - min(free) <= 4 << 20

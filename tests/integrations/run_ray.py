@@ -27,10 +27,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.integrations import ray_data
 from nanovllm.integrations.ray_data import Engine, ProcessorConfig, build_processor
 
-NUM_ROWS = 2000
-ENGINE = {"device": "cpu", "max_num_seqs": 64, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
+NUM_ROWS, FEW = 2000, 320
+ENGINE = {"device": "cpu", "max_num_seqs": 128, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
 NO_TEXT = {**ENGINE, "skip_tokenizer_init": True}  # starts sooner
-TOKENS = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 
 
 def make_engine(log: str) -> type:
@@ -109,66 +108,69 @@ def kill_rank(job: Job) -> None:
     os.kill(int(rank), signal.SIGKILL)
 
 
-def chat(row: dict) -> dict:
-    return {"messages": [{"role": "user", "content": row["question"]}], "sampling_params": TOKENS}
-
-
-def two_actors(folder: Path, source: str) -> dict:
-    config = ProcessorConfig(engine_kwargs=ENGINE, concurrency=2, batch_size=32, max_concurrent_batches=4)
-    processor = build_processor(config, chat, lambda row: {key: row[key] for key in ("id", "generated_text")})
-    return Job(folder, "two_actors").run(ray.data.read_parquet(source), processor)
-
-
 def seeded(i: int) -> dict:
     """Parameters that give each row tokens of its own, whichever engine computes them."""
-    return {**TOKENS, "temperature": 3.0, "seed": i}
+    return {"temperature": 3.0, "seed": i, "max_tokens": 2, "ignore_eos": True}
 
 
-def no_text(**options) -> Callable:
-    """A processor of token ids."""
-    config = ProcessorConfig(**{"engine_kwargs": NO_TEXT, "batch_size": 32, "max_concurrent_batches": 2, **options})
+def processor(*columns: str, **options) -> Callable:
+    """Of token ids to ``columns``. Engines leave the CPUs to Ray's tasks."""
+    config = ProcessorConfig(
+        **{"engine_kwargs": NO_TEXT, "batch_size": 32, "max_concurrent_batches": 2, "num_cpus": 0.1, **options}
+    )
     return build_processor(
         config,
         lambda row: {"sampling_params": seeded(row["id"])},
-        lambda row: {key: row[key] for key in ("id", "generated_tokens")},
+        lambda row: {key: row[key] for key in ("id", "generated_tokens", *columns)},
     )
 
 
-def killed_actor(folder: Path, source: str) -> dict:
-    processor = no_text(concurrency=2, max_concurrent_batches=4)
-    return Job(folder, "killed_actor").run(ray.data.read_parquet(source), processor, kill_actor)
+def two_actors(folder: Path, all_rows: str, _: str) -> dict:
+    run = processor("generated_text", engine_kwargs=ENGINE, concurrency=2, max_concurrent_batches=4)
+    return Job(folder, "two_actors").run(ray.data.read_parquet(all_rows), run, kill_actor)
 
 
-def two_ranks(folder: Path, source: str) -> dict:
-    processor = no_text(engine_kwargs={**NO_TEXT, "tensor_parallel_size": 2})
-    return Job(folder, "two_ranks").run(ray.data.read_parquet(source), processor, kill_rank)
+def two_ranks(folder: Path, _: str, few: str) -> dict:
+    run = processor(engine_kwargs={**NO_TEXT, "tensor_parallel_size": 2})
+    return Job(folder, "two_ranks").run(ray.data.read_parquet(few), run, kill_rank)
 
 
-def driver(folder: Path, source: str) -> None:
-    """A job with a checkpoint, in a process of its own."""
+@contextlib.contextmanager
+def checkpoint(folder: Path):
+    """Ray writes down which rows are done, and jobs skip them."""
     from ray.data.checkpoint import CheckpointConfig
 
-    ray.init(address="auto", log_to_driver=False)
-    ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
+    context = ray.data.DataContext.get_current()
+    context.checkpoint_config = CheckpointConfig(
         id_column="id", checkpoint_path=str(folder / "checkpoint"), delete_checkpoint_on_success=False
     )
-    Job(folder, "killed_driver").run(ray.data.read_parquet(source), no_text())
+    yield
+    context.checkpoint_config = None
 
 
-def killed_driver(folder: Path, source: str) -> dict:
-    begin, job = time.perf_counter(), Job(folder, "killed_driver")
-    command = [sys.executable, __file__, str(folder), "driver", source]
-    process = subprocess.Popen(command, stdout=sys.stderr)
+def driver(folder: Path, few: str, address: str) -> None:
+    """A job with a checkpoint, in a process of its own."""
+    ray.init(address=address, log_to_driver=False)
+    with checkpoint(folder):
+        Job(folder, "killed_driver").run(ray.data.read_parquet(few), processor())
+
+
+def killed_driver(folder: Path, _: str, few: str) -> dict:
+    """The second driver is this process."""
+    job = Job(folder, "killed_driver")
+    address = ray.get_runtime_context().gcs_address  # "auto" might be the cluster of another test
+    process = subprocess.Popen([sys.executable, __file__, str(folder), "driver", few, address], stdout=sys.stderr)
     wait_for(lambda: job.out.exists() and len(list(job.out.iterdir())) >= 4)
     process.kill()
     process.wait()
     num_lines = len(job.lines())
-    subprocess.run(command, stdout=sys.stderr, check=True)
+    with checkpoint(folder):
+        report = job.run(ray.data.read_parquet(few), processor())
     resumed = sum(len(words) - 3 for words in job.lines()[num_lines:] if words[1] == "done")
-    return {**job.report(begin), "resumed": resumed}
+    return {**report, "resumed": resumed}
 
 
-def error_rows(folder: Path, _: str) -> dict:
+def error_rows(folder: Path, *_: str) -> dict:
     good, bad = {"max_tokens": 3, "temperature": 0}, {"max_tokens": -1}
     rows = [
         {"prompt": "2 + 3\n", "sampling_params": good},
@@ -183,37 +185,29 @@ def error_rows(folder: Path, _: str) -> dict:
     ]
     names = ("messages", "prompt", "tokenized_prompt", "sampling_params")
     table = pa.Table.from_pylist([{"id": i, **dict.fromkeys(names), **row} for i, row in enumerate(rows)])
-    config = ProcessorConfig(engine_kwargs=ENGINE, batch_size=1, should_continue_on_error=True)
-    processor = build_processor(config, None, lambda row: {k: v for k, v in row.items() if k not in names})
-    return Job(folder, "error_rows").run(ray.data.from_arrow(table), processor)
+    config = ProcessorConfig(
+        engine_kwargs=ENGINE, batch_size=1, num_cpus=0.1, rows_per_block=0, should_continue_on_error=True
+    )
+    run = build_processor(config, None, lambda row: {k: v for k, v in row.items() if k not in names})
+    return Job(folder, "error_rows").run(ray.data.from_arrow(table), run)
 
 
 def main(folder: Path) -> dict:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
-    from make_demo import ask
-
-    rng = random.Random(0)
-    questions = [f"{i}: {ask(rng)[0]}" for i in range(NUM_ROWS)]
-    prompts = [[rng.randrange(3, 1024) for _ in range(8)] for _ in range(NUM_ROWS)]
-    texts, ids, few = (str(folder / f"{name}.parquet") for name in ("texts", "ids", "few"))
-    numbers = list(range(NUM_ROWS))
-    pq.write_table(pa.table({"id": numbers, "question": questions}), texts)
+    rng, numbers = random.Random(0), list(range(NUM_ROWS))
+    prompts = [[rng.randrange(3, 1024) for _ in range(8)] for _ in numbers]
+    all_rows, few = (str(folder / f"{name}.parquet") for name in ("all", "few"))
     table = pa.table({"id": numbers, "tokenized_prompt": prompts})
-    pq.write_table(table, ids)
-    pq.write_table(table.slice(0, 400), few)
+    pq.write_table(table, all_rows)
+    pq.write_table(table.slice(0, FEW), few)
     with LLM(**ENGINE, quiet=True) as llm:
-        chats, params = [chat({"question": question})["messages"] for question in questions], SamplingParams(**TOKENS)
-        own = [SamplingParams(**seeded(i)) for i in numbers]
-        report: dict = {
-            "texts": [output["text"] for output in llm.chat(chats, params, use_tqdm=False)],
-            "ids": [output["token_ids"] for output in llm.generate(prompts, own, use_tqdm=False)],
-        }
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    jobs = (two_actors, texts), (killed_actor, ids), (two_ranks, few), (killed_driver, few), (error_rows, "")
-    for job, source in jobs:
+        outputs = llm.generate(prompts, [SamplingParams(**seeded(i)) for i in numbers], use_tqdm=False)
+    report: dict = {name: [output[name] for output in outputs] for name in ("text", "token_ids")}
+    # Processes to import modules in are what costs: few CPUs for few tasks at once. A resumed job holds two for good.
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    for job in (two_actors, two_ranks, killed_driver, error_rows):
         name = job.__name__
         if len(sys.argv) < 3 or name in sys.argv[2:]:
-            report[name] = job(folder, source)
+            report[name] = job(folder, all_rows, few)
             print(name, {key: value for key, value in report[name].items() if key != "rows"}, file=sys.stderr)
     ray.shutdown()
     return report
@@ -221,7 +215,7 @@ def main(folder: Path) -> dict:
 
 if __name__ == "__main__":
     if sys.argv[2:3] == ["driver"]:
-        driver(Path(sys.argv[1]), sys.argv[3])
+        driver(Path(sys.argv[1]), *sys.argv[3:])
     else:
         with contextlib.redirect_stdout(sys.stderr):
             report = main(Path(sys.argv[1]))

@@ -49,7 +49,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def key_tiles(p0, token0, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+def key_tiles(p0, token0, q_begin, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """(last key tile, number of key tiles) of a work item, p0 the position of its row 0."""
     TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
     last = p0 // BLOCK_N
@@ -57,7 +57,8 @@ def key_tiles(p0, token0, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, 
         last = (p0 + gl.minimum(q_end - token0, TOKENS) - 1) // BLOCK_N
     num_tiles = last + 1
     if WINDOW > 0:
-        num_tiles -= gl.maximum(p0 - WINDOW + 1, 0) // BLOCK_N
+        # From the window of the first row that holds a token: blocks before it may be gone, and 0 * NaN is NaN.
+        num_tiles -= gl.maximum(p0 + gl.maximum(q_begin - token0, 0) - WINDOW + 1, 0) // BLOCK_N
     return last, num_tiles
 
 
@@ -149,7 +150,7 @@ def producer(
 
         # K of a tile, then V of the tile before: the order in which consumers wait for them.
         column = kv_head * HEAD_SIZE
-        last, num_tiles = key_tiles(p0, q_begin - num_cached + p0, q_end, WINDOW, GQA_GROUP, BLOCK_N)
+        last, num_tiles = key_tiles(p0, q_begin - num_cached + p0, q_begin, q_end, WINDOW, GQA_GROUP, BLOCK_N)
         first = last * BLOCK_N
         v_row = 0
         next_item = item
@@ -288,7 +289,7 @@ def consumer(
         fence_async_shared()
         thread_barrier()
         q = my_q.load(q_operand)
-        last, num_tiles = key_tiles(p0, token0, q_end, WINDOW, GQA_GROUP, BLOCK_N)
+        last, num_tiles = key_tiles(p0, token0, q_begin, q_end, WINDOW, GQA_GROUP, BLOCK_N)
         no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=scores)
         acc = gl.zeros([ROWS, HEAD_SIZE], gl.float32, layout=sums)
         row_max = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, scores))
