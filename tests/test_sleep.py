@@ -200,7 +200,7 @@ def test_the_hosts_memory_is_freed(make_llm, make_checkpoint):
     assert size > 80 << 20
     llm.model_runner.residency._free_cached_memory()  # what other tests left, so that only the weights are counted
     for param in llm.model_runner.model.parameters():
-        param.data.zero_()  # pages of files that are mapped, or never touched, count now
+        param.data.zero_()  # each of its pages is resident
     before = resident()
     llm.sleep(2)
     assert before - resident() > 0.9 * size

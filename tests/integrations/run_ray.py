@@ -185,9 +185,7 @@ def error_rows(folder: Path, *_: str) -> dict:
     ]
     names = ("messages", "prompt", "tokenized_prompt", "sampling_params")
     table = pa.Table.from_pylist([{"id": i, **dict.fromkeys(names), **row} for i, row in enumerate(rows)])
-    config = ProcessorConfig(
-        engine_kwargs=ENGINE, batch_size=1, num_cpus=0.1, rows_per_block=0, should_continue_on_error=True
-    )
+    config = ProcessorConfig(engine_kwargs=ENGINE, batch_size=1, num_cpus=0.1, should_continue_on_error=True)
     run = build_processor(config, None, lambda row: {k: v for k, v in row.items() if k not in names})
     return Job(folder, "error_rows").run(ray.data.from_arrow(table), run)
 

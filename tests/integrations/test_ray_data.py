@@ -1,6 +1,6 @@
 """Jobs on a real Ray cluster of this machine, in one subprocess: results are those of ``generate``, whatever is killed.
 
-A minute alone on two cores.
+Eighty seconds alone on two cores.
 """
 
 import json
