@@ -114,7 +114,7 @@ class EagerGraphs(CUDAGraphs):
     def __init__(self):
         self.sizes, self.captured = {}, {}
 
-    def capture(self, kind, sizes, run):
+    def capture(self, kind, sizes, run, now=True):
         self.sizes[kind] = sizes
         for size in reversed(sizes):
             self.captured[kind, size] = run, run(size).clone()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanovllm.kernels.attention.reference import PrefixGroups
+
 
 @dataclass(frozen=True)
 class Context:
@@ -22,6 +24,7 @@ class Context:
     context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
     block_tables: torch.Tensor  # i32[R, max_blocks]
     max_context: int  # upper bound of context_lens, known to the host
+    prefix_groups: PrefixGroups | None = None  # of a decode batch: prefixes that attention reads once
     cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
     cu_seqlens_k: torch.Tensor | None = None  # i32[S + 1], cumulative context_lens (prefill)
     max_seqlen_q: int = 1  # most query tokens of one sequence (prefill)

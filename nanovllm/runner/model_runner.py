@@ -33,6 +33,7 @@ from nanovllm.runner.memory import (
     no_room,
     num_blocks_that_fit,
 )
+from nanovllm.runner.prefix_groups import grouped_sizes
 from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.residency import Residency
@@ -44,6 +45,7 @@ from nanovllm.utils.loader import init_dummy_weights, load_model
 
 WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
 SAMPLE = "sample"  # kind of the graphs that sample without logits steps
+GROUPED = "grouped"  # of those of a decode step that reads shared prefixes once
 
 
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
@@ -206,7 +208,7 @@ class ModelRunner:
         if not self.use_graphs:
             return prefill_peak
         # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-        num_graphs = 2 * len(self.decode_sizes) + len(self.prefill_sizes)
+        num_graphs = 2 * len(self.decode_sizes) + len(self.prefill_sizes) + len(grouped_sizes(self.decode_sizes))
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
         logits_bytes = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
         return prefill_peak + graph_peak + logits_bytes
@@ -238,6 +240,10 @@ class ModelRunner:
         def decode(size: int) -> torch.Tensor:
             return self.model(*self.decode_inputs(size, max_context))
 
+        def grouped(size: int) -> torch.Tensor:  # to the same address, for ``sample``
+            hidden = self.model(*self.decode_inputs(size, max_context, is_grouped=True))
+            return graphs.output(StepKind.DECODE, size).copy_(hidden)
+
         def sample(size: int) -> torch.Tensor:
             hidden = graphs.output(StepKind.DECODE, size)
             return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)[0]
@@ -248,6 +254,7 @@ class ModelRunner:
         graphs.capture(StepKind.DECODE, self.decode_sizes, decode)
         graphs.capture(SAMPLE, self.decode_sizes, sample)
         graphs.capture(StepKind.SHORT_PREFILL, self.prefill_sizes, short_prefill)
+        graphs.capture(GROUPED, grouped_sizes(self.decode_sizes), grouped, now=False)
 
     # ------------------------------------------------------------ a step
 
@@ -256,7 +263,8 @@ class ModelRunner:
 
         A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
         """
-        header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
+        staged, shares_prefixes = self.staged_writes, self.backend.shares_prefixes
+        header, packed = prepare(batch, staged, self.block_size, self.prefill_sizes, shares_prefixes)
         if self.workers is not None and isinstance(batch, PrefillBatch) and self._last_handle is not None:
             # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
             # while holding the GIL, and so block the watch thread.
@@ -309,7 +317,7 @@ class ModelRunner:
                 return None
         logprobs = None
         if header.kind == StepKind.DECODE and not header.features and self.graphs is not None:
-            self.graphs.replay(SAMPLE, header.num_sampled)
+            self.graphs.replay(SAMPLE, len(computed.hidden))
         elif header.num_sampled:
             _, logprobs = self.sample(computed.hidden, computed.req_indices, header.features, header.num_logprobs)
         if self.device.type == "cpu":
@@ -333,8 +341,9 @@ class ModelRunner:
     def run_decode(self, header: StepHeader) -> "Computed":
         size, req_indices = header.num_sampled, self.request_state.batch_req_indices
         if self.graphs is None:
-            return Computed(self.model(*self.decode_inputs(size, header.max_context)), req_indices[:size])
-        hidden = self.graphs.replay(StepKind.DECODE, size)
+            inputs = self.decode_inputs(size, header.max_context, header.num_groups > 0)
+            return Computed(self.model(*inputs), req_indices[:size])
+        hidden = self.graphs.replay(GROUPED if header.num_groups else StepKind.DECODE, size)
         # without features a graph samples too, and a slice costs the host 2 us
         return Computed(hidden[:size], req_indices[:size]) if header.features else Computed(hidden, req_indices)
 
@@ -377,14 +386,15 @@ class ModelRunner:
 
     # ------------------------------------------------------------ inputs of the model
 
-    def decode_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
+    def decode_inputs(self, size: int, max_context: int, is_grouped: bool = False) -> tuple[torch.Tensor, Context]:
         """The next token of each of the first ``size`` batch positions, gathered from the request state."""
         state = self.request_state
         req_indices = state.batch_req_indices[:size]
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
             req_indices, state.last_token, state.length, state.block_tables, self.block_size
         )
-        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
+        tables, groups = state.block_tables, state.prefix_groups if is_grouped else None
+        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, tables, max_context, groups)
 
     def short_prefill_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
         """``size`` tokens of ``prefill_inputs``, each attending as a single-query sequence."""
@@ -398,7 +408,7 @@ class ModelRunner:
         """The packed tokens of a prefill, and their attention metadata."""
         return step.input_ids, Context(
             step.positions, step.slot_mapping, step.req_indices, step.context_lens, self.request_state.block_tables,
-            header.max_context, step.cu_seqlens_q, step.cu_seqlens_k, header.max_seqlen_q, logits_indices,
+            header.max_context, None, step.cu_seqlens_q, step.cu_seqlens_k, header.max_seqlen_q, logits_indices,
         )  # fmt: skip
 
     # ------------------------------------------------------------ end
