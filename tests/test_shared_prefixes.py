@@ -1,7 +1,7 @@
 """Prefixes that a decode step reads once: the tokens are those of plain attention, whoever shares what, and when.
 
-Most tests run the engine with a plain model of the two kernels: the softmax state of ``prefix_attention``, and attention
-over the own tokens that starts from it. It sees a prefix through the group's owner alone, and its own tokens alone.
+Most tests run the engine with a plain model of the two kernels: the softmax state of ``prefix_attention``, and the
+attention of a sequence's own tokens, which starts from it.
 """
 
 import math
@@ -21,7 +21,7 @@ from nanovllm.runner import model_runner, prefix_groups
 BLOCK = 16
 
 
-def decode_in_two_halves(q, k_cache, v_cache, req_indices, context_lens, tables, scale, max_context, pdl, window, groups):
+def decode_in_two_halves(q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, groups):
     if groups is None:
         return reference.paged_decode_attention(q, k_cache, v_cache, req_indices, context_lens, tables, scale, 0)
     acc, stats = reference.prefix_attention(q, k_cache, v_cache, tables, scale, groups)
@@ -143,7 +143,7 @@ def test_a_batch_is_grouped_when_it_changes_only(make_llm, small_groups, two_hal
     find = prefix_groups.find_groups
     monkeypatch.setattr(prefix_groups, "find_groups", lambda *args: calls.append(1) or find(*args))
     common = prompt_of(40)
-    generate(llm, [common + [i] for i in range(2, 6)], [greedy(n) for n in (3, 20, 20, 8)])
+    generate(llm, [[*common, i] for i in range(2, 6)], [greedy(n) for n in (3, 20, 20, 8)])
     # all; the others after one that has had its last token, twice; then the pair
     assert len(calls) == 3 and small_groups == [[4]] * 2 + [[3]] * 5 + [[2]] * 12
     calls.clear()
@@ -156,7 +156,7 @@ def test_on_the_interpreted_kernels(make_checkpoint, make_llm, small_groups, mon
     pytest.importorskip("triton")
     model = make_checkpoint(num_hidden_layers=1)
     common = prompt_of(70)
-    prompts = [common[:64] + [7], common + [8, 9], common[:33], common + [10], [3, 4]]
+    prompts = [[*common[:64], 7], [*common, 8, 9], common[:33], [*common, 10], [3, 4]]
     params = [greedy(n) for n in (3, 5, 4, 6, 2)]
     options = {"model": model, "max_num_seqs": 5, "max_num_batched_tokens": 128}
     expected = generate(make_llm(**options), prompts, params)

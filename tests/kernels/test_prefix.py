@@ -22,7 +22,7 @@ def shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare=
     contexts, owners = list(own), [None] * len(own)
     for group, (size, shared_len) in enumerate(groups):
         owners += [group] * size
-        contexts += [shared_len + 1 + 37 * i % 200 for i in range(size)]
+        contexts += [shared_len + 1 + 37 * i % 90 for i in range(size)]
     order = torch.randperm(len(contexts), generator=torch.Generator().manual_seed(len(contexts))).tolist()
     contexts, owners = [contexts[i] for i in order], [owners[i] for i in order]
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
@@ -58,7 +58,7 @@ def check_states(states, expected, is_member):
     )
 
 
-def check_shared(groups, own, num_heads, num_kv_heads, head_size, block_size, dtype, spare=2):
+def check_shared(groups, own, num_heads, num_kv_heads, head_size, block_size, dtype, spare=2, launches=1):
     cache, groups = shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare)
     q = cache.queries(len(cache.context_lens), num_heads, num_kv_heads)
     args = q, cache.k, cache.v, cache.block_tables, cache.scale, groups
@@ -66,7 +66,7 @@ def check_shared(groups, own, num_heads, num_kv_heads, head_size, block_size, dt
     wanted = tuple(x.cpu() for x in oracle(reference.prefix_attention, *args))
     decode_args = cache.decode_args(q)
     expected = oracle(reference.paged_decode_attention, *decode_args)
-    for _ in range(2):  # a launch must leave the counters as it found them
+    for _ in range(launches):
         states = tuple(x.cpu() for x in prefix.prefix_attention(*args))
         for actual, known in check_states(states, wanted, is_member):
             torch.testing.assert_close(actual, known, **TOLERANCE[dtype])
@@ -95,14 +95,14 @@ def test_the_twin_is_the_first_half_of_attention():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several row tiles of a group and several splits of its keys; decode splits that begin inside sequences."""
-    config = prefix.PrefixConfig(16, 16, num_warps=4, num_stages=2, programs_per_sm=16, split_tiles=2)
+    config = prefix.PrefixConfig(16, 64, num_warps=4, num_stages=2, programs_per_sm=3, split_tiles=2)
     monkeypatch.setattr(prefix, "prefix_config", lambda *_: config)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: decode.DecodeConfig(16, 2, 2, programs_per_sm=8))
+    monkeypatch.setattr(decode, "decode_config", lambda *_: decode.DecodeConfig(32, 2, 2, programs_per_sm=3))
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 70])
 def test_group_sizes(size):
-    check_shared([(size, SHARED_TOKENS)], [5, 0, 140], 4, 2, 32, 16, torch.float32)
+    check_shared([(size, SHARED_TOKENS)], [5, 0, 70], 4, 1, 32, 16, torch.float32)
 
 
 @pytest.mark.parametrize("gqa_group", [1, 2, 3, 4, 7, 8, 16])
@@ -110,21 +110,21 @@ def test_grouped_heads(gqa_group):
     check_shared([(5, SHARED_TOKENS)], [20], 2 * gqa_group, 2, 32, 64, torch.float32)
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 80, 128])
+@pytest.mark.parametrize("head_size", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_head_sizes_and_types(head_size, dtype):
-    check_shared([(3, 2 * SHARED_TOKENS)], [1, 200], 4, 2, head_size, 64, dtype)
+    check_shared([(3, 2 * SHARED_TOKENS)], [1, 90], 4, 1, head_size, 64, dtype)
 
 
-@pytest.mark.parametrize("block_size", [16, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("groups", [
-    [(9, 256)],
-    [(2, 512), (1, 256), (11, 256)],
-    [(3, 1024), (4, 256)],
+    [(9, 384)],
+    [(2, 512), (1, 128), (5, 256)],
+    [(3, 1024), (4, 128)],
 ], ids=str)  # fmt: skip
 def test_splits(small_tiles, groups, block_size):
     """One group and several, of different lengths; tiles with one split beside others with many."""
-    check_shared(groups, [0, 33, 300], 4, 2, 32, block_size, torch.float32)
+    check_shared(groups, [0, 33, 100], 4, 1, 32, block_size, torch.float32, launches=2)  # counters are reset
 
 
 def test_without_members():
@@ -136,18 +136,18 @@ def test_without_members():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "groups, own",
-    [([(512, 1024)], []), ([(64, 1024)] * 8, []), ([(16, 8192)], [300] * 20), ([(i, 256) for i in range(8, 20)], [700])],
+    [([(512, 1024)], []), ([(64, 1024)] * 8, []), ([(16, 8192)], [300] * 20), ([(i, 256) for i in range(8, 20)], [7])],
     ids=["one", "eight", "long", "many"],
 )
 def test_at_size(groups, own, dtype):
-    check_shared(groups, own, 16, 8, 128, 256, dtype, spare=20)
+    check_shared(groups, own, 16, 8, 128, 256, dtype, spare=20, launches=3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gqa_group", [1, 2, 4, 7, 8, 16])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_other_heads_at_size(gqa_group, head_size):
-    check_shared([(70, 1024), (9, 2048)], [100, 900], 4 * gqa_group, 4, head_size, 256, torch.bfloat16)
+    check_shared([(70, 1024), (9, 2048)], [100, 900], 4 * gqa_group, 4, head_size, 256, torch.bfloat16, launches=3)
 
 
 @pytest.mark.gpu
