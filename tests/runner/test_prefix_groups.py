@@ -123,14 +123,15 @@ class Mirror:
 
 def test_groups_follow_the_batch():
     mirror = Mirror()
-    for req_idx, blocks in enumerate([[7, 8, 1], [7, 8, 2], [3], [7, 4]]):
+    for req_idx, blocks in enumerate([[7, 8, 9, 1], [7, 8, 9, 2], [3], [7, 4]]):
         mirror.add(req_idx, blocks)
-    assert mirror.groups([3, 0, 2, 1], [6, 10, 2, 9]) == {1: (8, 0), 3: (8, 0)}
+    pair = {1: (12, 0), 3: (12, 0)}
+    assert mirror.groups([3, 0, 2, 1], [6, 14, 2, 13]) == pair
     sent = mirror.sent
-    assert mirror.groups([3, 0, 2, 1], [7, 11, 3, 10]) == {1: (8, 0), 3: (8, 0)} and mirror.sent == sent
-    assert mirror.groups([3, 0, 2], [7, 11, 3]) == {0: (4, 3), 1: (4, 3)}
-    assert mirror.groups([2, 0], [7, 11]) == {}
-    assert mirror.groups([0, 1], [11, 10]) == {0: (8, 0), 1: (8, 0)}
+    assert mirror.groups([3, 0, 2, 1], [7, 15, 3, 14]) == pair and mirror.sent == sent
+    assert mirror.groups([3, 0, 2], [7, 15, 3]) == {0: (4, 3), 1: (4, 3)}
+    assert mirror.groups([2, 0], [7, 15]) == {}
+    assert mirror.groups([0, 1], [15, 14]) == {0: (12, 0), 1: (12, 0)}
 
 
 def test_a_block_is_shared_once_all_its_tokens_are_computed():
