@@ -8,9 +8,9 @@ shares what: runner/prefix_groups.py finds the groups. Legend: paging.py; G grou
     rows         members x query heads of a KV head, in tiles of BLOCK_M     every row attends every key: no causal mask
     splits       the group's keys, in equal parts, if there are fewer tiles than programs
 
-Program (k, i) computes work item i, (group, row tile, split), for KV head k. It finds its item from the groups on the
-device, so the grid does not depend on them (CUDA graphs); programs without an item exit. Of a tile with several splits,
-the last program to finish merges their partial states.
+Programs (k, ...) compute the work items of KV head k, each a (group, row tile, split), in turn. They find them from the
+groups on the device: the grid is one wave, whatever the groups (CUDA graphs). Of a tile with several splits, the last
+program to finish merges the partial states.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_programs"])
+@triton.jit(do_not_specialize=["num_groups"])
 def _prefix_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [NB, BS, K, D]
@@ -35,10 +35,10 @@ def _prefix_kernel(
     tables_ptr,  # i32[R, max_blocks]
     acc_ptr,  # f32[B, H, D]
     stats_ptr,  # f32[B, H, 2]: maximum, sum
-    partial_acc_ptr,  # f32[K, items, BLOCK_M, D]
-    partial_stats_ptr,  # f32[K, items, BLOCK_M, 2]
+    partial_acc_ptr,  # f32[items, K, BLOCK_M, D]
+    partial_stats_ptr,  # f32[items, K, BLOCK_M, 2]
     counters_ptr,  # i32[>= items * K], zero between launches
-    num_groups, num_programs, scale_log2e,
+    num_groups, scale_log2e,
     stride_q_seq, stride_q_head, stride_block, stride_table,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -47,44 +47,26 @@ def _prefix_kernel(
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
-    item = tl.program_id(1)
 
-    # i32[BLOCK_G]: every group's row tiles, and the splits of its keys. Splits have equal numbers of key tiles, such
-    # that all items together are about num_programs.
+    # i32[BLOCK_G]: every group's row tiles, and the splits of its keys: as many as give each program an item.
     offs_g = tl.arange(0, BLOCK_G)
     group_mask = offs_g < num_groups
     sizes = tl.load(sizes_ptr + offs_g, mask=group_mask, other=0)
     lens = tl.load(lens_ptr + offs_g, mask=group_mask, other=0)
+    begins = tl.load(begins_ptr + offs_g, mask=group_mask, other=0)
+    owners = tl.load(owners_ptr + offs_g, mask=group_mask, other=0)
     row_tiles = tl.cdiv(sizes * GQA_GROUP, BLOCK_M)
     key_tiles = tl.cdiv(lens, BLOCK_N)
-    split_tiles = tl.maximum(tl.cdiv(tl.sum(row_tiles * key_tiles, 0), num_programs), SPLIT_TILES)
-    splits = tl.cdiv(key_tiles, split_tiles)
+    num_tiles = tl.maximum(tl.sum(row_tiles * key_tiles, 0), 1)
+    splits = tl.minimum(key_tiles * tl.num_programs(1) // num_tiles, key_tiles // SPLIT_TILES)
+    split_tiles = tl.cdiv(key_tiles, tl.maximum(splits, 1))
+    splits = tl.cdiv(key_tiles, tl.maximum(split_tiles, 1))
     item_ends = tl.cumsum(row_tiles * splits, 0)
-    # The first program never exits here: the grid must wait for its predecessor as a whole (PDL is transitive).
-    if (item >= tl.sum(row_tiles * splits, 0)) & (item > 0):
-        return
-    is_group = offs_g == tl.sum((item_ends <= item).to(tl.int32), 0)
-    size = tl.sum(tl.where(is_group, sizes, 0), 0)
-    shared_len = tl.sum(tl.where(is_group, lens, 0), 0)
-    num_splits = tl.maximum(tl.sum(tl.where(is_group, splits, 0), 0), 1)
-    first_item = tl.sum(tl.where(is_group, item_ends - row_tiles * splits, 0), 0)
-    group_begin = tl.sum(tl.load(begins_ptr + offs_g, mask=group_mask & is_group, other=0), 0)
-    owner = tl.sum(tl.load(owners_ptr + offs_g, mask=group_mask & is_group, other=0), 0)
-    row_tile = (item - first_item) // num_splits
-    split = (item - first_item) % num_splits
-    begin = split * split_tiles * BLOCK_N
-    end = tl.minimum(begin + split_tiles * BLOCK_N, shared_len)
+    num_items = tl.sum(row_tiles * splits, 0)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    rows = row_tile * BLOCK_M + offs_m
-    row_mask = rows < size * GQA_GROUP
-    seqs = tl.load(members_ptr + group_begin + rows // GQA_GROUP, mask=row_mask, other=0)
-    heads = kv_head * GQA_GROUP + rows % GQA_GROUP
-    mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
-    table_ptr = tables_ptr + owner.to(tl.int64) * stride_table
-    block_ids = load_block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
@@ -92,68 +74,106 @@ def _prefix_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
-    # [BLOCK_M, BLOCK_D]
-    q_ptrs = q_ptr + (seqs.to(tl.int64) * stride_q_seq + heads * stride_q_head)[:, None] + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
+    for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
+        is_group = offs_g == tl.sum((item_ends <= item).to(tl.int32), 0)
+        size = tl.sum(tl.where(is_group, sizes, 0), 0)
+        num_splits = tl.sum(tl.where(is_group, splits, 0), 0)
+        split_len = tl.sum(tl.where(is_group, split_tiles, 0), 0) * BLOCK_N
+        first_item = tl.sum(tl.where(is_group, item_ends - row_tiles * splits, 0), 0)
+        row_tile = (item - first_item) // num_splits
+        split = (item - first_item) % num_splits
+        begin = split * split_len
+        end = tl.minimum(begin + split_len, tl.sum(tl.where(is_group, lens, 0), 0))
+
+        rows = row_tile * BLOCK_M + offs_m
+        row_mask = rows < size * GQA_GROUP
+        members = tl.sum(tl.where(is_group, begins, 0), 0) + rows // GQA_GROUP
+        seqs = tl.load(members_ptr + members, mask=row_mask, other=0)
+        heads = kv_head * GQA_GROUP + rows % GQA_GROUP
+        mask = row_mask[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        table_ptr = tables_ptr + tl.sum(tl.where(is_group, owners, 0), 0).to(tl.int64) * stride_table
+        block_ids = load_block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
+
+        # [BLOCK_M, BLOCK_D]
+        q_ptrs = q_ptr + (seqs.to(tl.int64) * stride_q_seq + heads * stride_q_head)[:, None] + offs_d[None, :]
+        q = tl.load(q_ptrs, mask=mask, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        for first in range(begin, end, BLOCK_N):
+            # [BLOCK_N, BLOCK_D] each: all tokens of a shared block are computed.
+            offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+            if HEAD_SIZE == BLOCK_D:
+                k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :])
+                v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :])
+            else:
+                head_mask = (offs_n >= 0)[:, None] & (offs_d < HEAD_SIZE)[None, :]
+                k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
+                v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
+            block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_max[:, None])
+            correction = tl.exp2(row_max - new_max)
+            row_sum = row_sum * correction + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+            row_max = new_max
+
+        # i64[BLOCK_M], rows of acc and stats; and those of the partial states of this tile's first split.
+        states = seqs.to(tl.int64) * (num_kv_heads * GQA_GROUP) + heads
+        tile_item = item - split
+        partials = (tile_item * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + offs_m
+        if num_splits == 1:
+            _store_state(acc_ptr, stats_ptr, states, acc, row_max, row_sum, mask, row_mask, HEAD_SIZE, BLOCK_D)
+        else:
+            own = partials + split * num_kv_heads * BLOCK_M
+            _store_state(
+                partial_acc_ptr, partial_stats_ptr, own, acc, row_max, row_sum, mask, row_mask, HEAD_SIZE, BLOCK_D
+            )
+            # All threads store before one of them releases the counter.
+            tl.debug_barrier()
+            counter_ptr = counters_ptr + tile_item * num_kv_heads + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
+                acc, row_max, row_sum = _merge_splits(
+                    partial_acc_ptr, partial_stats_ptr, partials, num_splits, num_kv_heads, mask, row_mask,
+                    HEAD_SIZE, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+                _store_state(acc_ptr, stats_ptr, states, acc, row_max, row_sum, mask, row_mask, HEAD_SIZE, BLOCK_D)
+                tl.store(counter_ptr, 0)  # for the next launch or graph replay
+
+
+@triton.jit
+def _store_state(
+    acc_ptr, stats_ptr, rows, acc, row_max, row_sum, mask, row_mask, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    tl.store(acc_ptr + rows[:, None] * HEAD_SIZE + tl.arange(0, BLOCK_D)[None, :], acc, mask=mask)
+    tl.store(stats_ptr + rows * 2, row_max, mask=row_mask)
+    tl.store(stats_ptr + rows * 2 + 1, row_sum, mask=row_mask)
+
+
+@triton.jit
+def _merge_splits(
+    partial_acc_ptr, partial_stats_ptr, rows, num_splits, num_kv_heads, mask, row_mask,
+    HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The state after all splits of a row tile, of partial states that other programs of this launch wrote."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        # [BLOCK_N, BLOCK_D] each: all tokens of a shared block are computed.
-        offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
-        if HEAD_SIZE == BLOCK_D:
-            k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :])
-            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :])
-        else:
-            head_mask = (offs_n >= 0)[:, None] & (offs_d < HEAD_SIZE)[None, :]
-            k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
-            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
+    for _ in range(num_splits):
+        # .cg loads from L2, past this SM's L1.
+        part_max = tl.load(partial_stats_ptr + rows * 2, mask=row_mask, other=LOWEST, cache_modifier=".cg")
+        part_sum = tl.load(partial_stats_ptr + rows * 2 + 1, mask=row_mask, other=0.0, cache_modifier=".cg")
+        part_ptrs = partial_acc_ptr + rows[:, None] * HEAD_SIZE + tl.arange(0, BLOCK_D)[None, :]
+        part_acc = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, part_max)
         correction = tl.exp2(row_max - new_max)
-        row_sum = row_sum * correction + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        weight = tl.exp2(part_max - new_max)
+        row_sum = row_sum * correction + part_sum * weight
+        acc = acc * correction[:, None] + part_acc * weight[:, None]
         row_max = new_max
-
-    states = seqs.to(tl.int64) * (num_kv_heads * GQA_GROUP) + heads
-    if num_splits == 1:
-        tl.store(acc_ptr + states[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=mask)
-        tl.store(stats_ptr + states * 2, row_max, mask=row_mask)
-        tl.store(stats_ptr + states * 2 + 1, row_sum, mask=row_mask)
-    else:
-        # i64[BLOCK_M]: rows of this item's partial state, and of the tile's first
-        tile_item = item - split
-        item_rows = (kv_head * tl.num_programs(1) + tile_item).to(tl.int64) * BLOCK_M + offs_m
-        partial = item_rows + split * BLOCK_M
-        tl.store(partial_acc_ptr + partial[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=mask)
-        tl.store(partial_stats_ptr + partial * 2, row_max, mask=row_mask)
-        tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=row_mask)
-        # All threads store before one of them releases the counter.
-        tl.debug_barrier()
-        counter_ptr = counters_ptr + tile_item * num_kv_heads + kv_head
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
-            for i in range(num_splits):
-                # Other programs of this launch wrote them: .cg loads from L2, past this SM's L1.
-                partial = item_rows + i * BLOCK_M
-                part_max = tl.load(partial_stats_ptr + partial * 2, mask=row_mask, other=LOWEST, cache_modifier=".cg")
-                part_sum = tl.load(partial_stats_ptr + partial * 2 + 1, mask=row_mask, other=0.0, cache_modifier=".cg")
-                part_ptrs = partial_acc_ptr + partial[:, None] * HEAD_SIZE + offs_d[None, :]
-                part_acc = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-                new_max = tl.maximum(row_max, part_max)
-                correction = tl.exp2(row_max - new_max)
-                weight = tl.exp2(part_max - new_max)
-                row_sum = row_sum * correction + part_sum * weight
-                acc = acc * correction[:, None] + part_acc * weight[:, None]
-                row_max = new_max
-            tl.store(acc_ptr + states[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=mask)
-            tl.store(stats_ptr + states * 2, row_max, mask=row_mask)
-            tl.store(stats_ptr + states * 2 + 1, row_sum, mask=row_mask)
-            tl.store(counter_ptr, 0)  # for the next launch or graph replay
+        rows += num_kv_heads * BLOCK_M
+    return acc, row_max, row_sum
 
 
 class PrefixConfig(NamedTuple):
@@ -163,7 +183,7 @@ class PrefixConfig(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int  # key tiles in shared memory
-    programs_per_sm: int  # items wanted; more splits if there are fewer tiles
+    programs_per_sm: int  # all resident at once
     split_tiles: int  # key tiles that a split has at least
 
 
@@ -184,17 +204,16 @@ def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False
     config = prefix_config(head_size, k_cache.element_size())
     num_groups = len(groups.sizes)
     num_programs = max(1, config.programs_per_sm * num_sms(q.device) // num_kv_heads)
-    # Row tiles: full ones, and a last one of each group. A division rounded up adds at most one item to each.
-    num_tiles = num_seqs * gqa_group // config.block_m + num_groups
-    num_items = num_tiles + num_programs
+    # At most: an item for each program, and one for each row tile; those are full ones, and a last one of each group.
+    num_items = num_programs + num_seqs * gqa_group // config.block_m + num_groups
     block_m = config.block_m
-    partial_acc = torch.empty((num_kv_heads, num_items, block_m, head_size), dtype=torch.float32, device=q.device)
-    partial_stats = torch.empty((num_kv_heads, num_items, block_m, 2), dtype=torch.float32, device=q.device)
+    partial_acc = torch.empty((num_items, num_kv_heads, block_m, head_size), dtype=torch.float32, device=q.device)
+    partial_stats = torch.empty((num_items, num_kv_heads, block_m, 2), dtype=torch.float32, device=q.device)
     launch(
-        _prefix_kernel, (num_kv_heads, num_items),
+        _prefix_kernel, (num_kv_heads, num_programs),
         q, k_cache, v_cache, groups.members, groups.begins, groups.sizes, groups.lens, groups.owners, block_tables,
         acc, stats, partial_acc, partial_stats, zero_counters(num_items * num_kv_heads, q.device),
-        num_groups, num_programs, scale * LOG2_E,
+        num_groups, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
