@@ -20,9 +20,9 @@ class CUDAGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, kind: Hashable, sizes: list[int], run: Callable[[int], torch.Tensor], now: bool = True) -> None:
-        """Capture ``run(size)`` for each size, ascending, now or at its first replay (some 30 ms); its inputs must be
-        tensors that keep their address.
+        """Capture ``run(size)`` for each size, ascending; its inputs must be tensors that keep their address.
 
+        Not ``now``: each at its first replay, in some 30 ms; for batches that few users have.
         Every size was warmed up before: lazy module loading and cuBLAS heuristics are illegal during capture.
         """
         self.sizes[kind], self._run[kind] = sizes, run
@@ -52,9 +52,3 @@ class CUDAGraphs:
     def output(self, kind: Hashable, size: int) -> torch.Tensor:
         """The tensor that ``replay(kind, size)`` writes."""
         return self._graph(kind, size)[1]
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

@@ -23,8 +23,9 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
+from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
+from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
 from nanovllm.runner.memory import (
     GRAPH_BYTES,
     allocate_kv_cache,
@@ -33,7 +34,6 @@ from nanovllm.runner.memory import (
     no_room,
     num_blocks_that_fit,
 )
-from nanovllm.runner.prefix_groups import grouped_sizes
 from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.residency import Residency
@@ -44,10 +44,7 @@ from nanovllm.sampling_params import FILTERS, GUIDED, MIN_TOKENS
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
 WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
-SAMPLE = "sample"  # kind of the graphs that sample without logits steps
-GROUPED = "grouped"  # of those of a decode step that reads shared prefixes once
-
-
+SAMPLE, GROUPED = "sample", "grouped"  # graphs: of sampling without logits steps, of decode steps with prefix groups
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
 
 
@@ -155,6 +152,7 @@ class ModelRunner:
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             limits = config.max_model_len, config.model_config.vocab_size
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
+            self.staged_writes.groups.enabled = self.backend.shares_prefixes
             self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
             # The five segments of a short prefill, at the address its graphs read. Zeros: warm-up runs the embedding,
             # which needs valid ids.
@@ -263,8 +261,7 @@ class ModelRunner:
 
         A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
         """
-        staged, shares_prefixes = self.staged_writes, self.backend.shares_prefixes
-        header, packed = prepare(batch, staged, self.block_size, self.prefill_sizes, shares_prefixes)
+        header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
         if self.workers is not None and isinstance(batch, PrefillBatch) and self._last_handle is not None:
             # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
             # while holding the GIL, and so block the watch thread.

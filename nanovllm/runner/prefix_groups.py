@@ -54,7 +54,7 @@ def _divide(tables: np.ndarray, block_size: int, members: np.ndarray, depth: int
 
 
 def columns_of(words: Any, max_num_seqs: int) -> PrefixGroups:
-    """Views of the part of the request state that has the groups, int32 [``num_words(max_num_seqs)``]."""
+    """Views of the first ``num_words(max_num_seqs)`` of these int32 words."""
     return PrefixGroups(*(words[start : start + size] for start, size in _columns(max_num_seqs)))
 
 
@@ -71,11 +71,6 @@ def _columns(max_num_seqs: int) -> list[tuple[int, int]]:
     return list(zip(starts, sizes, strict=False))
 
 
-def grouped_sizes(decode_sizes: list[int]) -> list[int]:
-    """Sizes of CUDA graphs with groups: fewer than without, since each is captured when a batch waits for it."""
-    return [size for size in decode_sizes[:-1] if size == 32 or size % 64 == 0] + decode_sizes[-1:]
-
-
 class StagedGroups:
     """Host side: the block tables of all request slots, and the groups as the device has them.
 
@@ -83,6 +78,7 @@ class StagedGroups:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, stage: Callable[[np.ndarray, np.ndarray], None]):
+        self.enabled = True  # decode attention takes groups
         self._stage = stage
         self._tables = np.full((max_num_seqs, max_blocks), -1, np.int32)
         self.reset()
@@ -106,6 +102,8 @@ class StagedGroups:
 
     def update(self, req_indices: np.ndarray, lengths: np.ndarray, block_size: int) -> int:
         """Group the next decode batch, int32 [B] each, and stage what changes; returns the number of groups."""
+        if not self.enabled:
+            return 0
         is_same = req_indices is self._req_indices or np.array_equal(req_indices, self._req_indices)
         if self._is_stale or not is_same:
             self._req_indices, self._is_stale = req_indices, False

@@ -21,19 +21,18 @@ def short_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def prepare(batch: Batch, staged: StagedWrites, block_size: int,
-            short_sizes: list[int] | None = None, shares_prefixes: bool = False) -> tuple[StepHeader, np.ndarray]:
-    """Header and packed segments of a batch. ``short_sizes``: captured sizes of short prefills, if there are any.
-    ``shares_prefixes``: decode attention can read a shared prefix once."""
+            short_sizes: list[int] | None = None) -> tuple[StepHeader, np.ndarray]:
+    """Header and packed segments of a batch. ``short_sizes``: captured sizes of short prefills, if there are any."""
     if isinstance(batch, DecodeBatch):
-        return prepare_decode(batch, staged, block_size if shares_prefixes else 0)
+        return prepare_decode(batch, staged, block_size)
     return prepare_prefill(batch, staged, block_size, short_sizes or [])
 
 
 def prepare_decode(batch: DecodeBatch, staged: StagedWrites, block_size: int) -> tuple[StepHeader, np.ndarray]:
-    """Only what changed since the last decode step is sent. ``block_size`` 0: no groups."""
+    """Only what changed since the last decode step is sent."""
     staged.append_blocks(batch.seqs_with_new_block)
     staged.set_batch(batch.req_indices)
-    num_groups = staged.groups.update(batch.req_indices, batch.lengths, block_size) if block_size else 0
+    num_groups = staged.groups.update(batch.req_indices, batch.lengths, block_size)
     indices, values = staged.drain()
     features = staged.features(batch.req_indices)
     header = StepHeader(

@@ -54,12 +54,11 @@ class RequestState:
         R = max_num_seqs
         self.padding_req_idx = R  # length 0: stores nothing, attends nothing, samples nothing
         width = START["block_table"] + max_blocks
-        start = R + num_words(R)
-        self.buffer = torch.zeros(start + (R + 1) * width, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(R + num_words(R) + (R + 1) * width, dtype=torch.int32, device=device)
         self.batch_req_indices = self.buffer[:R]
         self.batch_req_indices.fill_(self.padding_req_idx)
-        self.prefix_groups = columns_of(self.buffer[R:start], R)
-        table = self.buffer[start:].view(R + 1, width)
+        self.prefix_groups = columns_of(self.buffer[R:], R)
+        table = self.buffer[-(R + 1) * width :].view(R + 1, width)
         self.sampled_tokens = torch.zeros(2, R + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
         def column(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.runner.graph_sizes import grouped_sizes
 from nanovllm.runner.memory import allocate_kv_cache
-from nanovllm.runner.prefix_groups import grouped_sizes
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class FakeDevice:
             for seq in batch.new_seqs:
                 if self.requests[seq.seq_id].targets is not None and not seq.num_completion_tokens:
                     assert seq.num_cached_tokens <= self.requests[seq.seq_id].first_target
-        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes, True))
+        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes))
         return StepHandle(self.request_state.sampled_tokens, batch, output, None)
 
     def reset(self):

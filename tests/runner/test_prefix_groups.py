@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.sequence import Sequence, SequenceTable
 from nanovllm.runner import prefix_groups
-from nanovllm.runner.prefix_groups import StagedGroups, columns_of, find_groups, grouped_sizes, num_words
+from nanovllm.runner.prefix_groups import StagedGroups, columns_of, find_groups, num_words
 
 BLOCK = 4
 
@@ -190,8 +190,3 @@ def test_columns_lie_side_by_side(max_num_seqs):
     assert len(torch.cat(columns).unique()) == sum(map(len, columns))
     assert len(columns.shared_lens) == len(columns.members) == max_num_seqs
     assert {len(column) for column in columns[2:]} == {max(1, max_num_seqs // prefix_groups.MIN_MEMBERS)}
-
-
-def test_sizes_of_graphs():
-    assert grouped_sizes([1, 2, 4, 8, 16, 32, 48, 64, 80, 128, 200]) == [32, 64, 128, 200]
-    assert grouped_sizes([1, 2]) == [2]
