@@ -114,13 +114,15 @@ class EagerGraphs(CUDAGraphs):
     def __init__(self):
         self.sizes, self.captured = {}, {}
 
-    def capture(self, kind, sizes, run, now=True):
+    def capture(self, kind, sizes, run):
         self.sizes[kind] = sizes
         for size in reversed(sizes):
             self.captured[kind, size] = run, run(size).clone()
 
-    def replay(self, kind, size):
+    def replay(self, kind, size, run=None):
         size = self.padded_size(kind, size)
+        if run is not None and (kind, size) not in self.captured:
+            self.captured[kind, size] = run, run(size).clone()
         run, output = self.captured[kind, size]
         return output.copy_(run(size))
 

@@ -15,40 +15,38 @@ class CUDAGraphs:
 
     def __init__(self):
         self.sizes: dict[Hashable, list[int]] = {}
-        self._run: dict[Hashable, Callable[[int], torch.Tensor]] = {}
         self._graphs: dict[tuple[Hashable, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, kind: Hashable, sizes: list[int], run: Callable[[int], torch.Tensor], now: bool = True) -> None:
+    def capture(self, kind: Hashable, sizes: list[int], run: Callable[[int], torch.Tensor]) -> None:
         """Capture ``run(size)`` for each size, ascending; its inputs must be tensors that keep their address.
 
-        Not ``now``: each at its first replay, in some 30 ms; for batches that few users have.
         Every size was warmed up before: lazy module loading and cuBLAS heuristics are illegal during capture.
         """
-        self.sizes[kind], self._run[kind] = sizes, run
-        for size in reversed(sizes if now else []):  # the largest first: the others reuse its memory
-            self._graph(kind, size)
+        self.sizes[kind] = sizes
+        for size in reversed(sizes):  # the largest first: the others reuse its memory
+            self._capture(kind, size, run)
         torch.cuda.synchronize()
 
-    def _graph(self, kind: Hashable, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        size = self.padded_size(kind, size)
-        if (kind, size) not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = self._run[kind](size)
-            self._graphs[kind, size] = graph, output
-        return self._graphs[kind, size]
+    def _capture(self, kind: Hashable, size: int, run: Callable[[int], torch.Tensor]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run(size)
+        self._graphs[kind, size] = graph, output
 
     def padded_size(self, kind: Hashable, size: int) -> int:
         sizes = self.sizes[kind]
         return sizes[bisect_left(sizes, size)]
 
-    def replay(self, kind: Hashable, size: int) -> torch.Tensor:
-        """Launch the graph; the result is its output, [padded size, ...]."""
-        graph, output = self._graph(kind, size)
+    def replay(self, kind: Hashable, size: int, run: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
+        """Launch the graph; the result is its output, [padded size, ...]. With ``run`` it may be captured first."""
+        size = self.padded_size(kind, size)
+        if run is not None and (kind, size) not in self._graphs:  # takes some 30 ms
+            self._capture(kind, size, run)
+        graph, output = self._graphs[kind, size]
         graph.replay()
         return output
 
     def output(self, kind: Hashable, size: int) -> torch.Tensor:
         """The tensor that ``replay(kind, size)`` writes."""
-        return self._graph(kind, size)[1]
+        return self._graphs[kind, self.padded_size(kind, size)][1]

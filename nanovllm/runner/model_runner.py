@@ -238,10 +238,6 @@ class ModelRunner:
         def decode(size: int) -> torch.Tensor:
             return self.model(*self.decode_inputs(size, max_context))
 
-        def grouped(size: int) -> torch.Tensor:  # to the same address, for ``sample``
-            hidden = self.model(*self.decode_inputs(size, max_context, is_grouped=True))
-            return graphs.output(StepKind.DECODE, size).copy_(hidden)
-
         def sample(size: int) -> torch.Tensor:
             hidden = graphs.output(StepKind.DECODE, size)
             return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)[0]
@@ -252,7 +248,7 @@ class ModelRunner:
         graphs.capture(StepKind.DECODE, self.decode_sizes, decode)
         graphs.capture(SAMPLE, self.decode_sizes, sample)
         graphs.capture(StepKind.SHORT_PREFILL, self.prefill_sizes, short_prefill)
-        graphs.capture(GROUPED, grouped_sizes(self.decode_sizes), grouped, now=False)
+        graphs.sizes[GROUPED] = grouped_sizes(self.decode_sizes)  # captured when a batch needs them
 
     # ------------------------------------------------------------ a step
 
@@ -340,9 +336,15 @@ class ModelRunner:
         if self.graphs is None:
             inputs = self.decode_inputs(size, header.max_context, header.num_groups > 0)
             return Computed(self.model(*inputs), req_indices[:size])
-        hidden = self.graphs.replay(GROUPED if header.num_groups else StepKind.DECODE, size)
+        hidden = self.graphs.replay(GROUPED if header.num_groups else StepKind.DECODE, size, self._run_grouped)
         # without features a graph samples too, and a slice costs the host 2 us
         return Computed(hidden[:size], req_indices[:size]) if header.features else Computed(hidden, req_indices)
+
+    def _run_grouped(self, size: int) -> torch.Tensor:
+        """A decode step with prefix groups; writes where the sampling graph of this size reads."""
+        assert self.graphs is not None
+        inputs = self.decode_inputs(size, self.config.max_model_len, is_grouped=True)
+        return self.graphs.output(StepKind.DECODE, size).copy_(self.model(*inputs))
 
     def run_prefill(self, header: StepHeader, step: StepInput) -> "Computed":
         logits_indices = step.logits_indices.long()
