@@ -183,6 +183,6 @@ def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager):
     with monkeypatch.context() as patch:
         patch.setattr(prefix_groups.StagedGroups, "update", lambda *args: grouped.append(update(*args)) or grouped[-1])
         tokens = generate(llm, prompts, params)
-    assert max(grouped) == 2 and min(grouped) == 0
+    assert max(grouped) >= 2 and min(grouped) == 0
     monkeypatch.setattr(prefix_groups, "MIN_SAVED_TOKENS", 1 << 30)
     assert tokens == generate(make_llm(**options), prompts, params)

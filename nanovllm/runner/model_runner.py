@@ -152,7 +152,7 @@ class ModelRunner:
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             limits = config.max_model_len, config.model_config.vocab_size
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
-            self.staged_writes.groups.enabled = self.backend.shares_prefixes
+            self.staged_writes.groups.enabled = self.backend.shares_prefixes and not all(config.model_config.windows)
             self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
             # The five segments of a short prefill, at the address its graphs read. Zeros: warm-up runs the embedding,
             # which needs valid ids.

@@ -154,13 +154,13 @@ def test_another_sequence_in_the_same_request_slot():
     assert mirror.groups([0, 1], [8, 6]) == {0: (4, 0), 1: (4, 0)}
 
 
-def test_entries_behind_a_table_are_not_compared():
-    """They are of the slot's last owner."""
+def test_entries_behind_the_full_blocks_are_not_compared():
+    """They are of the slot's last owner, or of a block that this step fills."""
     mirror = Mirror()
     mirror.add(1, [7, 8, 9])
-    mirror.add(1, [7, 2])
-    mirror.add(0, [7, 8, 9])
-    assert mirror.groups([0, 1], [12, 6]) == {0: (4, 0), 1: (4, 0)}
+    mirror.add(1, [7, 8])
+    mirror.add(0, [7, 8, 9, 1])
+    assert mirror.groups([0, 1], [13, 8]) == {0: (4, 0), 1: (4, 0)}
 
 
 def test_blocks_that_were_appended_are_shared_too():

@@ -19,7 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait, zero_counters
+from ..launch import (
+    has_large_shared_memory,
+    launch,
+    launch_options,
+    num_sms,
+    pdl_launch_dependents,
+    pdl_wait,
+    zero_counters,
+)
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
 
 
@@ -202,6 +210,8 @@ def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False
     acc = torch.empty((num_seqs, num_heads, head_size), dtype=torch.float32, device=q.device)
     stats = torch.empty((num_seqs, num_heads, 2), dtype=torch.float32, device=q.device)
     config = prefix_config(head_size, k_cache.element_size())
+    if not has_large_shared_memory(q.device):
+        config = config._replace(num_stages=2)
     num_groups = len(groups.sizes)
     num_programs = max(1, config.programs_per_sm * num_sms(q.device) // num_kv_heads)
     # At most: an item for each program, and one for each row tile; those are full ones, and a last one of each group.
