@@ -118,7 +118,7 @@ def test_head_sizes_and_types(head_size, dtype):
 
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("groups", [
-    [(9, 384)],
+    [(9, 640)],
     [(2, 512), (1, 128), (5, 256)],
     [(3, 1024), (4, 128)],
 ], ids=str)  # fmt: skip

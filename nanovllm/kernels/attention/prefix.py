@@ -185,7 +185,7 @@ def _merge_splits(
 
 
 class PrefixConfig(NamedTuple):
-    """Tiles of a launch. Measured by benchmarks/attention.py."""
+    """Tiles of a launch."""
 
     block_m: int  # rows: members x heads of a KV head
     block_n: int  # keys
