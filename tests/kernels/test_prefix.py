@@ -136,7 +136,7 @@ def test_without_members():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "groups, own",
-    [([(512, 1024)], []), ([(64, 1024)] * 8, []), ([(16, 8192)], [300] * 20), ([(i, 256) for i in range(8, 20)], [7])],
+    [([(200, 512)], []), ([(24, 512)] * 8, []), ([(16, 8192)], [300] * 20), ([(i, 256) for i in range(8, 20)], [7])],
     ids=["one", "eight", "long", "many"],
 )
 def test_at_size(groups, own, dtype):
