@@ -133,8 +133,8 @@ class Scheduler:
         """Whether to leave the few free seats empty for now, because more sequences wait than they can take.
 
         A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
-        free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a constant
-        rate, this is the cheapest interval (the economic order quantity). Simulations: docs/experiments.md.
+        free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
+        constant rate, this is the cheapest interval (the economic order quantity). Figures: docs/experiments.md.
         """
         num_free = len(self.table.free_req_indices)
         return (

@@ -69,7 +69,7 @@ class Harness:
         max_num_seqs=3,
         max_num_batched_tokens=8,
         max_model_len=16,
-        short_prefills=False,
+        graphs=False,
     ):
         self.config = SimpleNamespace(
             kvcache_block_size=block_size,
@@ -85,7 +85,7 @@ class Harness:
         )
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
-        self.device = FakeDevice(self.config, max_in_flight, self.requests, short_prefills)
+        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs)
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
@@ -428,8 +428,8 @@ def happen(harness, arrival):
 
 THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
-    "short prefill", "at max_model_len", "stop", "length", "fork", "block copy", "unsampled beside sampled",
-    "hit below targets", "stop string", "prompt logprobs in chunks",
+    "short prefill", "padded prefill", "at max_model_len", "stop", "length", "fork", "block copy",
+    "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks",
     *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs
@@ -443,9 +443,9 @@ def test_random_histories(max_in_flight):
     seen = Counter(dict.fromkeys(things, 0))  # thing -> histories; they differ with the version of hypothesis
 
     @settings(max_examples=1200, derandomize=True, deadline=None, database=None)
-    @given(limits=limits, caching=st.booleans(), short=st.booleans(), arrivals=arrivals)
-    def one(limits, caching, short, arrivals):
-        harness = Harness(max_in_flight, caching, *limits, short)
+    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), arrivals=arrivals)
+    def one(limits, caching, graphs, arrivals):
+        harness = Harness(max_in_flight, caching, *limits, graphs)
         play(harness, arrivals)
         harness.run_to_end()
         seqs = harness.outputs.values()
