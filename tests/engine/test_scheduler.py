@@ -556,6 +556,76 @@ def test_prefill_goes_first_in_order_of_arrival():
     harness.run_to_end()
 
 
+def test_freed_seats_are_filled_in_batches():
+    """Two seats of 512 were filled as soon as they were free: half of the time went to prefills of 60 tokens. Now the
+    free seats first miss as many tokens as a full step gives, here 8."""
+    harness = Harness(block_size=4, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=30)
+    ids = [harness.add([1, 2], max_tokens=n, ignore_eos=True) for n in (2, 3, 3, 5, 6, 20, 20, 20, *[10] * 7)]
+    kinds = []
+    while harness.scheduler.waiting:
+        batch = harness.step()
+        is_prefill = isinstance(batch, PrefillBatch)
+        kinds.append([seq.seq_id for seq in batch.new_seqs] if is_prefill else 8 - len(batch.req_indices))
+    # 0 + 1 + 3 + 3 missed tokens are too few. The last two enter as soon as there are seats for both.
+    assert kinds == [ids[:8], 0, 1, 3, 3, 4, ids[8:13], *[0] * 9, ids[13:]]
+    harness.run_to_end()
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(
+    max_num_seqs=st.integers(1, 9),
+    budget=st.integers(1, 20),
+    lengths=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 6), st.integers(0, 1)), min_size=1, max_size=40),
+)
+def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
+    """Sequences wait only where more of them wait than seats are free, and only until the free seats have missed
+    ``max_num_seqs`` tokens. They enter in order of arrival. Blocks suffice for all."""
+    harness = Harness(max_in_flight, True, 4, 9 * 5, max_num_seqs, budget, 20)
+    scheduler, arrivals, entered, missed = harness.scheduler, list(lengths), [], 0
+    schedule = scheduler.schedule
+
+    def checked_schedule():
+        nonlocal missed
+        seats, waiting = len(scheduler.table.free_req_indices), list(scheduler.waiting)
+        is_half_computed = bool(waiting) and waiting[0].req_idx >= 0
+        batch = schedule()
+        if isinstance(batch, DecodeBatch):
+            if waiting and seats:
+                assert len(waiting) > seats and not is_half_computed and missed < max_num_seqs
+            missed += seats
+        elif batch is not None:
+            entered.extend(seq.seq_id for seq in batch.new_seqs)
+            missed = max_num_seqs if scheduler.table.free_req_indices else 0  # a full budget, or nobody waits
+        return batch
+
+    scheduler.schedule = checked_schedule
+    while arrivals or not harness.engine.is_finished() or harness.engine._in_flight:
+        while arrivals and arrivals[0][2] == 0:
+            length, max_tokens, _ = arrivals.pop(0)
+            harness.add([1 + i % 2 for i in range(length)], max_tokens=max_tokens, ignore_eos=True)
+        arrivals = [(arrivals[0][0], arrivals[0][1], arrivals[0][2] - 1), *arrivals[1:]] if arrivals else []
+        harness.step()
+    assert entered == sorted(entered)
+    harness.check_outputs()
+
+
+def test_a_half_computed_prompt_does_not_wait_for_seats():
+    """One becomes free between its chunks, and too few for the others that wait."""
+    harness = Harness(1, block_size=4, num_blocks=64, max_num_seqs=3, max_num_batched_tokens=4, max_model_len=30)
+    for n in (2, 20):
+        harness.add([1, 2], max_tokens=n, ignore_eos=True)
+    harness.step()
+    harness.step()  # in flight: the last token of the first
+    long = [harness.add([1] * 10, max_tokens=2, ignore_eos=True) for _ in range(3)][0]
+    for chunk in range(3):
+        assert len(harness.scheduler.table.free_req_indices) == 1
+        harness.step()
+        batch = harness.engine._in_flight[-1][0]
+        assert (batch.seqs[0].seq_id, batch.starts[0]) == (long, 4 * chunk)
+    harness.run_to_end()
+
+
 def test_the_last_to_come_is_preempted_and_comes_back_first():
     harness = Harness(caching=False, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
     ids = [harness.add([1, 2], max_tokens=5, ignore_eos=True) for _ in range(3)]
