@@ -617,7 +617,7 @@ def test_a_half_computed_prompt_does_not_wait_for_seats():
         harness.add([1, 2], max_tokens=n, ignore_eos=True)
     harness.step()
     harness.step()  # in flight: the last token of the first
-    long = [harness.add([1] * 10, max_tokens=2, ignore_eos=True) for _ in range(3)][0]
+    long, *_ = [harness.add([1] * 10, max_tokens=2, ignore_eos=True) for _ in range(3)]
     for chunk in range(3):
         assert len(harness.scheduler.table.free_req_indices) == 1
         harness.step()
