@@ -1,5 +1,7 @@
 """From a scheduled batch to a launch: what the host computes before each step. Numbers only, no device."""
 
+from itertools import chain
+
 import numpy as np
 
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
@@ -49,12 +51,12 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         staged.add(seq)
     indices, values = staged.drain()
     chunks = list(zip(batch.seqs, batch.starts, batch.stops, strict=True))
-    positions = [np.arange(start, stop, dtype=np.int32) for _, start, stop in chunks]
-    slots = [
-        np.array(seq.block_table, np.int32)[p // block_size] * block_size + p % block_size
-        for seq, p in zip(batch.seqs, positions, strict=True)
-    ]
-    cu_seqlens_q = np.cumsum([0, *map(len, positions)], dtype=np.int32)
+    starts, lengths = np.array(batch.starts, np.int32), np.subtract(batch.stops, batch.starts, dtype=np.int32)
+    cu_seqlens_q = np.cumsum([0, *lengths.tolist()], dtype=np.int32)
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lengths)
+    tables = [seq.block_table for seq in batch.seqs]
+    first_blocks = np.cumsum([0, *map(len, tables[:-1])])  # of each sequence among all their blocks
+    blocks = np.array([*chain(*tables)], np.int32)[np.repeat(first_blocks, lengths) + positions // block_size]
     num_logits = int(batch.sampled_from.max(initial=-1)) + 1  # sampled sequences come first
     is_forked = num_logits < len(batch.sampled_from)
     adjustment_indices, adjustment_values, mask_req_indices, masks = staged.tables.drain()
@@ -64,8 +66,8 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         indices,
         values,
         input_ids=np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        positions=np.concatenate(positions),
-        slot_mapping=np.concatenate(slots),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
         req_indices=np.array([seq.req_idx for seq in batch.seqs], np.int32),
         context_lens=np.array(batch.stops, np.int32),
         cu_seqlens_q=cu_seqlens_q,
@@ -89,7 +91,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_sampled=len(batch.req_indices),
         num_tokens=len(step.input_ids),
         num_seqs=len(batch.seqs),
-        max_seqlen_q=max(map(len, positions)),
+        max_seqlen_q=int(lengths.max()),
         max_context=max(batch.stops),
         features=features,
         num_logits=num_logits,
