@@ -118,16 +118,18 @@ def test_padded_prefill_of_forked_completions(make_llm, monkeypatch, device):
 
 
 @pytest.mark.gpu
-def test_padded_prefills_of_many_short_prompts(make_llm):
-    """In bfloat16, on the kernels that a Hopper GPU takes; the sizes that are really captured."""
-    options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 300, "max_model_len": 256}
-    prompts = [prompt_of(8 + 5 * i % 70, seed=i) for i in range(700)]
-    limits = [greedy(4 + 7 * i % 23) for i in range(700)]
+def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
+    """In bfloat16, with the kernels that a Hopper GPU takes and the sizes that are really captured."""
+    options = {"model": make_checkpoint(head_dim=128), "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 100,
+               "max_model_len": 256, "max_num_batched_tokens": 16_384, "kvcache_block_size": 256}  # fmt: skip
+    prompts = [prompt_of(8 + 5 * i % 70, seed=i) for i in range(400)]
+    params = [greedy(4 + 7 * i % 23) for i in range(400)]
     with make_llm(**options) as llm:
         headers = record_calls(llm.model_runner, "run_model")
-        tokens = generate(llm, prompts, limits)
-        assert {header.num_tokens for header in padded(headers)} >= {2048, 4096}
+        tokens = generate(llm, prompts, params)
+        assert len(padded(headers)) >= 3
     with make_llm(**options, enforce_eager=True) as llm:
-        expected = generate(llm, prompts, limits)
-    # bfloat16: a tie may fall the other way, and the rest of that completion with it
-    assert sum(a == b for a, b in zip(tokens, expected, strict=True)) > 650
+        expected = generate(llm, prompts, params)
+    # Products of another size round otherwise: some ties fall the other way, and what follows with them.
+    assert sum(a[0] == b[0] for a, b in zip(tokens, expected, strict=True)) > 0.95 * 400
+    assert sum(a == b for a, b in zip(tokens, expected, strict=True)) > 0.5 * 400
