@@ -106,7 +106,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        self._missed_tokens = 0  # by free seats, in the decode steps since the last prefill
+        self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
@@ -134,7 +134,8 @@ class Scheduler:
 
         A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
         free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
-        constant rate, this is the cheapest interval (the economic order quantity). Figures: docs/experiments.md.
+        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
+        counts one token at least: where seats become free too seldom for a second one to come, the first is filled.
         """
         num_free = len(self.table.free_req_indices)
         return (
@@ -229,7 +230,7 @@ class Scheduler:
         for seq in seqs_with_new_block:
             self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
         table.num_scheduled[req_indices] = lengths + 1
-        self._missed_tokens += len(table.free_req_indices)
+        self._missed_tokens += max(1, len(table.free_req_indices))  # 1: see _waits_for_seats
         return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 
     def preempt(self, seq: Sequence) -> None:

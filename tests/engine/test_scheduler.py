@@ -566,8 +566,21 @@ def test_freed_seats_are_filled_in_batches():
         batch = harness.step()
         is_prefill = isinstance(batch, PrefillBatch)
         kinds.append([seq.seq_id for seq in batch.new_seqs] if is_prefill else 8 - len(batch.req_indices))
-    # 0 + 1 + 3 + 3 missed tokens are too few. The last two enter as soon as there are seats for both.
-    assert kinds == [ids[:8], 0, 1, 3, 3, 4, ids[8:13], *[0] * 9, ids[13:]]
+    # A step counts one at least: 1 + 1 + 3 are too few, 1 + 1 + 3 + 3 suffice. Then one seat misses the most it may.
+    assert kinds == [ids[:8], 0, 1, 3, 3, ids[8:12], 0, *[1] * 7, ids[12:13], 0, ids[13:]]
+    harness.run_to_end()
+
+
+def test_seats_that_become_free_seldom_are_filled_at_once():
+    """Nobody else would come to share the prefill."""
+    harness = Harness(block_size=4, num_blocks=64, max_num_seqs=3, max_model_len=30)
+    ids = [harness.add([1, 2], max_tokens=n, ignore_eos=True) for n in (5, 9, 14, 2, 2)]
+    entered = {}
+    while harness.scheduler.waiting:
+        batch = harness.step()
+        if isinstance(batch, PrefillBatch):
+            entered |= dict.fromkeys((seq.seq_id for seq in batch.new_seqs), harness.num_steps)
+    assert entered == {**dict.fromkeys(ids[:3], 1), ids[3]: 6, ids[4]: 8}
     harness.run_to_end()
 
 
@@ -593,7 +606,7 @@ def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
         if isinstance(batch, DecodeBatch):
             if waiting and seats:
                 assert len(waiting) > seats and not is_half_computed and missed < max_num_seqs
-            missed += seats
+            missed += max(1, seats)
         elif batch is not None:
             entered.extend(seq.seq_id for seq in batch.new_seqs)
             missed = max_num_seqs if scheduler.table.free_req_indices else 0  # a full budget, or nobody waits
