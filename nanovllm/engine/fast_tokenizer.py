@@ -20,9 +20,9 @@ CLASSES = dict.fromkeys(NAMED, "") | {"qwen2": "Qwen2Tokenizer"} | dict.fromkeys
 END = "<|endoftext|>"
 # Classes that take vocabulary, merges and post-processor of tokenizer.json and build the rest of the pipeline anew ->
 # their special tokens where tokenizer_config.json names none
-REBUILT: dict[str, dict[str, str]] = {
+REBUILT: dict[str, dict[str, str | None]] = {
     "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
-    "GPT2Tokenizer": {"unk_token": END, "bos_token": END, "eos_token": END},
+    "GPT2Tokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": None},
     "GPTNeoXTokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": "<|padding|>"},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GemmaTokenizer": {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
@@ -32,7 +32,8 @@ QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Keys of tokenizer_config.json that ask for code or files which only transformers has
-PYTHON_ONLY = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "model_specific_special_tokens", "init_inputs")
+PYTHON_ONLY = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "init_inputs")
+STANDARD = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 class FastTokenizer:
@@ -103,7 +104,11 @@ def load_fast(model_path: str) -> FastTokenizer | None:
     named = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     others = [] if isinstance(named, dict) else [_content(token) for token in named]
     tokens = REBUILT.get(name, {}) | {key: value for key, value in config.items() if key.endswith("_token")}
-    tokens |= named if isinstance(named, dict) else {}
+    specific = {key: value for key, value in tokens.items() if key not in STANDARD and isinstance(value, str)}
+    specific |= named if isinstance(named, dict) else {}
+    tokens |= specific or config.get("model_specific_special_tokens") or {}
+    if loaded.padding is not None:
+        tokens.setdefault("pad_token", loaded.padding["pad_token"])
     special = {key: text for key, value in tokens.items() if isinstance(text := _content(value), str)}
     if name in REBUILT:
         rebuilt = _rebuild(name, config, loaded, special)
