@@ -1,23 +1,31 @@
 """Tokenizers read from their files, against AutoTokenizer on the same files."""
 
 import json
+import random
 import subprocess
 import sys
+from threading import Thread
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.engine import fast_tokenizer
-from nanovllm.engine.fast_tokenizer import CLASSES, QWEN_SPLIT, load_fast
+from nanovllm.engine.detokenizer import IncrementalDetokenizer
+from nanovllm.engine.fast_tokenizer import CLASSES, QWEN_SPLIT, FastTokenizer, load_fast
+from nanovllm.engine.tokenizer import AsyncTokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 2024, isn't it? We've 1234 of 56,789 'quoted' things.",
     "def f(x):\n    return x ** 2  # squares\n\n\n", "Größe, naïve café, ﬁne e\u0301; 中文字符 and 日本語 ünïcode",
 ] * 20  # fmt: skip
 TEXTS = [
-    "", " ", "  ", "\n\n", "The quick brown fox.", " The fox", "  two  spaces  ", "isn't it ? We've , no .", "x\t\ty \r\n z",
-    "Größe e\u0301 ﬁ 中文 🙂🙂 \u200b \x00", "1234567 3.14", "</s>a", "a<s>b </s> c</s>", "<|im_start|>user\nhi<|im_end|> <|im_end|>",
-    "<bos>x<eos> <pad><mask>", "a <mask> b<mask>c", "<tool>x </tool> <TOOL>", "wordy worde word", "▁x ▁▁y", "<0x41>é<0x0A>",
+    "", " ", "  ", "\n\n", "The quick brown fox.", " The fox", "  two  spaces  ", "isn't it ? We've , no .",
+    "x\t\ty \r\n z",
+    "Größe e\u0301 ﬁ 中文 🙂🙂 \u200b \x00", "1234567 3.14", "</s>a", "a<s>b </s> c</s>",
+    "<|im_start|>user\nhi<|im_end|> <|im_end|>",
+    "<bos>x<eos> <pad><mask>", "a <mask> b<mask>c", "<tool>x </tool> <TOOL>", "wordy worde word",
+    "▁x ▁▁y", "<0x41>é<0x0A>",
     "<|endoftext|>The<|endoftext|> The", "THE FOX Café", "a" * 300, " <extra> z<extra>",
 ]  # fmt: skip
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -69,8 +77,8 @@ def sentencepiece(prepend=True, unk="<unk>"):
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = steps
-    strip = [decoders.Strip(" ", 1, 0)] if prepend else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps if prepend else steps[:3])
     return with_tokens(tokenizer)
 
 
@@ -137,7 +145,8 @@ def check(path):
     assert fast is not None, "transformers would be imported"
     for special in (True, False):
         assert fast(TEXTS, special)["input_ids"] == slow(TEXTS, add_special_tokens=special)["input_ids"]
-        assert [fast.encode(text, special) for text in TEXTS] == [slow.encode(t, add_special_tokens=special) for t in TEXTS]
+        for text in TEXTS:
+            assert fast.encode(text, special) == slow.encode(text, add_special_tokens=special)
     ids = list(range(len(slow)))
     lists = [*slow(TEXTS)["input_ids"], ids, ids[::-1], ids[::7], [len(ids) + 5, *ids[::11]]]
     for skip in (True, False):
@@ -158,15 +167,16 @@ DIGITS = [pre_tokenizers.Digits(individual_digits=True)]
 QWEN = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None,
         "add_bos_token": False, "add_prefix_space": False, "additional_special_tokens": ["<|im_start|>"]}  # fmt: skip
 GEMMA = {"tokenizer_class": "GemmaTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<bos>"}}
+GPT2 = {"tokenizer_class": "GPT2Tokenizer"}
 NEOX = {"tokenizer_class": "GPTNeoXTokenizerFast", "pad_token": "<pad>"}
 KINDS = {
     "qwen": (lambda: byte_level(normalizer=normalizers.NFC()), "qwen3", QWEN),
     "qwen2 of another pipeline": (lambda: byte_level(split="", first=DIGITS), "qwen2", QWEN),
     "qwen2 forced": (lambda: byte_level(split=""), "qwen2", BARE),
-    "gpt2": (lambda: byte_level(split=""), None, {"tokenizer_class": "GPT2Tokenizer", "clean_up_tokenization_spaces": True}),
+    "gpt2": (lambda: byte_level(split=""), None, GPT2 | {"clean_up_tokenization_spaces": True}),
     "gpt2 with digits": (lambda: byte_level(split="", first=DIGITS), "llama", {"tokenizer_class": "GPT2TokenizerFast"}),
-    "gpt2 spaced": (lambda: byte_level(split=""), "llama", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
-    "granite": (lambda: byte_level(split="", first=DIGITS), "granite", {"tokenizer_class": "GPT2Tokenizer"}),
+    "gpt2 spaced": (lambda: byte_level(split=""), "llama", GPT2 | {"add_prefix_space": True}),
+    "granite": (lambda: byte_level(split="", first=DIGITS), "granite", GPT2),
     "neox": (lambda: byte_level(split=""), "olmoe", NEOX),
     "llama 3": (lambda: begins(byte_level(ignore_merges=True)), "llama", BARE),
     "llama 3, eos": (lambda: begins(byte_level(), "<s>", "</s>"), "llama", BARE | {"add_bos_token": False}),
@@ -206,7 +216,7 @@ def test_classes(tmp_path):
              "PreTrainedTokenizerFast": "bytes"}  # fmt: skip
     for model_type in CLASSES:
         for name, file in named.items():
-            path = save(tmp_path / f"{model_type}-{name}", files[file], model_type, tokenizer_class=name, pad_token="<pad>")
+            path = save(tmp_path / f"{model_type}-{name}", files[file], model_type, tokenizer_class=name)
             fast = load_fast(str(path))
             assert fast is not None, (model_type, name)
             assert fast(TEXTS)["input_ids"] == auto(path)(TEXTS)["input_ids"], (model_type, name)
@@ -258,3 +268,168 @@ def test_tokens_of_the_config_win(tmp_path):
         if config is QWEN:  # a class that builds anew would give the others new ids
             decoder = {i: token for i, token in decoder.items() if int(i) < tokenizer.token_to_id("<tool>")}
         check(save(tmp_path, tokenizer, "qwen3", **config, added_tokens_decoder=decoder))
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama 2", "unigram", "word piece"])
+def test_incremental_detokenization(kind, tmp_path):
+    make, model_type, config = KINDS[kind]
+    path = save(tmp_path, make(), model_type, **config)
+    fast, slow, rng = load_fast(str(path)), auto(path), random.Random(0)
+    for skip in (True, False):
+        ids = rng.choices(range(len(slow)), k=300) + slow.encode("The end.", add_special_tokens=False)
+        detokenizer = IncrementalDetokenizer(fast, skip)
+        for token_id in ids:
+            detokenizer.feed([token_id])
+        expected = slow.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert detokenizer.text_now == expected
+
+
+# ---------------------------------------------------------------- chat
+
+TEMPLATES = [
+    TURN,
+    "{%- for m in messages -%}\n    {{- m['role'] | upper }}: {{ m.content | trim }}\n  {% endfor %}\n {# note #}\n x\n",
+    "{{ tools | tojson(indent=2) }}{{ messages | tojson }}"
+    "{{ documents | tojson(separators=(',', ':'), sort_keys=true) }}",
+    "{% if messages[0].role != 'system' %}{{ raise_exception('only <system> first') }}{% endif %}{{ messages|length }}",
+    "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{{ strftime_now('%Y')[:2] }}{{ bos_token }}{{ unk_token }}{{ pad_token is defined }}{{ add_generation_prompt }}",
+    "{% set ns = namespace(last='', n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% set ns.last = m.content %}{% endfor %}{{ ns.n }}{{ ns.last }}{{ dict(a=1) }}{{ range(3) | list }}",
+    "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}{{ loop.index }}"
+    "{% endgeneration %}{{ x }}{% endfor %}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
+    "{% macro turn(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ undefined_name }}{{ date_string }}{{ eos_token }}",
+    "{% for m in messages if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    "{% endfor %}{{ messages[-1]['content'].split('</think>')[-1].lstrip('\\n') }}<&'>",
+    "{{ messages.append(1) }}", "{{ messages.__class__ }}", "{{ messages[0].missing.more }}", "{% if %}",
+    "{{ namespace(_x=1) }}{{ ''.__class__.__mro__ }}",
+]  # fmt: skip
+SYSTEM = [{"role": "system", "content": " Größe <b> "}]
+HI = [{"role": "user", "content": "hi\n"}, {"role": "assistant", "content": "<think>a</think>\n Hel "}]
+CALLS = [{"function": {"name": "f", "arguments": {"x": [1, 2.5, None, True, "é"]}}, "type": "function"}]
+CHATS = [
+    (HI, {}), (SYSTEM + HI, {"add_generation_prompt": True}), (SYSTEM + HI, {"continue_final_message": True}),
+    ([{"role": "assistant", "content": "Hel"}], {"continue_final_message": True, "enable_thinking": False}),
+    ([*HI, {"role": "assistant", "content": "", "tool_calls": CALLS}], {"tools": CALLS}),
+    (HI, {"documents": [{"title": "<t>", "text": ""}]}),
+    (SYSTEM, {"enable_thinking": False, "date_string": "1 May", "eos_token": "<over>"}),
+    (HI, {"continue_final_message": True, "add_generation_prompt": True}),
+    ([{"role": "user"}], {}), ([{"role": "user"}], {"continue_final_message": True}),
+]  # fmt: skip
+
+
+def rendered(tokenizer, messages, options):
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    path = save(tmp_path_factory.mktemp("pair"), begins(byte_level()), "llama", **BARE, unk_token="<unk>")
+    return load_fast(str(path)), auto(path)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates(template, pair):
+    fast, slow = pair
+    for messages, options in CHATS:
+        options = {"chat_template": template, **options}
+        assert fast.can_render(messages, options)
+        expected, given = rendered(slow, messages, options), rendered(fast, messages, options)
+        assert given == expected or (isinstance(given, type) and isinstance(expected, type)), (messages, options)
+
+
+def test_names_cannot_leave_the_sandbox(pair):
+    for template in ("{{ namespace(_x=1) }}", "{% set n = namespace() %}{% set n._x = 1 %}", "{{ messages.clear() }}"):
+        with pytest.raises(Exception, match=r"_x|unsafe"):
+            pair[0].apply_chat_template(HI, chat_template=template)
+
+
+def test_where_templates_are_written(tmp_path):
+    """As a string, as a list of names, in a file, in a folder; the files win."""
+    several = [{"name": "default", "template": "d{{ bos_token }}"}, {"name": "tool_use", "template": "t"}]
+    for number, template in enumerate([None, "one", several, [{"name": "other", "template": "o"}]]):
+        path = tmp_path / str(number)
+        for file in (None, "chat_template.jinja", "additional_chat_templates/rag.jinja"):
+            save(path, byte_level(), "llama", **BARE, chat_template=template)
+            if file is not None:
+                (path / file).parent.mkdir(exist_ok=True)
+                (path / file).write_text(f"{file} é", encoding="utf-8")
+            fast, slow = load_fast(str(path)), auto(path)
+            assert fast.chat_template == slow.chat_template
+            for options in ({}, {"tools": CALLS}, {"chat_template": "rag"}, {"chat_template": "other"}):
+                assert rendered(fast, HI, options) == rendered(slow, HI, options), (template, file, options)
+
+
+class Odd(str):
+    pass
+
+
+def search(query: str):
+    """Search.
+
+    Args:
+        query: what to look for.
+    """
+
+
+@pytest.mark.parametrize("messages, options", [
+    (HI, {"tools": [search]}), ([{"role": "user", "content": "x", "name": None}], {}), ([], {}),
+    ([{"role": "assistant", "content": "x", "reasoning_content": "y"}], {}), (HI, {"documents": ["text"]}),
+    ([{"role": "user", "content": "x", "when": Odd()}], {}), (HI, {"continue_final_message": "content"}),
+    (HI, {"max_length": 5}),
+])  # fmt: skip
+def test_chats_left_to_transformers(messages, options, pair, tmp_path):
+    """What its versions treat differently, and what needs its code."""
+    assert not pair[0].can_render(messages, options)
+    path = save(tmp_path, byte_level(), "llama", **BARE, chat_template=TEMPLATES[2])
+    tokenizer = AsyncTokenizer(str(path), False, False)
+    try:
+        given = tokenizer.apply_chat_template(messages, **options)
+    except RequestError as error:
+        given = type(error)
+    expected = rendered(auto(path), messages, options)
+    assert given == expected or (given is RequestError and isinstance(expected, type))
+    assert not isinstance(tokenizer.tokenizer, FastTokenizer)
+    tokenizer.close()
+
+
+# ---------------------------------------------------------------- in the engine
+
+
+def test_the_engine_starts_without_transformers():
+    code = """
+import sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.llm import BeamSearchParams
+llm = LLM(device="cpu", num_kvcache_blocks=4, max_num_seqs=4)
+greedy = SamplingParams(temperature=0, max_tokens=8, stop=["zzz"], bad_words=["bad"], logprobs=1)
+assert llm.generate(["hi", "1 + 1 ="], greedy, use_tqdm=False)[0]["text"]
+assert llm.chat([{"role": "user", "content": "hi"}], greedy, use_tqdm=False)[0]["text"]
+assert list(llm.stream("hi", greedy)) and llm.beam_search("hi", BeamSearchParams(2, 4))[0].sequences[0].text
+loaded = {name.split(".")[0] for name in sys.modules}
+assert "transformers" not in loaded and "torch" in loaded
+assert type(llm.tokenizer).__module__.startswith("transformers") and llm.get_tokenizer() is llm.tokenizer
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
+
+
+def test_who_asks_gets_a_real_tokenizer_that_is_used_from_then_on():
+    none = SamplingParams(max_tokens=0)
+    with LLM(device="cpu", num_kvcache_blocks=4) as llm:
+        before = llm.generate("who is it", none, use_tqdm=False)[0].prompt_token_ids
+        assert isinstance(llm._tokenizer.tokenizer, FastTokenizer)
+        seen: list = []
+        threads = [Thread(target=lambda: seen.append(llm.tokenizer)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(seen) == 4 and all(tokenizer is llm.get_tokenizer() for tokenizer in seen)
+        assert seen[0].is_fast and seen[0].name_or_path == llm.config.tokenizer_path
+        assert llm.generate("who is it", none, use_tqdm=False)[0].prompt_token_ids == before
+        seen[0].chat_template = "changed"
+        assert llm.chat(HI, none, use_tqdm=False)[0].prompt == "changed"
