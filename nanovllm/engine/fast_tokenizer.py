@@ -10,30 +10,29 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Model type in config.json -> the class that transformers takes for it: "", the one that tokenizer_config.json names
-AS_IS = "TokenizersBackend"  # the pipeline of tokenizer.json
-NAMED = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "gemma", "gemma3", "gemma3_text", "olmoe", "smollm3", "seed_oss",
-         "exaone4", None)  # fmt: skip
-CLASSES = dict.fromkeys(NAMED, "") | {"qwen2": "Qwen2Tokenizer"} | dict.fromkeys(
-    ("mistral", "mixtral", "phi3", "granite", "ernie4_5", "glm4", "glm4_moe", "olmo2", "olmo3"), AS_IS
-)  # fmt: skip
-END = "<|endoftext|>"
-# Classes that take vocabulary, merges and post-processor of tokenizer.json and build the rest of the pipeline anew ->
+AS_IS = "TokenizersBackend"  # transformers' class that takes the whole pipeline of tokenizer.json
+# Model type in config.json -> the class that transformers takes: None, the one that tokenizer_config.json names
+CLASSES: dict[str | None, str | None] = {
+    **dict.fromkeys(("llama", "smollm3", "seed_oss", "exaone4", "qwen3", "qwen3_moe", "qwen2_moe", "gemma", "gemma3",
+                     "gemma3_text", "olmoe", None)),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "ernie4_5", "glm4", "glm4_moe", "olmo2", "olmo3"), AS_IS),
+    "qwen2": "Qwen2Tokenizer",
+}  # fmt: skip
+# Classes that take vocabulary, merges and post-processor of tokenizer.json, and build the rest of the pipeline anew ->
 # their special tokens where tokenizer_config.json names none
+END = "<|endoftext|>"
 REBUILT: dict[str, dict[str, str | None]] = {
     "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
     "GPT2Tokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": None},
     "GPTNeoXTokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": "<|padding|>"},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "GemmaTokenizer": {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
-                       "mask_token": "<mask>"},
-}  # fmt: skip
+    "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+}
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Keys of tokenizer_config.json that ask for code or files which only transformers has
 PYTHON_ONLY = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "init_inputs")
-STANDARD = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 class FastTokenizer:
@@ -86,43 +85,38 @@ class FastTokenizer:
 def load_fast(model_path: str) -> FastTokenizer | None:
     """The tokenizer of a directory; None if transformers has to load it."""
     folder = Path(model_path)
-    config, model, legacy = (
-        _read_json(folder / name) for name in ("tokenizer_config.json", "config.json", "special_tokens_map.json")
-    )
-    file, name = folder / "tokenizer.json", _class_name(folder, config, model)
+    files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+    config, legacy_special, legacy_added, model = (_read_json(folder / name) for name in files)
+    name = _class_name(folder, config, model)
     if name is None or int(version("transformers").split(".")[0]) < 5:  # older ones build other pipelines
         return None
     from tokenizers import AddedToken, Tokenizer
 
-    backend = loaded = Tokenizer.from_file(str(file))
+    loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
     if "added_tokens_decoder" in config:
         added = {int(i): AddedToken(**token) for i, token in config["added_tokens_decoder"].items()}
     else:
-        config, added = config | legacy, loaded.get_added_tokens_decoder()
-        if not _read_json(folder / "added_tokens.json").items() <= {t.content: i for i, t in added.items()}.items():
+        config, added = config | legacy_special, loaded.get_added_tokens_decoder()
+        if not legacy_added.items() <= {token.content: i for i, token in added.items()}.items():
             return None
-    named = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    others = [] if isinstance(named, dict) else [_content(token) for token in named]
-    tokens = REBUILT.get(name, {}) | {key: value for key, value in config.items() if key.endswith("_token")}
-    specific = {key: value for key, value in tokens.items() if key not in STANDARD and isinstance(value, str)}
-    specific |= named if isinstance(named, dict) else {}
-    tokens |= specific or config.get("model_specific_special_tokens") or {}
+    tokens = REBUILT.get(name, {}) | {key: token for key, token in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    tokens |= extra if isinstance(extra, dict) else config.get("model_specific_special_tokens") or {}
     if loaded.padding is not None:
         tokens.setdefault("pad_token", loaded.padding["pad_token"])
-    special = {key: text for key, value in tokens.items() if isinstance(text := _content(value), str)}
-    if name in REBUILT:
-        rebuilt = _rebuild(name, config, loaded, special)
-        if rebuilt is None:
-            return None
-        backend = rebuilt
+    special = {key: text for key, token in tokens.items() if isinstance(text := _content(token), str)}
+
+    backend = _rebuild(name, config, loaded, special) if name in REBUILT else loaded
+    if backend is None:
+        return None
     for token in added.values():
         token.special = token.special or token.content in special.values()
-    backend.add_tokens([token for _, token in sorted(added.items(), key=lambda item: item[0])])
-    if name == "Qwen2Tokenizer":
-        backend.add_tokens([AddedToken(token, special=True) for token in (*special.values(), *others)])
-    present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    if not present.issuperset((*special.values(), *others)):  # transformers would give them ids
-        return None
+    backend.add_tokens([added[i] for i in sorted(added)])
+    all_special = {*special.values(), *map(_content, () if isinstance(extra, dict) else extra)}
+    if not all_special <= {token.content for token in backend.get_added_tokens_decoder().values()}:
+        return None  # transformers would give them ids
+    if name == "Qwen2Tokenizer":  # without the flags of the files
+        backend.add_tokens([AddedToken(token, special=True) for token in all_special])
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
@@ -131,14 +125,12 @@ def load_fast(model_path: str) -> FastTokenizer | None:
 
 def _class_name(folder: Path, config: dict, model: dict) -> str | None:
     """The class that transformers takes; None if that is not certain, or not one we know."""
-    file, model_type = folder / "tokenizer.json", model.get("model_type")
-    if not file.is_file() or model_type not in CLASSES or any(config.get(key) for key in PYTHON_ONLY):
-        return None
-    named = str(config.get("tokenizer_class"))
-    if named == "None" or "model_name" in model or (folder / "tekken.json").exists():
+    file, named, model_type = folder / "tokenizer.json", config.get("tokenizer_class"), model.get("model_type")
+    needs_python = any(config.get(key) for key in PYTHON_ONLY) or (folder / "tekken.json").exists()
+    if not file.is_file() or named is None or needs_python or model_type not in CLASSES or "model_name" in model:
         return None
     name = CLASSES[model_type] or named.removesuffix("Fast")
-    if name in (AS_IS, "PreTrainedTokenizer") and (name == CLASSES[model_type] or named != "PreTrainedTokenizer"):
+    if name == AS_IS or (name, named) == ("PreTrainedTokenizer", "PreTrainedTokenizerFast"):
         return AS_IS
     # of files of bytes that name Llama's class, some versions take the class and others the file
     is_unclear = name == "LlamaTokenizer" and '"ByteLevel"' in file.read_text(encoding="utf-8")
@@ -150,23 +142,22 @@ def _rebuild(name: str, config: dict, loaded: Any, special: dict[str, str]) -> A
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     model, space = loaded.model, config.get("add_prefix_space")
-    is_bytes = name not in ("LlamaTokenizer", "GemmaTokenizer")
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     model.dropout, model.ignore_merges = None, False
-    model.fuse_unk = model.byte_fallback = not is_bytes
     model.unk_token = special.get("unk_token") if name == "GemmaTokenizer" else None
+    model.fuse_unk = model.byte_fallback = name in ("LlamaTokenizer", "GemmaTokenizer")
     backend = Tokenizer(model)
     backend.post_processor = loaded.post_processor
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     if name == "LlamaTokenizer":
-        space = space is None or space
-        scheme = ("always" if config.get("legacy") else "first") if space else "never"
+        is_spaced = space is None or bool(space)
+        scheme = ("always" if config.get("legacy") else "first") if is_spaced else "never"
         backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if space else steps)
+        backend.decoder = decoders.Sequence(steps if is_spaced else steps[:-1])
     elif name == "GemmaTokenizer":
         backend.normalizer = normalizers.Replace(" ", "▁")
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        backend.decoder = decoders.Sequence(steps[:-1])
     else:
         backend.normalizer = None if name == "GPT2Tokenizer" else normalizers.NFC()
         backend.decoder = decoders.ByteLevel()

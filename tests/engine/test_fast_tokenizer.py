@@ -236,6 +236,7 @@ def test_left_to_transformers(tmp_path):
     assert unsure(tmp_path, tokenizer_class="LlamaTokenizer")  # a file of bytes
     assert unsure(tmp_path, unigram(), tokenizer_class="LlamaTokenizer", unk_token="<unk>")
     assert unsure(tmp_path, bos_token="<new>") and unsure(tmp_path, additional_special_tokens=["<new>"])
+    assert unsure(tmp_path, model_type="qwen3", **{**QWEN, "additional_special_tokens": ["<new>"]})
     assert not unsure(tmp_path, others={"added_tokens.json": {"<s>": byte_level().token_to_id("<s>")}})
     assert unsure(tmp_path, others={"added_tokens.json": {"<new>": 900}})
     (tmp_path / "unsure" / "tokenizer.json").unlink()
@@ -288,7 +289,7 @@ def test_incremental_detokenization(kind, tmp_path):
 
 TEMPLATES = [
     TURN,
-    "{%- for m in messages -%}\n    {{- m['role'] | upper }}: {{ m.content | trim }}\n  {% endfor %}\n {# note #}\n x\n",
+    "{%- for m in messages -%}\n    {{- m['role'] | upper }}: {{ m.content | trim }}\n  {% endfor %}\n {# note #}\n x",
     "{{ tools | tojson(indent=2) }}{{ messages | tojson }}"
     "{{ documents | tojson(separators=(',', ':'), sort_keys=true) }}",
     "{% if messages[0].role != 'system' %}{{ raise_exception('only <system> first') }}{% endif %}{{ messages|length }}",
@@ -297,7 +298,8 @@ TEMPLATES = [
     "{% set ns = namespace(last='', n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
     "{% set ns.last = m.content %}{% endfor %}{{ ns.n }}{{ ns.last }}{{ dict(a=1) }}{{ range(3) | list }}",
     "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}{{ loop.index }}"
-    "{% endgeneration %}{{ x }}{% endfor %}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
+    "{% endgeneration %}{{ x }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
     "{% macro turn(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ undefined_name }}{{ date_string }}{{ eos_token }}",
     "{% for m in messages if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
