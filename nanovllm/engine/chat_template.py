@@ -29,10 +29,11 @@ def is_plain(messages: ListLike[dict], options: dict[str, Any]) -> bool:
         options: the keywords of ``apply_chat_template``.
     """
     odd = any(value is None or name in UNCERTAIN for message in messages for name, value in message.items())
-    given = [item for name in ("tools", "documents") for item in options.get(name) or ()]
+    lists = [options.get(name) or [] for name in ("tools", "documents")]
     return (
         len(messages) > 0 and not odd and not NO_VARIABLES & options.keys() and _is_json([messages, options])
-        and isinstance(options.get("continue_final_message", False), bool) and all(type(x) is dict for x in given)
+        and isinstance(options.get("continue_final_message", False), bool)
+        and all(isinstance(items, (list, tuple)) and all(type(x) is dict for x in items) for items in lists)
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def choose(known: str | dict[str, str] | None, chat_template: str | None, tools:
     return by_name[name]
 
 
-def render(source: str, messages: ListLike[dict], *, tools: list | None = None, documents: list | None = None,
+def render(source: str, messages: ListLike[dict], /, *, tools: list | None = None, documents: list | None = None,
            add_generation_prompt: bool = False, continue_final_message: bool = False, **variables: Any) -> str:
     """The conversation as text.
 

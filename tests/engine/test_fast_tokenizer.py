@@ -315,7 +315,7 @@ CHATS = [
     ([{"role": "assistant", "content": "Hel"}], {"continue_final_message": True, "enable_thinking": False}),
     ([*HI, {"role": "assistant", "content": "", "tool_calls": CALLS}], {"tools": CALLS}),
     (HI, {"documents": [{"title": "<t>", "text": ""}]}),
-    (SYSTEM, {"enable_thinking": False, "date_string": "1 May", "eos_token": "<over>"}),
+    (SYSTEM, {"enable_thinking": False, "source": "", "date_string": "1 May", "eos_token": "<over>"}),
     (HI, {"continue_final_message": True, "add_generation_prompt": True}),
     ([{"role": "user"}], {}), ([{"role": "user"}], {"continue_final_message": True}),
 ]  # fmt: skip
@@ -382,7 +382,7 @@ def search(query: str):
     (HI, {"tools": [search]}), ([{"role": "user", "content": "x", "name": None}], {}), ([], {}),
     ([{"role": "assistant", "content": "x", "reasoning_content": "y"}], {}), (HI, {"documents": ["text"]}),
     ([{"role": "user", "content": "x", "when": Odd()}], {}), (HI, {"continue_final_message": "content"}),
-    (HI, {"max_length": 5}),
+    (HI, {"max_length": 5}), (HI, {"tools": 5}), (HI, {"tokenize": False}),
 ])  # fmt: skip
 def test_chats_left_to_transformers(messages, options, pair, tmp_path):
     """What its versions treat differently, and what needs its code."""
