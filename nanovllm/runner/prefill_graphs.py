@@ -155,6 +155,7 @@ class PrefillInputs:
             self.buffer[: sum(lengths)].split(lengths)
         )  # fmt: skip
         return input_ids, Context(
-            positions, slots, req_indices, context_lens, self._block_tables, self._max_context, cu_seqlens_q,
-            max_seqlen_q=min(size, MAX_PADDED_SEQLEN), logits_indices=cu_seqlens_q[1:].long() - 1,
+            positions, slots, req_indices, context_lens, self._block_tables, self._max_context,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=min(size, MAX_PADDED_SEQLEN),
+            logits_indices=cu_seqlens_q[1:].long() - 1,
         )  # fmt: skip
