@@ -16,11 +16,14 @@ class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
     data: torch.Tensor  # [N, C], as in nn.Linear
-    scale: torch.Tensor | None = None  # broadcastable against data: per tensor, or [N, 1] per output feature
+    scale: torch.Tensor | None = None  # fp32 [N, G], each of a group of C / G channels
 
     def dequantize(self, dtype):
         """[N, C] in `dtype`; without a scale, `data` as it is."""
-        return self.data if self.scale is None else (self.data.float() * self.scale.float()).to(dtype)
+        if self.scale is None:
+            return self.data
+        groups = self.data.to(torch.float32, copy=True).unflatten(1, (self.scale.shape[1], -1))
+        return groups.mul_(self.scale.unsqueeze(2)).flatten(1).to(dtype)
 
 
 class QKVEpilogue(NamedTuple):
