@@ -96,7 +96,8 @@ def _only(raw: dict[str, Any], *known: str, where: str = "") -> None:
 def _read_fp8(raw: dict[str, Any]) -> tuple[int, Any]:
     """(block, modules to leave out) of the form of DeepSeek's and Qwen's files, and of AutoFP8's."""
     _only(raw, "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert",
-          "ignored_layers", "kv_cache_scheme")  # fmt: skip
+          "ignored_layers", "kv_cache_scheme", "scale_fmt", "expert_dtype")  # fmt: skip
+    _require(raw, scale_fmt=(None, "float"), expert_dtype=(None, "fp8"))
     _require(raw, fmt=(None, "e4m3"), activation_scheme=(None, "dynamic", "static"), kv_cache_scheme=(None, "static"),
              weight_block_size=(None, [BLOCK, BLOCK]))  # fmt: skip
     block = BLOCK if raw.get("weight_block_size") else 0
