@@ -79,7 +79,7 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 32 or 96 units, so that
 
 
 def make(path, name, seed=0, **more):
-    """Write the checkpoint of a case, with ``more`` changes of its config, into ``path``; return transformers' model."""
+    """Write the checkpoint of a case, with ``more`` in its config, into ``path``; return transformers' model."""
     import transformers
 
     kind, changes = {**CASES, **MOE_CASES}[name]

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2)  # blocks of 128 end within every tensor
+# the last blocks of 128 are partial
+SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, layer_types=None)
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+_proj)\.weight")
 
 

@@ -11,15 +11,15 @@ import fp8_checkpoints
 import pytest
 import torch
 from fp8_checkpoints import FORMS, SIZES, compressed
-from helpers import Reference, generate, generate_with_logits, greedy, prompt_of, tokens_of
+from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
 from safetensors.torch import load_file, save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
-from nanovllm import LLM, CheckpointError, ConfigError, EngineError, SamplingParams
+from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.checkpoint import DEMO_MODEL, read_model_config
+from nanovllm.utils.checkpoint import read_model_config
 from nanovllm.utils.fp8 import quantize
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
@@ -34,13 +34,14 @@ PAIRS = [(case, "qwen") for case in CASES] + [("qwen3", form) for form in FORMS]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """published(case, form) -> (path of an FP8 checkpoint, of one with its weights dequantized, transformers' model)."""
+    """published(case, form) -> (path of an FP8 checkpoint, of its dequantized weights, transformers' model of them)."""
     made = {}
 
     def make(case, form):
         if (case, form) not in made:
             path, plain = (str(tmp_path_factory.mktemp(f"{case}-{form}-{kind}")) for kind in ("fp8", "plain"))
-            model = families.make(path, case, **SIZES)
+            more = {"layer_types": families.MIXED[1:3]} if case == "gemma3" else {}
+            model = families.make(path, case, **SIZES | more)
             tensors = fp8_checkpoints.write(path, model, form)
             assert sum(tensor.dtype == E4M3 for tensor in tensors.values()) >= 8
             model.save_pretrained(plain)
@@ -276,7 +277,7 @@ def test_fp8_without_a_config(published, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="is of float8_e4m3fn, expected floats|unknown to the model"):
+    with pytest.raises(CheckpointError, match=r"is of float8_e4m3fn, expected floats|unknown to the model"):
         built(str(tmp_path))
 
 
@@ -398,7 +399,7 @@ def test_update_in_16_bits(size, rounded, trained, make_llm):
     assert generate(llm, PROMPTS, greedy(8)) == expected(new)
     llm.sleep(level=2)
     llm.wake_up()
-    with pytest.raises(EngineError, match=r"dropped by sleep\(level=2\): 38 tensors are undefined"):
+    with pytest.raises(EngineError, match=r"dropped by sleep\(level=2\): 39 tensors are undefined"):
         llm.generate(PROMPTS, greedy(8))
     llm.update_weights(weights.items())
     assert generate(llm, PROMPTS, greedy(8)) == expected(new)
@@ -433,15 +434,23 @@ def test_update_in_fp8(rounded, trained, make_llm):
 
 def test_update_of_blocks(published, make_llm):
     """A published engine takes 16 bits too, with a scale for each 128 channels of a feature."""
-    path, plain, model = published("qwen3", "qwen")
-    llm = make_llm(model=path, max_model_len=256)
-    weights = dict(model.named_parameters())
-    before = generate_with_logits(llm, [IDS[:30]], 4)[1][0]
-    llm.update_weights(weights)
-    after = generate_with_logits(llm, [IDS[:30]], 4)[1][0]
-    assert 0 < error(after, before) < 0.05
+    path, _, model = published("qwen3", "qwen")
+    llm, ids = make_llm(model=path, max_model_len=256), IDS[:30]
+    _, (before,) = generate_with_logits(llm, [ids], 1)
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in new.parameters():
+            param.mul_(1.1)
+    llm.update_weights(dict(new.named_parameters()))
+    with torch.no_grad():
+        for name, param in new.named_parameters():
+            if fp8_checkpoints.LINEAR.fullmatch(name):
+                parts = [rowwise(part) for part in param.split(128, dim=1)]
+                param.copy_(torch.cat([data.float() * scale for data, scale in parts], dim=1))
+    _, (after,) = generate_with_logits(llm, [ids], 1)
+    assert error(after, hf_logits(new, ids)[-1:]) < TOLERANCE < error(after, before)
     llm.update_weights(path)
-    assert torch.equal(generate_with_logits(llm, [IDS[:30]], 4)[1][0], before)
+    assert torch.equal(generate_with_logits(llm, [ids], 1)[1][0], before)
     assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight_scale.shape == (192, 320 // 64)
 
 
@@ -454,11 +463,4 @@ def test_the_demo_model_answers_as_before():
 
     with LLM(device="cpu", quantization="fp8", quiet=True) as llm:
         check_answers(llm)
-        check_held_out_sums(llm, 200)
-
-
-def test_the_start_line(capfd):
-    params = SamplingParams(temperature=0, max_tokens=2)
-    with LLM(str(DEMO_MODEL), device="cpu", quantization="fp8", num_kvcache_blocks=8) as llm:
-        assert tokens_of(llm.generate(["count to 5"], params, use_tqdm=False))
-    assert ", float32 with FP8 weights; KV cache" in capfd.readouterr().err
+        check_held_out_sums(llm, 100)

@@ -167,6 +167,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        self.fp8 = config.fp8
         self.renamed_tensors = config.family.renamed + RENAMED_TENSORS * (config.fp8 is not None)
         self.unused_tensors = re.compile("|".join(_unused_tensors(config)))
         if config.tie_word_embeddings:

@@ -186,8 +186,7 @@ class ModelRunner:
             if config.load_format == "dummy":
                 init_dummy_weights(self.model, config.seed + self.tp.rank)
             else:
-                fp8 = config.model_config.fp8
-                load_model(self.model, config.model_path, quantizes=fp8 is None or not fp8.in_checkpoint)
+                load_model(self.model, config.model_path)
 
     def warmup_model(self) -> int:
         """Run the largest prefill without a KV cache; return the bytes to reserve for activations and graphs."""

@@ -215,13 +215,13 @@ def quantized(param: Any, tensor: CheckpointTensor) -> list[tuple[Any, Checkpoin
     return [(target, tensor._replace(lazy=both.part(i))) for i, target in enumerate((param, param.scale))]
 
 
-def load_model(model: nn.Module, path: str, quantizes: bool = True) -> None:
-    """Fill ``model`` from the safetensors files in directory ``path``. ``quantizes``: see ``WeightFiller``.
+def load_model(model: Any, path: str) -> None:
+    """Fill ``model`` from the safetensors files in directory ``path``. ``model.fp8``: its ``FP8Weights``, or None.
 
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model, quantizes)
+    filler = WeightFiller(model, quantizes=model.fp8 is None or not model.fp8.in_checkpoint)
     filler.fill_from_files(path)
     filler.check_complete(path)
 

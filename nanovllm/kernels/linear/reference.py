@@ -22,8 +22,16 @@ class Weight(NamedTuple):
         """[N, C] in `dtype`; without a scale, `data` as it is."""
         if self.scale is None:
             return self.data
-        groups = self.data.to(torch.float32, copy=True).unflatten(1, (self.scale.shape[1], -1))
+        groups = widened(self.data).unflatten(1, (self.scale.shape[1], -1))
         return groups.mul_(self.scale.unsqueeze(2)).flatten(1).to(dtype)
+
+
+def widened(data):
+    """A copy in fp32. torch's own conversion of e4m3 takes 10 ns a number on the CPU, a table 2."""
+    if data.dtype != torch.float8_e4m3fn or data.device.type != "cpu":
+        return data.to(torch.float32, copy=True)
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(data.dtype).float()
+    return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
 class QKVEpilogue(NamedTuple):
