@@ -31,6 +31,7 @@ from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -66,6 +67,33 @@ def decode_gemm_config(x, weight, allow_split_k):
         return None
     stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
+
+
+def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
+    """The same with an e4m3 weight, which x multiplies in e4m3 or in its 16 bits; None where the kernel does not run.
+
+    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
+    """
+    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
+    max_programs = num_sms(x.device)
+    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
+    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
+        return None
+    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
+        if block_m > 64 and not is_w8a8:
+            return None
+        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
+        per_sm = triton.cdiv(num_programs, max_programs)
+        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
+            break
+    splits = (4, 2, 1) if allow_split_k else (1,)
+    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
+    split_c = num_channels // split_k
+    block_c = 256 if num_groups == 1 and split_c % 256 == 0 else 128
+    stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
+    stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 4096 else 8)
 
 
 def supports_qkv(config, head_size):
@@ -405,9 +433,10 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilo
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
         x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y, *epilogue_args,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
-        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, ACT_MUL=act_mul,
-        SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
-        STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual,
+        ACT_MUL=act_mul, SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_C=config.block_c, STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
         HAS_NORM=epilogue_args[0] is not None, num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return SplitKPartials(residual, y) if config.split_k > 1 else y

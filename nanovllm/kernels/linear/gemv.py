@@ -2,9 +2,11 @@
 
 Owns `gemv` and its tile sizes. The twin is reference.fused_linear.
 
-Bound by reading the weight, in 16 bits, or in e4m3 with scales: then x stays in its 16 bits. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
+Bound by reading the weight. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
+
+A weight in e4m3 is multiplied in fp32 too, and its scales, of all channels or of groups of them, multiply the sums.
 
 N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul.
 """
@@ -181,7 +183,7 @@ def gemv(x, weight, bias, norm_weight, eps, residual, act_mul, weight_scale=None
     """reference.fused_linear of one token, x [1, C]; weight [N, C], e4m3 with weight_scale [N, G]."""
     num_features, num_channels = weight.shape
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]
-    assert weight_scale is None or weight_scale.is_contiguous() and weight_scale.dtype == torch.float32
+    assert weight_scale is None or (weight_scale.is_contiguous() and weight_scale.dtype == torch.float32)
     assert x.shape == (1, num_channels) and x.stride(1) == 1 and weight.is_contiguous()
     config = gemv_config(num_features, num_channels, weight.element_size())
     num_outputs = num_features // 2 if act_mul else num_features
