@@ -93,7 +93,8 @@ def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
     block_c = 256 if num_groups == 1 and split_c % 256 == 0 else 128
     stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
     stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
-    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 4096 else 8)
+    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= max_elements else 8)
 
 
 def supports_qkv(config, head_size):
@@ -148,21 +149,21 @@ def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.c
 
     An e4m3 weight and x of 16 bits: the weight is converted in registers, and is operand A.
     """
-    x = x_smem.index(stage)
-    if weight_smem.dtype == x_smem.dtype:
-        hopper.fence_async_shared()
-        if SWAP_AB:
-            weight = weight_smem.index(stage)
-            return hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, use_acc=ACCUMULATE, is_async=True)
-        else:
-            weight = weight_smem.index(stage).permute((1, 0))
-            return hopper.warpgroup_mma(x, weight, acc, use_acc=ACCUMULATE, is_async=True)
-    else:
+    if weight_smem.dtype != x_smem.dtype:
         gl.static_assert(SWAP_AB)
         layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
         weight = e4m3_to_16_bits(weight_smem.index(stage).load(layout), x_smem.dtype)
         hopper.fence_async_shared()
-        return hopper.warpgroup_mma(weight, x.permute((1, 0)), acc, use_acc=ACCUMULATE, is_async=True)
+        x = x_smem.index(stage).permute((1, 0))
+        return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
+    else:
+        hopper.fence_async_shared()
+        if SWAP_AB:
+            weight, x = weight_smem.index(stage), x_smem.index(stage).permute((1, 0))
+            return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
+        else:
+            x, weight = x_smem.index(stage), weight_smem.index(stage).permute((1, 0))
+            return hopper.warpgroup_mma(x, weight, acc, use_acc=ACCUMULATE, is_async=True)
 
 
 @gluon.jit
@@ -312,6 +313,8 @@ def decode_gemm_kernel(
                 acc = promote(acc, product, scale_smem, step, NUM_GROUPS, SWAP_AB)
             else:
                 acc = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB)
+                if X_BYTES != WEIGHT_BYTES:  # ptxas finds no registers for two converted stages
+                    acc = hopper.warpgroup_mma_wait(0, [acc])
     elif PROMOTE:
         weight_ptrs += PREFETCH * BLOCK_C
         x_ptrs += PREFETCH * BLOCK_C
