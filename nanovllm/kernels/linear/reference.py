@@ -15,8 +15,9 @@ import torch.nn.functional as F
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
-    data: torch.Tensor  # [N, C], as in nn.Linear
-    scale: torch.Tensor | None = None  # fp32 [N, G], each of a group of C / G channels
+    data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3
+    # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
+    scale: torch.Tensor | None = None
 
     def dequantize(self, dtype):
         """[N, C] in `dtype`; without a scale, `data` as it is."""
@@ -32,6 +33,13 @@ def widened(data):
         return data.to(torch.float32, copy=True)
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(data.dtype).float()
     return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
+
+
+class QuantizedTokens(NamedTuple):
+    """Tokens x = data * scale[:, None] for the FP8 tensor cores."""
+
+    data: torch.Tensor  # e4m3 [T, C]
+    scale: torch.Tensor  # fp32 [T]
 
 
 class QKVEpilogue(NamedTuple):
@@ -77,6 +85,13 @@ def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
         for x, squares, weight in ((q, mean_squares[0], q_weight), (k, mean_squares[1], k_weight))
     )
     return torch.cat((q, k, v), dim=1)
+
+
+def quantize_tokens(x):
+    """x [T, C] as QuantizedTokens: each token's largest magnitude becomes 448, the largest of e4m3."""
+    amax = x.float().abs().amax(-1).clamp(min=1e-12)
+    data = (x.float() * (448 / amax)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return QuantizedTokens(data, amax / 448)
 
 
 def act_and_mul(x, act="silu"):
