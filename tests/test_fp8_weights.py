@@ -57,6 +57,16 @@ def test_logits(case, form, published):
     assert error(logits_of(path), hf_logits(model, IDS)) < TOLERANCE
 
 
+def test_transformers_reads_the_checkpoint(tmp_path):
+    """It dequantizes where there is no GPU; it wants whole blocks."""
+    from transformers import Qwen3ForCausalLM
+
+    sizes = SIZES | dict(hidden_size=256, intermediate_size=384, head_dim=64)
+    fp8_checkpoints.write(tmp_path, families.make(tmp_path, "qwen3", **sizes), "qwen")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map="cpu").eval()
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+
+
 def built(path, tp=SINGLE_RANK, **changes):
     """The model of a checkpoint on one rank, filled."""
     config = replace(read_model_config(path), **changes)
@@ -130,8 +140,14 @@ def test_layers_left_out(form, skipped, tmp_path):
     assert not any(tensors[f"{name}.weight"].dtype == E4M3 for name in names)
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
     config = read_model_config(str(tmp_path))
-    assert config.one_layer_of_each_kind().num_hidden_layers == 2  # both kinds of layers are compiled
-    assert read_model_config(str(tmp_path)).quantized() == config  # LLM(quantization="fp8") changes nothing
+    assert config.quantized() == config  # LLM(quantization="fp8") changes nothing
+
+
+def test_every_kind_of_layer_is_compiled():
+    config = families_config("Qwen3ForCausalLM", BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
+    kinds = config.one_layer_of_each_kind()
+    assert (kinds.num_hidden_layers, kinds.fp8.layers) == (3, tuple(config.fp8.layers[i] for i in (0, 1, 3)))
+    assert len(set(kinds.fp8.layers)) == 2
 
 
 def test_hf_quant_config(published, tmp_path):
