@@ -247,7 +247,8 @@ def decode_gemm_kernel(
     x_smem = gl.allocate_shared_memory(x_dtype, [BUFFERS, BLOCK_M, BLOCK_C], x_smem_layout)
     scale_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     scale_smem_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale_smem = x_scale_smem = weight_smem  # replaced if there are scales
+    scale_smem = weight_smem  # replaced if there are scales
+    x_scale_smem = weight_smem
     if NUM_GROUPS > 0:
         SCALE_BUFFERS: gl.constexpr = BUFFERS if NUM_GROUPS > 1 else 1
         scale_smem = gl.allocate_shared_memory(gl.float32, [SCALE_BUFFERS, BLOCK_N], scale_smem_layout)
