@@ -90,7 +90,7 @@ def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
     splits = (4, 2, 1) if allow_split_k else (1,)
     split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
     split_c = num_channels // split_k
-    block_c = 256 if num_groups == 1 and split_c % 256 == 0 else 128
+    block_c = 256 if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else 128  # else registers run out
     stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
     stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
     max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
@@ -168,8 +168,7 @@ def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.c
 
 @gluon.jit
 def promote(total, product, scale_smem, stage, NUM_GROUPS: gl.constexpr, SWAP_AB: gl.constexpr):
-    """total + the product of one stage, once it is complete, times the scales of its group of channels."""
-    product = hopper.warpgroup_mma_wait(0, [product])
+    """total + the product of one stage times the scales of its group of channels."""
     if NUM_GROUPS > 1:
         if SWAP_AB:
             product *= scale_smem.index(stage).load(gl.SliceLayout(1, product.type.layout))[:, None]
@@ -248,7 +247,8 @@ def decode_gemm_kernel(
     x_smem = gl.allocate_shared_memory(x_dtype, [BUFFERS, BLOCK_M, BLOCK_C], x_smem_layout)
     scale_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     scale_smem_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale_smem = None
+    scale_smem = weight_smem  # replaced if there are scales
+    x_scale_smem = weight_smem
     if NUM_GROUPS > 0:
         SCALE_BUFFERS: gl.constexpr = BUFFERS if NUM_GROUPS > 1 else 1
         scale_smem = gl.allocate_shared_memory(gl.float32, [SCALE_BUFFERS, BLOCK_N], scale_smem_layout)
@@ -305,26 +305,16 @@ def decode_gemm_kernel(
         commit_group()
 
     acc = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
-    if RESIDENT:
-        for step in gl.static_range(STEPS):
-            wait_group(STEPS - 1 - step)
-            if PROMOTE:
-                product = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB, ACCUMULATE=False)
-                acc = promote(acc, product, scale_smem, step, NUM_GROUPS, SWAP_AB)
-            else:
-                acc = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB)
-                if X_BYTES != WEIGHT_BYTES:  # ptxas finds no registers for two converted stages
-                    acc = hopper.warpgroup_mma_wait(0, [acc])
-    elif PROMOTE:
+    if PROMOTE:
+        product = acc
         weight_ptrs += PREFETCH * BLOCK_C
         x_ptrs += PREFETCH * BLOCK_C
         if NUM_GROUPS > 1:
             scale_ptrs += PREFETCH
-        zeros = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
         for step in range(STEPS):
-            # As below; the previous step has waited for its MMA.
+            # As below; the previous step has waited for its MMA. With RESIDENT nothing is loaded.
             wait_group(PREFETCH - 1)
-            product = mma(weight_smem, x_smem, step % BUFFERS, zeros, acc_layout, SWAP_AB, ACCUMULATE=False)
+            pending = mma(weight_smem, x_smem, step % BUFFERS, product, acc_layout, SWAP_AB, ACCUMULATE=False)
             if step + PREFETCH < STEPS:
                 stage = (step + PREFETCH) % BUFFERS
                 async_load(weight_smem.index(stage), weight_ptrs)
@@ -335,7 +325,14 @@ def decode_gemm_kernel(
                     async_load(scale_smem.index(stage), scale_ptrs)
                     scale_ptrs += 1
             commit_group()
+            product = hopper.warpgroup_mma_wait(0, [pending])
             acc = promote(acc, product, scale_smem, step % BUFFERS, NUM_GROUPS, SWAP_AB)
+    elif RESIDENT:
+        for step in gl.static_range(STEPS):
+            wait_group(STEPS - 1 - step)
+            acc = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB)
+            if X_BYTES != WEIGHT_BYTES:  # ptxas finds no registers for two converted stages
+                acc = hopper.warpgroup_mma_wait(0, [acc])
     else:
         acc = hopper.warpgroup_mma_init(acc)
         weight_ptrs += PREFETCH * BLOCK_C

@@ -7,7 +7,8 @@ twice the rate. Knows nothing of layers. The twins are in reference.py, and do n
     1                          gemv.py, W8A16; from sm_89 on
     2 to MAX_TOKENS_W8A16      decode_gemm_sm90.py, W8A16
     to 256                     decode_gemm_sm90.py, W8A8; from 65 on only in one wave, if there are scales per feature
-    otherwise                  torch._scaled_mm, W8A8, between separate kernels, with a scale per feature
+    otherwise                  with a scale per feature prefill_gemm_sm90.py, W8A8, where it has the epilogue, else
+                               torch._scaled_mm between separate kernels
     otherwise                  not here: `dequantized` at each call and multiplied in 16 bits, as without Hopper
 """
 
@@ -23,14 +24,15 @@ from .reference import Weight
 from .silu_and_mul import act_and_mul
 
 try:
-    from . import decode_gemm_sm90, qkv_epilogue_sm90
+    from . import decode_gemm_sm90, prefill_gemm_sm90, qkv_epilogue_sm90
 except ImportError:  # an untested version of Triton, see gluon_compat.py
-    decode_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
+    decode_gemm_sm90 = prefill_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
 
 # Above, FP8 tensor cores gain more than the quantization of x costs.
 MAX_TOKENS_W8A16 = 16
 MAX_TOKENS_DECODE = 256
-MAX_DECODE_WAVES = 1  # of more than 64 tokens, where torch._scaled_mm is the alternative
+MAX_DECODE_WAVES = 1  # of more than 64 tokens, where there are alternatives
+MIN_TOKENS_PREFILL = 65  # below, torch._scaled_mm and a separate epilogue are faster
 
 
 def has_e4m3(device):
@@ -69,6 +71,10 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
             config, x, weight.data, bias, residual, act_mul,
             weight_scale=weight.scale, x_scale=x_scale, dtype=dtype,
         )  # fmt: skip
+    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight):
+        return prefill_gemm_sm90.prefill_gemm(
+            x, weight.data, act_mul, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
+        )
     y = scaled_mm(x, x_scale, weight, bias, dtype)
     if act_mul:
         y = act_and_mul(y, act_mul)
@@ -77,18 +83,31 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear, where `supports`."""
-    if len(x) > 1:
-        is_w8a8, config = choose(x, weight)
+    if len(x) == 1 or not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue):
+        return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps, None, None, False), *epilogue)
+    is_w8a8, config = choose(x, weight)
+    x, x_scale, dtype = prepare(x, norm_weight, eps, is_w8a8)
+    scales = dict(weight_scale=weight.scale, x_scale=x_scale, dtype=dtype)
+    if config is not None:
         head_size = len(weight.data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
-        if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
-            dtype = dtype_of(x)
-            if qkv_epilogue_sm90.supports(torch.empty(0, dtype=dtype), weight.data, epilogue):
-                x, x_scale, dtype = prepare(x, norm_weight, eps, is_w8a8)
-                return decode_gemm_sm90.decode_gemm(
-                    config, x, weight.data, bias, epilogue=epilogue,
-                    weight_scale=weight.scale, x_scale=x_scale, dtype=dtype,
-                )  # fmt: skip
-    return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps, None, None, False), *epilogue)
+        if decode_gemm_sm90.supports_qkv(config, head_size):
+            return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, epilogue=epilogue, **scales)
+        y = decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, **scales)
+    elif supports_prefill_gemm(x, weight, is_qkv=True):
+        return prefill_gemm_sm90.prefill_gemm(x, weight.data, bias=bias, epilogue=epilogue, **scales)
+    else:
+        y = scaled_mm(x, x_scale, weight, bias, dtype)
+    return norm_rope_store(y, *epilogue)
+
+
+def supports_qkv_epilogue(dtype, data, epilogue):
+    return qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(data.new_empty(0, dtype=dtype), data, epilogue)
+
+
+def supports_prefill_gemm(x, weight, is_qkv=False):
+    """x after `prepare`, where `choose` finds no tiles of a decode GEMM."""
+    is_enough = prefill_gemm_sm90 is not None and len(x) >= MIN_TOKENS_PREFILL
+    return is_enough and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
 
 
 def dtype_of(x):
