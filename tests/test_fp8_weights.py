@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
+from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
 from nanovllm.models.decoder import CausalLM
@@ -363,6 +364,11 @@ def test_online_shards(case, size, tmp_path):
         got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
+
+
+def test_the_keyword_of_vllm():
+    assert to_nanovllm({"quantization": "fp8"})["quantization"] == "fp8"
+    assert "quantization" not in to_nanovllm({"quantization": None})
 
 
 def test_dummy_weights():
