@@ -203,7 +203,8 @@ class LLM(LLMEngine):
 
         Args:
             weights: pairs (name in the checkpoint, tensor on any device, of any float dtype), such as
-                ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads.
+                ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads. For an
+                FP8 weight data (e4m3) and scale (``X.weight_scale``), or a tensor that is quantized here.
             partial: False: every tensor of the model must be given.
 
         Returns:

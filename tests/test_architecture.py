@@ -13,10 +13,10 @@ PACKAGE = ROOT / "nanovllm"
 # from the bottom up; a module may import from its own floor and from those below
 FLOORS = [
     ["errors", "validation", "families"],
-    ["rope"],
+    ["rope", "quantization"],
     ["sampling_params", "outputs", "model_config", "utils.gc_pause"],
     ["utils.checkpoint"],
-    ["config", "utils.loader"],
+    ["config", "utils.fp8", "utils.loader"],
     ["kernels"],
     ["distributed"],
     ["layers"],
