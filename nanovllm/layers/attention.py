@@ -24,6 +24,7 @@ class AttentionBackend(Protocol):
     """
 
     capturable: bool  # decode may run inside a CUDA graph
+    captures_prefill: bool  # and so may prefill: with lengths that the host does not know
     shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
     def prefill(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
@@ -57,8 +58,8 @@ class PagedBackend:
     """This library's attention: the Triton kernels, or their plain twins on any device ("sdpa")."""
 
     def __init__(self, ops: SimpleNamespace, capturable: bool):
-        self.ops, self.capturable = ops, capturable  # the twins read context_lens on the host: no graphs
-        self.shares_prefixes = capturable  # to the twins, it is no gain
+        self.ops = ops
+        self.capturable = self.captures_prefill = self.shares_prefixes = capturable  # twins read lengths on the host
 
     def prefill(self, q, k_cache, v_cache, scale, window, context):
         return self.ops.paged_prefill_attention(
@@ -79,6 +80,7 @@ class FlashAttentionBackend:
     """flash-attn 2 over the block tables; an optional extra."""
 
     capturable = True
+    captures_prefill = False
     shares_prefixes = False
 
     def __init__(self):

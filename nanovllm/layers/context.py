@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.kernels.attention.reference import PrefixGroups
-
 
 @dataclass(frozen=True)
 class Context:
@@ -24,12 +22,13 @@ class Context:
     context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
     block_tables: torch.Tensor  # i32[R, max_blocks]
     max_context: int  # upper bound of context_lens, known to the host
-    prefix_groups: PrefixGroups | None = None  # of a decode batch: prefixes that attention reads once
     cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
     cu_seqlens_k: torch.Tensor | None = None  # i32[S + 1], cumulative context_lens (prefill)
     max_seqlen_q: int = 1  # most query tokens of one sequence (prefill)
     # i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: all hidden states.
     logits_indices: torch.Tensor | None = None
+    # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
+    prefix_groups: tuple[torch.Tensor, ...] | None = None
 
     @property
     def is_prefill(self) -> bool:

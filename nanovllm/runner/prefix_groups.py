@@ -78,6 +78,7 @@ class StagedGroups:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, stage: Callable[[np.ndarray, np.ndarray], None]):
+        self.end = max_num_seqs + num_words(max_num_seqs)  # of the request state's head: batch and groups
         self.enabled = True  # decode attention takes groups
         self._stage = stage
         self._tables = np.full((max_num_seqs, max_blocks), -1, np.int32)

@@ -95,7 +95,6 @@ class StagedWrites:
     def __init__(self, max_num_seqs: int, max_blocks: int, tables: StagedTables):
         self.max_num_seqs = max_num_seqs
         self.groups = StagedGroups(max_num_seqs, max_blocks, lambda i, values: self._stage(max_num_seqs + i, values))
-        self.table_start = max_num_seqs + num_words(max_num_seqs)
         self.width = START["block_table"] + max_blocks
         self.tables = tables
         self.reset()
@@ -151,14 +150,14 @@ class StagedWrites:
             *[0] * COLUMNS["padding"],
             *seq.block_table,
         ]  # fmt: skip
-        start = self.table_start + seq.req_idx * self.width
+        start = self.groups.end + seq.req_idx * self.width
         self._stage(np.arange(start, start + len(words), dtype=np.int32), np.array(words, np.int64).astype(np.int32))
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
         """Stage the last block of these sequences' block tables."""
         if seqs:
             self.groups.append_blocks(seqs)
-            start = self.table_start + START["block_table"] - 1
+            start = self.groups.end + START["block_table"] - 1
             indices = [start + seq.req_idx * self.width + len(seq.block_table) for seq in seqs]
             self._stage(np.array(indices, np.int32), np.array([seq.block_table[-1] for seq in seqs], np.int32))
 

@@ -50,6 +50,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
             runner.sample(hidden, state.batch_req_indices[:size], features)
     for size in grouped_sizes(runner.decode_sizes) if runner.backend.shares_prefixes else ():
         runner.model(*runner.decode_inputs(size, config.max_model_len, is_grouped=True))
-    for size in runner.prefill_sizes:
-        runner.model(*runner.short_prefill_inputs(size, config.max_model_len))
+    for size in runner.prefill_sizes.short:
+        runner.model(*runner.prefill_inputs.short(size))
+    for size, _ in runner.prefill_sizes.padded:
+        runner.model(*runner.prefill_inputs.padded(size))
     del runner.model, runner.kv_cache
