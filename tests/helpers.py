@@ -120,8 +120,10 @@ class EagerGraphs(CUDAGraphs):
         for size in reversed(sizes):
             self.captured[kind, size] = run, run(size).clone()
 
-    def replay(self, kind, size):
+    def replay(self, kind, size, run=None):
         size = self.padded_size(kind, size)
+        if run is not None and (kind, size) not in self.captured:
+            self.captured[kind, size] = run, run(size).clone()
         run, output = self.captured[kind, size]
         return output.copy_(run(size))
 

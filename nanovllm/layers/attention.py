@@ -25,6 +25,7 @@ class AttentionBackend(Protocol):
 
     capturable: bool  # decode may run inside a CUDA graph
     captures_prefill: bool  # and so may prefill: with lengths that the host does not know
+    shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
     def prefill(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
@@ -58,7 +59,7 @@ class PagedBackend:
 
     def __init__(self, ops: SimpleNamespace, capturable: bool):
         self.ops = ops
-        self.capturable = self.captures_prefill = capturable  # the twins read context_lens on the host: no graphs
+        self.capturable = self.captures_prefill = self.shares_prefixes = capturable  # twins read lengths on the host
 
     def prefill(self, q, k_cache, v_cache, scale, window, context):
         return self.ops.paged_prefill_attention(
@@ -67,11 +68,11 @@ class PagedBackend:
         )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, scale, window, context):
-        # pdl: the kernel reads req_indices, context_lens and block_tables before griddepcontrol.wait. Legal because the
-        # embedding, a launch without PDL, separates it from the kernels that write them.
+        # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
+        # because the embedding, a launch without PDL, separates it from the kernels that write them.
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
-            context.max_context, pdl=True, window=window,
+            context.max_context, pdl=True, window=window, groups=None if window else context.prefix_groups,
         )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ class FlashAttentionBackend:
 
     capturable = True
     captures_prefill = False
+    shares_prefixes = False
 
     def __init__(self):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

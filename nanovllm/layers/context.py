@@ -27,6 +27,8 @@ class Context:
     max_seqlen_q: int = 1  # most query tokens of one sequence (prefill)
     # i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: all hidden states.
     logits_indices: torch.Tensor | None = None
+    # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
+    prefix_groups: tuple[torch.Tensor, ...] | None = None
 
     @property
     def is_prefill(self) -> bool:

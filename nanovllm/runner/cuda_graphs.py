@@ -25,28 +25,28 @@ class CUDAGraphs:
         """
         self.sizes[kind] = sizes
         for size in reversed(sizes):  # the largest first: the others reuse its memory
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = run(size)
-            self._graphs[kind, size] = graph, output
+            self._capture(kind, size, run)
         torch.cuda.synchronize()
+
+    def _capture(self, kind: Hashable, size: int, run: Callable[[int], torch.Tensor]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run(size)
+        self._graphs[kind, size] = graph, output
 
     def padded_size(self, kind: Hashable, size: int) -> int:
         sizes = self.sizes[kind]
         return sizes[bisect_left(sizes, size)]
 
-    def replay(self, kind: Hashable, size: int) -> torch.Tensor:
-        """Launch the graph; the result is its output, [padded size, ...]."""
-        graph, output = self._graphs[kind, self.padded_size(kind, size)]
+    def replay(self, kind: Hashable, size: int, run: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
+        """Launch the graph; the result is its output, [padded size, ...]. With ``run`` it may be captured first."""
+        size = self.padded_size(kind, size)
+        if run is not None and (kind, size) not in self._graphs:  # takes some 30 ms
+            self._capture(kind, size, run)
+        graph, output = self._graphs[kind, size]
         graph.replay()
         return output
 
     def output(self, kind: Hashable, size: int) -> torch.Tensor:
         """The tensor that ``replay(kind, size)`` writes."""
         return self._graphs[kind, self.padded_size(kind, size)][1]
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

@@ -6,7 +6,7 @@ launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,9 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import CUDAGraphs, decode_sizes
+from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
+from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
 from nanovllm.runner.memory import (
     GRAPH_BYTES,
     allocate_kv_cache,
@@ -44,9 +45,7 @@ from nanovllm.sampling_params import FILTERS, GUIDED, MIN_TOKENS
 from nanovllm.utils.loader import init_dummy_weights, load_model
 
 WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
-SAMPLE = "sample"  # kind of the graphs that sample without logits steps
-
-
+SAMPLE, GROUPED = "sample", "grouped"  # graphs: of sampling without logits steps, of decode steps with prefix groups
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
 
 
@@ -154,6 +153,7 @@ class ModelRunner:
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             limits = config.max_model_len, config.model_config.vocab_size
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
+            self.staged_writes.groups.enabled = self.backend.shares_prefixes and not all(config.model_config.windows)
             self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
             self.prefill_inputs = PrefillInputs(
                 self.prefill_sizes, self.request_state.block_tables, config.max_model_len
@@ -206,7 +206,7 @@ class ModelRunner:
             return prefill_peak
         # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
         sizes = self.prefill_sizes
-        num_graphs = 2 * len(self.decode_sizes) + len(sizes.short) + len(sizes.padded)
+        num_graphs = 3 * len(self.decode_sizes) + len(sizes.short) + len(sizes.padded)
         graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
         logits_bytes = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
         return prefill_peak + graph_peak + logits_bytes
@@ -252,6 +252,7 @@ class ModelRunner:
         graphs.capture(SAMPLE, self.decode_sizes, sample)
         graphs.capture(StepKind.SHORT_PREFILL, list(self.prefill_sizes.short), short_prefill)
         graphs.capture(StepKind.PADDED_PREFILL, [size for size, _ in self.prefill_sizes.padded], padded_prefill)
+        graphs.sizes[GROUPED] = grouped_sizes(self.decode_sizes)  # captured when a batch needs them
 
     # ------------------------------------------------------------ a step
 
@@ -313,7 +314,7 @@ class ModelRunner:
                 return None
         logprobs = None
         if header.kind == StepKind.DECODE and not header.features and self.graphs is not None:
-            self.graphs.replay(SAMPLE, header.num_sampled)
+            self.graphs.replay(SAMPLE, len(computed.hidden))
         elif header.num_sampled:
             _, logprobs = self.sample(computed.hidden, computed.req_indices, header.features, header.num_logprobs)
         if self.device.type == "cpu":
@@ -337,10 +338,15 @@ class ModelRunner:
     def run_decode(self, header: StepHeader) -> "Computed":
         size, req_indices = header.num_sampled, self.request_state.batch_req_indices
         if self.graphs is None:
-            return Computed(self.model(*self.decode_inputs(size, header.max_context)), req_indices[:size])
-        hidden = self.graphs.replay(StepKind.DECODE, size)
+            inputs = self.decode_inputs(size, header.max_context, header.num_groups > 0)
+            return Computed(self.model(*inputs), req_indices[:size])
+        hidden = self.graphs.replay(GROUPED if header.num_groups else StepKind.DECODE, size, self._run_grouped)
         # without features a graph samples too, and a slice costs the host 2 us
         return Computed(hidden[:size], req_indices[:size]) if header.features else Computed(hidden, req_indices)
+
+    def _run_grouped(self, size: int) -> torch.Tensor:  # to where the sampling graph reads
+        hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, is_grouped=True))
+        return self.graphs.output(StepKind.DECODE, size).copy_(hidden)  # type: ignore[union-attr]
 
     def run_prefill(self, header: StepHeader, step: StepInput) -> "Computed":
         logits_indices = step.logits_indices.long()
@@ -380,14 +386,15 @@ class ModelRunner:
 
     # ------------------------------------------------------------ inputs of the model
 
-    def decode_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
+    def decode_inputs(self, size: int, max_context: int, is_grouped: bool = False) -> tuple[torch.Tensor, Context]:
         """The next token of each of the first ``size`` batch positions, gathered from the request state."""
         state = self.request_state
         req_indices = state.batch_req_indices[:size]
         input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
             req_indices, state.last_token, state.length, state.block_tables, self.block_size
         )
-        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
+        context = Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
+        return input_ids, replace(context, prefix_groups=state.prefix_groups) if is_grouped else context
 
     def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
                               logits_indices: torch.Tensor | None) -> tuple[torch.Tensor, Context]:

@@ -16,14 +16,15 @@ def prepare(batch: Batch, staged: StagedWrites, block_size: int,
             sizes: PrefillSizes = PrefillSizes()) -> tuple[StepHeader, np.ndarray]:
     """Header and packed segments of a batch. ``sizes``: of the prefills that replay a graph."""
     if isinstance(batch, DecodeBatch):
-        return prepare_decode(batch, staged)
+        return prepare_decode(batch, staged, block_size)
     return prepare_prefill(batch, staged, block_size, sizes)
 
 
-def prepare_decode(batch: DecodeBatch, staged: StagedWrites) -> tuple[StepHeader, np.ndarray]:
+def prepare_decode(batch: DecodeBatch, staged: StagedWrites, block_size: int) -> tuple[StepHeader, np.ndarray]:
     """Only what changed since the last decode step is sent."""
     staged.append_blocks(batch.seqs_with_new_block)
     staged.set_batch(batch.req_indices)
+    num_groups = staged.groups.update(batch.req_indices, batch.lengths, block_size)
     indices, values = staged.drain()
     features = staged.features(batch.req_indices)
     header = StepHeader(
@@ -33,6 +34,7 @@ def prepare_decode(batch: DecodeBatch, staged: StagedWrites) -> tuple[StepHeader
         max_context=int(batch.lengths.max()),
         features=features,
         num_logprobs=staged.num_logprobs(batch.req_indices) if features & LOGPROBS else 0,
+        num_groups=num_groups,
     )
     return header, pack(header, StepInput(indices, values))
 

@@ -1,8 +1,8 @@
 """State of the running requests on the device, and the host's staged writes to it.
 
-Owns one int32 buffer on the device. Its head lists the request slots of the current decode batch; the rest is a table
-with a row per request slot: last token, length, sampling parameters, block table. A decode step reads its inputs from
-this state and writes its tokens to it, so the host sends only what changes, and nothing while nothing changes.
+Owns one int32 buffer on the device. Its head has the request slots and the groups of the current decode batch; the rest
+is a table with a row per request slot: last token, length, sampling parameters, block table. A decode step reads its
+inputs from this state and writes its tokens to it, so the host sends only what changes, and nothing while nothing does.
 """
 
 from itertools import accumulate
@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.engine.sequence import INT32_MAX, Sequence
 from nanovllm.kernels.sampling.reference import SamplingState
+from nanovllm.runner.prefix_groups import StagedGroups, columns_of, num_words
 from nanovllm.runner.sampling_tables import MAX_FLOAT, StagedTables
 from nanovllm.sampling_params import LOGIT_ADJUSTMENTS, MAX_STOP_IDS, TOKEN_MASK
 
@@ -41,6 +42,7 @@ class RequestState:
 
     Attributes:
         batch_req_indices: int32 [R], batch position -> request slot; the padding request slot beyond the batch.
+        prefix_groups: who shares a prefix in the batch; undefined beyond it, and in steps without groups.
         last_token, length: int32 [R + 1]; length counts the token whose keys and values are computed next.
         sampling: the sampling columns, each [R + 1, ...].
         block_tables: int32 [R + 1, max_blocks].
@@ -52,10 +54,11 @@ class RequestState:
         R = max_num_seqs
         self.padding_req_idx = R  # length 0: stores nothing, attends nothing, samples nothing
         width = START["block_table"] + max_blocks
-        self.buffer = torch.zeros(R + (R + 1) * width, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(R + num_words(R) + (R + 1) * width, dtype=torch.int32, device=device)
         self.batch_req_indices = self.buffer[:R]
         self.batch_req_indices.fill_(self.padding_req_idx)
-        table = self.buffer[R:].view(R + 1, width)
+        self.prefix_groups = columns_of(self.buffer[R:], R)
+        table = self.buffer[-(R + 1) * width :].view(R + 1, width)
         self.sampled_tokens = torch.zeros(2, R + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
         def column(name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -91,6 +94,7 @@ class StagedWrites:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, tables: StagedTables):
         self.max_num_seqs = max_num_seqs
+        self.groups = StagedGroups(max_num_seqs, max_blocks, lambda i, values: self._stage(max_num_seqs + i, values))
         self.width = START["block_table"] + max_blocks
         self.tables = tables
         self.reset()
@@ -103,6 +107,7 @@ class StagedWrites:
         self._features = np.zeros(self.max_num_seqs, np.int32)
         self._num_logprobs = np.zeros(self.max_num_seqs, np.int32)
         self.tables.reset()
+        self.groups.reset()
 
     def features(self, req_indices: np.ndarray) -> int:
         """OR of the requests' feature bits."""
@@ -123,6 +128,7 @@ class StagedWrites:
         self._features[seq.req_idx] = features
         self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
         self.tables.add(seq, features)
+        self.groups.add(seq)
         stop_ids = seq.min_tokens_stop_ids
         temperature, *rest = _bits(
             0.0 if params.is_greedy else min(params.temperature, MAX_FLOAT),
@@ -144,13 +150,14 @@ class StagedWrites:
             *[0] * COLUMNS["padding"],
             *seq.block_table,
         ]  # fmt: skip
-        start = self.max_num_seqs + seq.req_idx * self.width
+        start = self.groups.end + seq.req_idx * self.width
         self._stage(np.arange(start, start + len(words), dtype=np.int32), np.array(words, np.int64).astype(np.int32))
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
         """Stage the last block of these sequences' block tables."""
         if seqs:
-            start = self.max_num_seqs + START["block_table"] - 1
+            self.groups.append_blocks(seqs)
+            start = self.groups.end + START["block_table"] - 1
             indices = [start + seq.req_idx * self.width + len(seq.block_table) for seq in seqs]
             self._stage(np.array(indices, np.int32), np.array([seq.block_table[-1] for seq in seqs], np.int32))
 

@@ -37,6 +37,7 @@ class StepHeader(NamedTuple):
         num_masks, num_mask_words: rows of the token masks that change, and their words together.
         num_targets: prompt tokens whose log-probabilities are reported, with ``num_prompt_logprobs`` alternatives.
         num_block_copies: KV blocks that forked completions copy.
+        num_groups: groups of sequences with a shared prefix in a decode step; 0: attention is plain.
     """
 
     kind: int
@@ -55,6 +56,7 @@ class StepHeader(NamedTuple):
     num_targets: int = 0
     num_prompt_logprobs: int = 0
     num_block_copies: int = 0
+    num_groups: int = 0
 
 
 HEADER_SIZE = len(StepHeader._fields)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.runner.graph_sizes import grouped_sizes
 from nanovllm.runner.memory import allocate_kv_cache
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
@@ -47,6 +48,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
         hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
         for features in (0, warmup_features):
             runner.sample(hidden, state.batch_req_indices[:size], features)
+    for size in grouped_sizes(runner.decode_sizes) if runner.backend.shares_prefixes else ():
+        runner.model(*runner.decode_inputs(size, config.max_model_len, is_grouped=True))
     for size in runner.prefill_sizes.short:
         runner.model(*runner.prefill_inputs.short(size))
     for size, _ in runner.prefill_sizes.padded:

@@ -12,6 +12,7 @@ import torch
 from nanovllm.engine.scheduler import PrefillBatch
 from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
+from nanovllm.runner import prefix_groups
 from nanovllm.runner.model_runner import StepHandle, StepOutput
 from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.prepare import prepare
@@ -181,10 +182,31 @@ class FakeDevice:
         assert input_ids.tolist() == request.known[start:stop].tolist()
         self.kv[slots] = request.states[start:stop]
 
-    def _attend(self, request, req_idx, context):
-        """Hash of the history of ``context`` tokens, as the last of them sees it."""
-        np.testing.assert_array_equal(self.kv[self._slots(req_idx, 0, context)], request.states[:context])
+    def _attend(self, request, req_idx, context, shared=(0, 0)):
+        """Hash of the history of ``context`` tokens, as the last of them sees it. ``shared``: a request slot, and how
+        many tokens are read by its block table."""
+        owner, num_shared = shared
+        seen = [self.kv[self._slots(owner, 0, num_shared)], self.kv[self._slots(req_idx, num_shared, context)]]
+        np.testing.assert_array_equal(np.concatenate(seen), request.states[:context])
         return request.states[context - 1].item()
+
+    def _shared(self, header):
+        """(owner, tokens) of each sequence of a decode batch, as the two halves of attention find them."""
+        groups = [column.tolist() for column in self.request_state.prefix_groups]
+        shared_lens, members = groups[:2]
+        shared = [(0, 0)] * header.num_sampled
+        if header.num_groups == 0:
+            return shared
+        used = [group for group in zip(*groups[2:], strict=True) if group[1]]
+        assert len(used) == header.num_groups and not any(shared_lens[header.num_sampled :])
+        for begin, size, num_tokens, owner in used:
+            assert size >= prefix_groups.MIN_MEMBERS and num_tokens > 0
+            for member in members[begin : begin + size]:
+                assert shared[member] == (0, 0) and shared_lens[member] == num_tokens
+                shared[member] = owner, num_tokens
+            self.seen.add("group")
+        assert [num_tokens for _, num_tokens in shared] == shared_lens[: header.num_sampled]
+        return shared
 
     def _sample(self, req_idx, context, state):
         sampling = self.request_state.sampling
@@ -295,6 +317,9 @@ class FakeDevice:
             assert context_lens[i] == position + 1 <= header.max_context
             assert slots[i] == self._slots(req_indices[i], position, position + 1)[0]
             self._store(request, slots[i : i + 1], position, position + 1, input_ids[i : i + 1])
-        contexts = zip(requests, req_indices, context_lens.tolist(), strict=True)
-        tokens = [self._sample(req_idx, n, self._attend(request, req_idx, n)) for request, req_idx, n in contexts]
+        contexts = zip(requests, req_indices, context_lens.tolist(), self._shared(header), strict=True)
+        tokens = [
+            self._sample(req_idx, n, self._attend(request, req_idx, n, shared))
+            for request, req_idx, n, shared in contexts
+        ]
         return np.array(tokens, np.int32), req_indices, None

@@ -32,6 +32,16 @@ from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker
+from nanovllm.runner import prefix_groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_groups():
+    """Two sequences and a block make a group of a decode batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)):
+            patch.setattr(prefix_groups, name, value)
+        yield
 
 
 class CountingStop:
@@ -429,7 +439,7 @@ def happen(harness, arrival):
 THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
     "short prefill", "padded prefill", "at max_model_len", "stop", "length", "fork", "block copy",
-    "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks",
+    "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks", "group",
     *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs

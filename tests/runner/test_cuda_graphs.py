@@ -8,7 +8,7 @@ from helpers import DEVICES, generate, gpu_param, greedy, prompt_of, record_call
 from nanovllm import SamplingParams
 from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.runner import prefill_graphs
-from nanovllm.runner.cuda_graphs import decode_sizes
+from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
 from nanovllm.runner.step import StepKind
 
 
@@ -18,6 +18,8 @@ def test_decode_sizes():
         sizes = decode_sizes(max_num_seqs)
         assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
         assert all(b - a <= max(a, 8) and b - a <= 32 for a, b in itertools.pairwise(sizes))  # little padding
+        assert set(grouped_sizes(sizes)) <= set(sizes) and grouped_sizes(sizes)[-1] == max_num_seqs
+    assert grouped_sizes(decode_sizes(200)) == [32, 64, 128, 192, 200]
 
 
 @pytest.mark.parametrize(

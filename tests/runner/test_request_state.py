@@ -148,7 +148,7 @@ def test_the_padding_slot_stays_empty():
     for slot in range(SLOTS):
         mirror.staged.add(running([1, 2], slot, range(BLOCKS), 2**64 - 1, tuple(range(16)), min_tokens=1))
     mirror.send()
-    table = mirror.state.buffer[SLOTS:].view(SLOTS + 1, -1)
+    table = mirror.state.buffer[mirror.staged.groups.end :].view(SLOTS + 1, -1)
     assert not table[SLOTS].any() and table[:SLOTS].any()
 
 

@@ -11,6 +11,8 @@ contexts, and the host needs to know none of them (CUDA graphs):
     splits      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
 
 With a window a sequence's tiles begin with the one that holds the window's first token; blocks before it are not read.
+With shared prefixes (prefix.py) its tiles begin behind the prefix, and its first tile starts from the prefix's softmax
+state instead of an empty one, so nothing is merged afterwards.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
@@ -35,24 +37,53 @@ from ..launch import (
     zero_counters,
 )
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
+from .prefix import prefix_attention
+from .reference import SHARED_TOKENS
 
 
 @triton.jit
-def first_tile(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile of the first token that the query at context - 1 attends."""
+def first_tile(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile of the first token that the query at context - 1 attends here, behind ``shared`` tokens of a prefix."""
     if WINDOW > 0:
         return tl.maximum(context - WINDOW, 0) // BLOCK_N
     else:
-        return 0
+        return shared // BLOCK_N
 
 
 @triton.jit
-def num_attended_tiles(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def num_attended_tiles(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of a sequence; one for an empty context too, whose zeros must be written."""
-    tiles = tl.cdiv(context, BLOCK_N)
-    if WINDOW > 0:
-        tiles -= first_tile(context, WINDOW, BLOCK_N)
-    return tl.maximum(tiles, 1)
+    return tl.maximum(tl.cdiv(context, BLOCK_N) - first_tile(context, shared, WINDOW, BLOCK_N), 1)
+
+
+@triton.jit
+def load_shared(shared_lens_ptr, seq, mask):
+    """Tokens of the prefix that prefix.py has attended for these sequences; 0 without shared prefixes."""
+    if shared_lens_ptr is None:
+        return 0
+    else:
+        return tl.load(shared_lens_ptr + seq, mask=mask, other=0)
+
+
+@triton.jit
+def start_from_prefix(
+    acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_fetched, is_shared, head_offs, num_heads,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The softmax state of ``seq`` after its shared prefix; the given, empty one where nothing is shared."""
+    # Fetched before is_shared is known, or two latencies would add up; undefined where nothing is shared.
+    offs_d = tl.arange(0, BLOCK_D)
+    states = seq * num_heads + head_offs  # [BLOCK_M, 1]
+    mask = (tl.arange(0, BLOCK_M) < tl.where(is_fetched, GQA_GROUP, 0))[:, None]
+    acc_ptrs = prefix_acc_ptr + states * HEAD_SIZE + offs_d[None, :]
+    prefix_acc = tl.load(acc_ptrs, mask=mask & (offs_d < HEAD_SIZE)[None, :], other=0.0)
+    prefix_max = tl.load(prefix_stats_ptr + states * 2, mask=mask, other=LOWEST)
+    prefix_sum = tl.load(prefix_stats_ptr + states * 2 + 1, mask=mask, other=0.0)
+    acc = tl.where(is_shared, prefix_acc, acc)
+    row_max = tl.where(is_shared, tl.reshape(prefix_max, [BLOCK_M]), row_max)
+    sums = tl.where(is_shared, tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], prefix_sum, 0.0), sums)
+    return acc, row_max, sums
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -67,6 +98,8 @@ def _decode_kernel(
     partial_acc_ptr,  # f32[splits + B, K, GQA_GROUP, D]
     partial_stats_ptr,  # f32[splits + B, K, GQA_GROUP, 2]: maximum, sum
     counters_ptr,  # i32[>= B * K], zero between launches
+    shared_lens_ptr,  # i32[B], or None without shared prefixes: multiples of BLOCK_N below the contexts
+    prefix_acc_ptr, prefix_stats_ptr,  # f32[B, H, D], f32[B, H, 2] after the shared prefixes, or None
     num_seqs, scale_log2e,
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
@@ -82,7 +115,8 @@ def _decode_kernel(
     # i32[BLOCK_B]
     offs_b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
-    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, WINDOW, BLOCK_N), 0)
+    shared_lens = load_shared(shared_lens_ptr, offs_b, offs_b < num_seqs)
+    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, shared_lens, WINDOW, BLOCK_N), 0)
     tile_ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
     split_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
@@ -113,7 +147,8 @@ def _decode_kernel(
     seq_end = first_seq_end
     context = tl.load(context_lens_ptr + seq)
     req_idx = tl.load(req_indices_ptr + seq)
-    first = (begin - first_seq_begin + first_tile(context, WINDOW, BLOCK_N)) * BLOCK_N
+    shared = load_shared(shared_lens_ptr, seq, seq < num_seqs)
+    first = (begin - first_seq_begin + first_tile(context, shared, WINDOW, BLOCK_N)) * BLOCK_N
     block_ids = load_block_ids(tables_ptr + req_idx.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     # Lengths and tables were written before the layers ran; q and the newest keys and values by the previous kernels.
@@ -124,6 +159,12 @@ def _decode_kernel(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     # Reduced over columns at a sequence's end only: a cross-thread sum per tile costs time.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if shared_lens_ptr is not None:
+        is_start = begin == first_seq_begin  # else another split starts from the prefix
+        acc, row_max, sums = start_from_prefix(
+            acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_start, is_start & (shared > 0), head_offs,
+            num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
         # [BLOCK_M, BLOCK_D]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
@@ -150,7 +191,7 @@ def _decode_kernel(
         ended = tile + 1 == seq_end
         if ended | (tile + 1 == end):
             row_sum = tl.sum(sums, 1)
-            begun = tile - (first // BLOCK_N - first_tile(context, WINDOW, BLOCK_N)) >= begin
+            begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
@@ -163,6 +204,13 @@ def _decode_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            if shared_lens_ptr is not None:
+                is_next = ended & (seq + 1 < num_seqs)
+                is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
+                acc, row_max, sums = start_from_prefix(
+                    acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
+                    num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
 
         # Advance to the next tile, of this sequence or the next.
         seq += ended.to(tl.int32)
@@ -170,9 +218,11 @@ def _decode_kernel(
         fetch = ended & (seq < num_seqs)
         context = tl.where(ended, tl.load(context_lens_ptr + seq, mask=fetch, other=0), context)
         req_idx = tl.where(ended, tl.load(req_indices_ptr + seq, mask=fetch, other=0), req_idx)
-        if WINDOW > 0:
-            first = tl.where(ended, first_tile(context, WINDOW, BLOCK_N) * BLOCK_N, first)
-        seq_end += tl.where(ended, num_attended_tiles(context, WINDOW, BLOCK_N), 0)
+        if shared_lens_ptr is not None:
+            shared = tl.where(ended, load_shared(shared_lens_ptr, seq, fetch), shared)
+        if WINDOW > 0 or shared_lens_ptr is not None:
+            first = tl.where(ended, first_tile(context, shared, WINDOW, BLOCK_N) * BLOCK_N, first)
+        seq_end += tl.where(ended, num_attended_tiles(context, shared, WINDOW, BLOCK_N), 0)
         table_ptr = tables_ptr + req_idx.to(tl.int64) * stride_table
         block_ids = load_block_ids(table_ptr, first, context, BLOCK_SIZE, BLOCK_N)
 
@@ -269,12 +319,12 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
 
 
 def paged_decode_attention(
-    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0
+    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0, groups=None
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
     pdl: launch with PDL where the hardware has it (launch.py). Legal only if a launch without PDL lies between this one
-    and the writers of req_indices, context_lens and block_tables.
+    and the writers of req_indices, context_lens, block_tables and groups.
 
     The other sequences of the batch shift the split boundaries, which changes only fp32 rounding. Launches share the
     counters: one stream at a time per device.
@@ -289,6 +339,11 @@ def paged_decode_attention(
     num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs
     if not has_large_shared_memory(q.device):
         config = config._replace(block_n=min(config.block_n, 64))
+    shared_lens = prefix_acc = prefix_stats = None
+    if groups is not None:
+        assert window == 0 and SHARED_TOKENS % config.block_n == 0
+        shared_lens = groups.shared_lens
+        prefix_acc, prefix_stats = prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl)
     max_attended = min(max_context, window + config.block_n) if window else max_context
     max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
     num_splits = config.programs_per_sm * num_sms(q.device) // num_kv_heads
@@ -301,7 +356,8 @@ def paged_decode_attention(
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
-        zero_counters(num_seqs * num_kv_heads, q.device), num_seqs, scale * LOG2_E,
+        zero_counters(num_seqs * num_kv_heads, q.device), shared_lens, prefix_acc, prefix_stats,
+        num_seqs, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

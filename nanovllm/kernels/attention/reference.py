@@ -7,10 +7,35 @@ T packed query tokens, B sequences of a decode batch, S sequences of a prefill, 
 K KV heads, D head size, NB blocks of BS tokens.
 """
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+SHARED_TOKENS = 128  # shared prefixes are multiples of it: the longest tile of the decode kernel
+
+
+class PrefixGroups(NamedTuple):
+    """Sequences of a decode batch whose block tables begin with the same full blocks. int32, fixed sizes.
+
+    A sequence is in one group at most. Unused groups have size 0; beyond the groups ``members`` is undefined.
+
+    Attributes:
+        shared_lens: [B], tokens of the shared prefix of each sequence, a multiple of ``SHARED_TOKENS``; 0: no group.
+        members: [B], positions in the batch, group by group.
+        begins, sizes: [G], each group's range of ``members``.
+        lens: [G], its shared tokens.
+        owners: [G], a row of the block tables that begins with its blocks.
+    """
+
+    shared_lens: torch.Tensor
+    members: torch.Tensor
+    begins: torch.Tensor
+    sizes: torch.Tensor
+    lens: torch.Tensor
+    owners: torch.Tensor
 
 
 def paged_decode_attention(
@@ -24,6 +49,7 @@ def paged_decode_attention(
     max_context: int,
     pdl: bool = False,
     window: int = 0,
+    groups: PrefixGroups | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its context, [B, H, D].
 
@@ -36,6 +62,7 @@ def paged_decode_attention(
         scale: softmax scale.
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
+        groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
     """
     out = torch.zeros_like(q)
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
@@ -46,6 +73,41 @@ def paged_decode_attention(
         k, v = k[:, :, -window:], v[:, :, -window:]
         grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
     return out
+
+
+def prefix_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    groups: PrefixGroups,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax state of every group's members after their shared prefix; undefined for other sequences.
+
+    Returns:
+        f32[B, H, D], sums of exp2(score - maximum) * v; f32[B, H, 2], maximum and sum of exp2(score - maximum). Scores
+        are in base 2. q [B, H, D]; the rest as in `paged_decode_attention`.
+    """
+    acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
+    block_size, gqa_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for begin, size, shared_len, owner in zip(*(column.tolist() for column in groups[2:]), strict=True):
+        if size == 0:
+            continue
+        members = groups.members[begin : begin + size].long()
+        blocks = block_tables[owner, : -(-shared_len // block_size)].long()
+        k, v = (
+            cache[blocks].flatten(0, 1)[:shared_len].repeat_interleave(gqa_group, 1).float()  # [shared_len, H, D]
+            for cache in (k_cache, v_cache)
+        )
+        scores = torch.einsum("bhd,nhd->bhn", q[members].float(), k) * (scale * math.log2(math.e))
+        row_max = scores.amax(-1)
+        p = torch.exp2(scores - row_max[..., None])
+        acc[members] = torch.einsum("bhn,nhd->bhd", p, v)
+        stats[members] = torch.stack([row_max, p.sum(-1)], -1)
+    return acc, stats
 
 
 def paged_prefill_attention(
