@@ -6,9 +6,10 @@ twice the rate. Knows nothing of layers. The twins are in reference.py, and do n
 
     1                          gemv.py, W8A16; from sm_89 on
     2 to MAX_TOKENS_W8A16      decode_gemm_sm90.py, W8A16
-    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only in one wave, if there are scales per feature
-    otherwise                  with a scale per feature prefill_gemm_sm90.py, W8A8, where it has the epilogue, else
-                               torch._scaled_mm between separate kernels
+    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only where it needs one wave, or what follows cannot
+    otherwise                  prefill_gemm_sm90.py, W8A8, where it has the epilogue; scales of 128 channels must be
+                               those of blocks of 128 x 128
+    otherwise                  torch._scaled_mm, W8A8, between separate kernels, with a scale per feature
     otherwise                  not here: `dequantized` at each call and multiplied in 16 bits, as without Hopper
 """
 
@@ -54,7 +55,9 @@ def supports(x, weight):
         return False
     if decode_gemm_sm90 is not None and len(x) <= MAX_TOKENS_DECODE:
         return True
-    return num_groups == 1 and num_features % 16 == 0
+    if num_groups == 1:
+        return num_features % 16 == 0
+    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % 256 == 0
 
 
 def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k):
@@ -71,11 +74,12 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
             config, x, weight.data, bias, residual, act_mul,
             weight_scale=weight.scale, x_scale=x_scale, dtype=dtype,
         )  # fmt: skip
-    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight):
+    fuses_act = act_mul is not None and bias is residual is None
+    if supports_prefill_gemm(x, weight) and (fuses_act or act_mul is None) and is_tma_aligned(residual):
         return prefill_gemm_sm90.prefill_gemm(
-            x, weight.data, act_mul, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
+            x, weight.data, act_mul, bias, residual=residual, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
         )
-    y = scaled_mm(x, x_scale, weight, bias, dtype)
+    y = product(x, x_scale, weight, bias, dtype)
     if act_mul:
         y = act_and_mul(y, act_mul)
     return y if residual is None else residual.add_(y)
@@ -96,7 +100,7 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     elif supports_prefill_gemm(x, weight, is_qkv=True):
         return prefill_gemm_sm90.prefill_gemm(x, weight.data, bias=bias, epilogue=epilogue, **scales)
     else:
-        y = scaled_mm(x, x_scale, weight, bias, dtype)
+        y = product(x, x_scale, weight, bias, dtype)
     return norm_rope_store(y, *epilogue)
 
 
@@ -107,7 +111,16 @@ def supports_qkv_epilogue(dtype, data, epilogue):
 def supports_prefill_gemm(x, weight, is_qkv=False):
     """x after `prepare`, where `choose` finds no tiles of a decode GEMM."""
     is_enough = prefill_gemm_sm90 is not None and len(x) >= MIN_TOKENS_PREFILL
-    return is_enough and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
+    return is_enough and has_blocks(weight) and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
+
+
+def has_blocks(weight):
+    """Whether a scale is of all channels, or of a block of 128 x 128: what the prefill GEMM supports."""
+    return weight.scale.shape[1] == 1 or weight.block_n % 128 == 0
+
+
+def is_tma_aligned(y):
+    return y is None or (y.stride(1) == 1 and y.stride(0) * y.element_size() % 16 == y.data_ptr() % 16 == 0)
 
 
 def dtype_of(x):
@@ -124,7 +137,7 @@ def choose(x, weight, allow_split_k=False):
         if config is not None:
             return False, config
     config = decode_gemm_sm90.decode_gemm_fp8_config(x, weight, True, allow_split_k)
-    if len(x) > 64 and weight.scale.shape[1] == 1:
+    if len(x) > 64 and has_blocks(weight) and len(weight.data) % 256 == 0:
         num_tiles = triton.cdiv(len(x), config.block_m) * triton.cdiv(len(weight.data), config.block_n)
         if num_tiles > MAX_DECODE_WAVES * num_sms(x.device):
             return True, None
@@ -139,8 +152,12 @@ def prepare(x, norm_weight, eps, is_w8a8):
     return *(quantize_tokens(x) if norm_weight is None else rms_norm(x, norm_weight, eps, quantized=True)), dtype
 
 
-def scaled_mm(x, x_scale, weight, bias, dtype):
-    """x W^T + bias [T, N] of quantized x and a weight with one scale per output feature."""
+def product(x, x_scale, weight, bias, dtype):
+    """x W^T + bias [T, N] of quantized x."""
+    if weight.scale.shape[1] > 1:
+        return prefill_gemm_sm90.prefill_gemm(
+            x, weight.data, bias=bias, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
+        )
     return torch._scaled_mm(
         x, weight.data.t(), scale_a=x_scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=dtype
     )
