@@ -6,7 +6,7 @@ twice the rate. Knows nothing of layers. The twins are in reference.py, and do n
 
     1                          gemv.py, W8A16; from sm_89 on
     2 to MAX_TOKENS_W8A16      decode_gemm_sm90.py, W8A16
-    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only where it needs one wave, or what follows cannot
+    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only where it needs one wave or nothing else runs
     otherwise                  prefill_gemm_sm90.py, W8A8, where it has the epilogue; scales of 128 channels must be
                                those of blocks of 128 x 128
     otherwise                  torch._scaled_mm, W8A8, between separate kernels, with a scale per feature

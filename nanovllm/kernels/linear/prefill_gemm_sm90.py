@@ -15,9 +15,9 @@ In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
 or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
-x and weight may be e4m3, with a scale per token and per output feature, or per block of the weight. Hopper sums e4m3 products in some 14 bits, so
-those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one half of the columns after the
-other, for registers; meanwhile the other consumer's MMA runs.
+x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper sums
+e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in fp32:
+one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
@@ -424,7 +424,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
         _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
-        x_scale, weight_scale, residual, 0 if residual is None else residual.stride(0), bias, *epilogue_args,
+        x_scale, weight_scale, residual, None if residual is None else residual.stride(0), bias, *epilogue_args,
         NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], HAS_RESIDUAL=residual is not None,
         ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
