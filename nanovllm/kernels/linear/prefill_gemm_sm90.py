@@ -15,9 +15,9 @@ In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
 or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
-x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper sums
-e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in fp32:
-one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
+x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper
+sums e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in
+fp32: one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
