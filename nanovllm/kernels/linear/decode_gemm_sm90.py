@@ -151,8 +151,13 @@ def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.c
     """
     if weight_smem.dtype != x_smem.dtype:
         gl.static_assert(SWAP_AB)
+        # Four channels at a time, 32 bits, which the MMA takes for channels 0, 1, 8 and 9 of its 16: so x is stored.
+        N: gl.constexpr = weight_smem.shape[1]
+        GROUPS: gl.constexpr = weight_smem.shape[2] // 16
+        weight = weight_smem.index(stage).load(gl.DotOperandLayout(0, acc_layout, 4))
+        weight = e4m3_to_16_bits(weight, x_smem.dtype).reshape((N, GROUPS, 4, 2, 2)).permute((0, 1, 3, 2, 4))
         layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-        weight = e4m3_to_16_bits(weight_smem.index(stage).load(layout), x_smem.dtype)
+        weight = gl.convert_layout(weight.reshape((N, GROUPS * 16)), layout, assert_trivial=True)
         hopper.fence_async_shared()
         x = x_smem.index(stage).permute((1, 0))
         return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
@@ -239,8 +244,9 @@ def decode_gemm_kernel(
     )
     LANES: gl.constexpr = min(16, BLOCK_C * WEIGHT_BYTES // 16)  # of a warp along C, 16 bytes each
     load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // WEIGHT_BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    X_LANES: gl.constexpr = min(16, BLOCK_C * X_BYTES // 16)
-    x_load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // X_BYTES], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
+    X_VECTOR: gl.constexpr = 16 // X_BYTES if X_BYTES == WEIGHT_BYTES else 2
+    X_LANES: gl.constexpr = min(16, BLOCK_C // X_VECTOR)
+    x_load_layout: gl.constexpr = gl.BlockedLayout([1, X_VECTOR], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
     smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * WEIGHT_BYTES, 2)
     x_smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * X_BYTES, 2)
     weight_smem = gl.allocate_shared_memory(weight_dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
@@ -276,9 +282,15 @@ def decode_gemm_kernel(
         else:
             async_load(scale_smem.index(0), scale_ptrs)
     if X_BYTES != WEIGHT_BYTES:
-        c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
+        i = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
+        c = split * SPLIT_C + i
+        x_c = split * SPLIT_C + i // 16 * 16 + i % 8 // 2 * 4 + i % 16 // 8 * 2 + i % 2  # see `mma`
     token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_load_layout))
-    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
+    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride
+    if X_BYTES == WEIGHT_BYTES:
+        x_ptrs += c[None, :]
+    else:
+        x_ptrs += gl.max_contiguous(gl.multiple_of(x_c, 2), 2)[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
     if HEAD_SIZE > 0:
         gl.static_assert(WARPS_M == WARPS and SPLIT_K == 1)
