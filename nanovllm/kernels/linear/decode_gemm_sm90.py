@@ -122,24 +122,25 @@ def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.conste
 @gluon.jit
 def e4m3_to_16_bits(x, dtype: gl.constexpr):
     """Exact. To bf16: four values at a time, by bits, as conversions run at a fraction of the rate of logic."""
-    if dtype != gl.bfloat16:
+    if dtype == gl.bfloat16:
+        # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
+        asm: gl.constexpr = """{
+            .reg .b32 low, high, sign_low, sign_high, scale;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign_low, low, 0x80008000;
+            and.b32 sign_high, high, 0x80008000;
+            shr.u32 low, low, 4;
+            shr.u32 high, high, 4;
+            lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
+            lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
+            mov.b32 scale, 0x7b807b80;
+            mul.rn.bf16x2 $0, low, scale;
+            mul.rn.bf16x2 $1, high, scale;
+        }"""
+        return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
         return x.to(dtype)
-    # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
-    asm: gl.constexpr = """{
-        .reg .b32 low, high, sign_low, sign_high, scale;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 sign_low, low, 0x80008000;
-        and.b32 sign_high, high, 0x80008000;
-        shr.u32 low, low, 4;
-        shr.u32 high, high, 4;
-        lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
-        lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
-        mov.b32 scale, 0x7b807b80;
-        mul.rn.bf16x2 $0, low, scale;
-        mul.rn.bf16x2 $1, high, scale;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
 
 
 @gluon.jit

@@ -49,7 +49,7 @@ def supports(x, weight):
     if len(x) == 1:
         is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
         return has_e4m3(device) and is_whole_groups
-    if not (is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
+    if not (len(x) > 1 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
         return False
     if dtype_of(x).itemsize != 2 or num_channels % 128 or num_groups not in (1, num_channels // 128):
         return False
