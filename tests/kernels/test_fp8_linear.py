@@ -146,9 +146,9 @@ def make_epilogue(num_tokens, num_heads, num_kv_heads, head_size, dtype, has_nor
 
 
 def twin_of_qkv(x, weight, bias, norm_weight, epilogue):
-    wide = {name: value for name, value in epilogue._asdict().items()}
+    wide = epilogue._asdict()
     for name in ("q_weight", "k_weight", "k_cache", "v_cache"):
-        wide[name] = None if wide[name] is None else wide[name].float()
+        wide[name] = None if wide[name] is None else wide[name].float().clone()  # caches of its own
     wide = QKVEpilogue(**wide)
     bias, norm_weight = (None if tensor is None else tensor.float() for tensor in (bias, norm_weight))
     return reference.qkv_linear(x.float(), weight, bias, norm_weight, EPS, wide), wide.k_cache, wide.v_cache
