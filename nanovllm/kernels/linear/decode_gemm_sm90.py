@@ -14,6 +14,7 @@ follow the last MMA.
 M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may 
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
 MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
+MIN_STAGES = 4  # of each of them
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -90,9 +92,14 @@ def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
     splits = (4, 2, 1) if allow_split_k else (1,)
     split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
     split_c = num_channels // split_k
-    block_c = 256 if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else 128  # else registers run out
-    stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
-    stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
+    # 256 channels: half as many steps; with more tokens registers run out.
+    blocks_c = (256, 128) if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else (128,)
+    channel_bytes = block_m * (1 if is_w8a8 else 2) + block_n + (block_n // 32 if num_groups > 1 else 0)
+    for programs, block_c in itertools.product(range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1), blocks_c):
+        stages = PIPELINE_BYTES // programs // (channel_bytes * block_c)
+        if stages >= MIN_STAGES:
+            break
+    stages = min(stages, split_c // block_c)
     max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= max_elements else 8)
 
