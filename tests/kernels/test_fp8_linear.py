@@ -178,7 +178,6 @@ def test_fp8_is_chosen_by_device_and_shape(monkeypatch):
     assert fp8.supports(many, make_weight(256, 256, 2, 128)) == has_gluon
     assert not fp8.supports(many, make_weight(384, 256, 2, 128))  # no whole tiles
     if has_gluon:
-        monkeypatch.setattr(fp8.decode_gemm_sm90, "num_sms", lambda device: 132)
         monkeypatch.setattr(fp8, "num_sms", lambda device: 132)
         monkeypatch.setattr(fp8, "MAX_TOKENS_W8A16", 2)
         assert [fp8.choose(x[:n], weight)[0] for n in (2, 3)] == [False, True]

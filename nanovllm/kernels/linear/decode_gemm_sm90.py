@@ -14,7 +14,6 @@ follow the last MMA.
 M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
 """
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,6 @@ from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
-MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
-MIN_STAGES = 4  # of each of them
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -69,39 +66,6 @@ def decode_gemm_config(x, weight, allow_split_k):
         return None
     stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
-
-
-def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
-    """The same with an e4m3 weight, which x multiplies in e4m3 or in its 16 bits; None where the kernel does not run.
-
-    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
-    """
-    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
-    max_programs = num_sms(x.device)
-    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
-    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
-        return None
-    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
-        if block_m > 64 and not is_w8a8:
-            return None
-        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        per_sm = triton.cdiv(num_programs, max_programs)
-        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
-            break
-    splits = (4, 2, 1) if allow_split_k else (1,)
-    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
-    split_c = num_channels // split_k
-    # 256 channels: half as many steps; with more tokens registers run out.
-    blocks_c = (256, 128) if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else (128,)
-    channel_bytes = block_m * (1 if is_w8a8 else 2) + block_n + (block_n // 32 if num_groups > 1 else 0)
-    for programs, block_c in itertools.product(range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1), blocks_c):
-        stages = PIPELINE_BYTES // programs // (channel_bytes * block_c)
-        if stages >= MIN_STAGES:
-            break
-    stages = min(stages, split_c // block_c)
-    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
-    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= max_elements else 8)
 
 
 def supports_qkv(config, head_size):

@@ -13,6 +13,8 @@ twice the rate. Knows nothing of layers. The twins are in reference.py, and do n
     otherwise                  not here: `dequantized` at each call and multiplied in 16 bits, as without Hopper
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +35,8 @@ except ImportError:  # an untested version of Triton, see gluon_compat.py
 MAX_TOKENS_W8A16 = 16
 MAX_TOKENS_DECODE = 256
 MAX_DECODE_WAVES = 1  # of more than 64 tokens, where there are alternatives
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with weights of many output features
+MIN_STAGES = 4  # of each of them
 MIN_TOKENS_PREFILL = 65  # below, torch._scaled_mm and a separate epilogue are faster
 
 
@@ -133,15 +137,49 @@ def choose(x, weight, allow_split_k=False):
         return True, None
     x = x.residual if isinstance(x, SplitKPartials) else x
     if len(x) <= MAX_TOKENS_W8A16:
-        config = decode_gemm_sm90.decode_gemm_fp8_config(x, weight, False, allow_split_k)
+        config = decode_config(x, weight, False, allow_split_k)
         if config is not None:
             return False, config
-    config = decode_gemm_sm90.decode_gemm_fp8_config(x, weight, True, allow_split_k)
+    config = decode_config(x, weight, True, allow_split_k)
     if len(x) > 64 and has_blocks(weight) and len(weight.data) % 256 == 0:
         num_tiles = triton.cdiv(len(x), config.block_m) * triton.cdiv(len(weight.data), config.block_n)
         if num_tiles > MAX_DECODE_WAVES * num_sms(x.device):
             return True, None
     return True, config
+
+
+def decode_config(x, weight, is_w8a8, allow_split_k):
+    """The tiling of a decode GEMM, as in decode_gemm_config; None where the kernel does not run.
+
+    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
+    """
+    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
+    max_programs = num_sms(x.device)
+    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
+    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
+        return None
+    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
+        if block_m > 64 and not is_w8a8:
+            return None
+        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
+        per_sm = triton.cdiv(num_programs, max_programs)
+        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
+            break
+    splits = (4, 2, 1) if allow_split_k else (1,)
+    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
+    split_c = num_channels // split_k
+    # 256 channels: half as many steps; with more tokens registers run out.
+    blocks_c = (256, 128) if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else (128,)
+    channel_bytes = block_m * (1 if is_w8a8 else 2) + block_n + (block_n // 32 if num_groups > 1 else 0)
+    for programs, block_c in itertools.product(range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1), blocks_c):
+        stages = decode_gemm_sm90.PIPELINE_BYTES // programs // (channel_bytes * block_c)
+        if stages >= MIN_STAGES:
+            break
+    stages = min(stages, split_c // block_c)
+    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
+    num_warps = 4 if block_m * block_n <= max_elements else 8
+    return decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
 
 def prepare(x, norm_weight, eps, is_w8a8):
