@@ -39,10 +39,11 @@ def rand(*shape, dtype=torch.float32):
     return torch.rand(*shape, device=DEVICE).to(dtype)
 
 
-def make_weight(num_features, num_channels, num_groups):
-    """Scales that differ by a factor of up to 4 between features and groups."""
-    scale = (rand(num_features, num_groups) * 1.5 + 0.5) / num_channels**0.5
-    return Weight(randn(num_features, num_channels).to(E4M3), scale)
+def make_weight(num_features, num_channels, num_groups, block_n=1):
+    """Scales that differ by a factor of up to 4 between features, or blocks of them, and groups."""
+    scale = (rand(-(-num_features // block_n), num_groups) * 1.5 + 0.5) / num_channels**0.5
+    scale = scale.repeat_interleave(block_n, dim=0)[:num_features].contiguous()
+    return Weight(randn(num_features, num_channels).to(E4M3), scale, block_n)
 
 
 def make_options(num_tokens, num_features, num_channels, dtype, norm=False, bias=False, act_mul=None, residual=False):
@@ -145,9 +146,9 @@ def make_epilogue(num_tokens, num_heads, num_kv_heads, head_size, dtype, has_nor
 
 
 def twin_of_qkv(x, weight, bias, norm_weight, epilogue):
-    wide = {name: value for name, value in epilogue._asdict().items()}
+    wide = epilogue._asdict()
     for name in ("q_weight", "k_weight", "k_cache", "v_cache"):
-        wide[name] = None if wide[name] is None else wide[name].float()
+        wide[name] = None if wide[name] is None else wide[name].float().clone()  # caches of its own
     wide = QKVEpilogue(**wide)
     bias, norm_weight = (None if tensor is None else tensor.float() for tensor in (bias, norm_weight))
     return reference.qkv_linear(x.float(), weight, bias, norm_weight, EPS, wide), wide.k_cache, wide.v_cache
@@ -174,8 +175,9 @@ def test_fp8_is_chosen_by_device_and_shape(monkeypatch):
     assert not fp8.supports(x[:, :192], make_weight(64, 192, 1))
     many = x.expand(300, 4, 256)[:, 0]
     assert fp8.supports(many, make_weight(64, 256, 1)) and not fp8.supports(many, weight)
+    assert fp8.supports(many, make_weight(256, 256, 2, 128)) == has_gluon
+    assert not fp8.supports(many, make_weight(384, 256, 2, 128))  # no whole tiles
     if has_gluon:
-        monkeypatch.setattr(fp8.decode_gemm_sm90, "num_sms", lambda device: 132)
         monkeypatch.setattr(fp8, "num_sms", lambda device: 132)
         monkeypatch.setattr(fp8, "MAX_TOKENS_W8A16", 2)
         assert [fp8.choose(x[:n], weight)[0] for n in (2, 3)] == [False, True]
@@ -240,10 +242,11 @@ def test_decode_gemm(num_tokens, num_features, num_channels, is_w8a8, dtype):
                     check_decode_gemm(*shape, bias=True, residual=True, act_mul="silu")
 
 
-def check_quantized_linear(num_tokens, num_features, num_channels, num_groups, dtype, **options):
+def check_quantized_linear(num_tokens, weight, dtype, **options):
     """dispatch.fused_linear, where x may have been quantized after its norm."""
+    num_features, num_channels = weight.data.shape
     options = make_options(num_tokens, num_features, num_channels, dtype, **options)
-    x, weight = randn(num_tokens, num_channels, dtype=dtype), make_weight(num_features, num_channels, num_groups)
+    x = randn(num_tokens, num_channels, dtype=dtype)
     exact = reference.fused_linear(x.float(), weight, **widened(options))
     rounded = x if options["norm_weight"] is None else reference.rms_norm(x, options["norm_weight"], EPS)
     rounded = values(reference.quantize_tokens(rounded))
@@ -274,7 +277,35 @@ def test_fused_linear_at_model_size(num_tokens, is_grouped):
         (1000, 2560, dict(norm=True, bias=True)),
     ):
         num_groups = num_channels // 128 if is_grouped else 1
-        check_quantized_linear(num_tokens, num_features, num_channels, num_groups, torch.bfloat16, **options)
+        for block_n in (1, 128) if is_grouped else (1,):
+            weight = make_weight(num_features, num_channels, num_groups, block_n)
+            check_quantized_linear(num_tokens, weight, torch.bfloat16, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens, num_features, num_channels", [(1, 256, 128), (100, 512, 640), (5000, 1280, 1024)])
+def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
+    """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
+    prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
+    for num_groups, block_n in ((1, 1), (num_channels // 128, 128)):
+        weight = make_weight(num_features, num_channels, num_groups, block_n)
+        for more in (
+            dict(),
+            dict(bias=True),
+            dict(residual=True),
+            dict(bias=True, residual=True),
+            dict(act_mul="silu"),
+        ):
+            options = make_options(num_tokens, num_features, num_channels, dtype, **more)
+            quantized = reference.quantize_tokens(randn(num_tokens, num_channels, dtype=dtype))
+            expected = reference.fused_linear(values(quantized), weight, **widened(options))
+            del options["norm_weight"], options["eps"]
+            y = prefill_gemm_sm90.prefill_gemm(
+                quantized.data, weight.data, **options, weight_scale=weight.scale, x_scale=quantized.scale, dtype=dtype
+            )
+            assert y.dtype == dtype and (options["residual"] is None or y is options["residual"])
+            assert_near(y, expected, 8e-3)
 
 
 @pytest.mark.gpu
@@ -284,7 +315,7 @@ def test_fused_linear_at_model_size(num_tokens, is_grouped):
 def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_size, is_grouped):
     num_channels = 1024
     width = (num_heads + 2 * num_kv_heads) * head_size
-    weight = make_weight(width, num_channels, num_channels // 128 if is_grouped else 1)
+    weight = make_weight(width, num_channels, *((num_channels // 128, 128) if is_grouped else (1, 1)))
     x, norm_weight = randn(num_tokens, num_channels, dtype=torch.bfloat16), rand(num_channels, dtype=torch.bfloat16)
     for has_norm, bias in ((True, None), (False, randn(width, dtype=torch.bfloat16))):
         epilogue = make_epilogue(min(num_tokens, 512), num_heads, num_kv_heads, head_size, torch.bfloat16, has_norm)

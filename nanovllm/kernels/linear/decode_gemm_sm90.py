@@ -31,7 +31,6 @@ from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
-MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -69,34 +68,6 @@ def decode_gemm_config(x, weight, allow_split_k):
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
 
 
-def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
-    """The same with an e4m3 weight, which x multiplies in e4m3 or in its 16 bits; None where the kernel does not run.
-
-    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
-    """
-    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
-    max_programs = num_sms(x.device)
-    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
-    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
-        return None
-    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
-        if block_m > 64 and not is_w8a8:
-            return None
-        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        per_sm = triton.cdiv(num_programs, max_programs)
-        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
-            break
-    splits = (4, 2, 1) if allow_split_k else (1,)
-    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
-    split_c = num_channels // split_k
-    block_c = 256 if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else 128  # else registers run out
-    stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
-    stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
-    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
-    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= max_elements else 8)
-
-
 def supports_qkv(config, head_size):
     """Whether norm_rope_store can be the epilogue: a tile is one head or two, a warp holds whole rows."""
     is_whole_heads = head_size in (config.block_n, config.block_n // 2)
@@ -122,24 +93,25 @@ def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.conste
 @gluon.jit
 def e4m3_to_16_bits(x, dtype: gl.constexpr):
     """Exact. To bf16: four values at a time, by bits, as conversions run at a fraction of the rate of logic."""
-    if dtype != gl.bfloat16:
+    if dtype == gl.bfloat16:
+        # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
+        asm: gl.constexpr = """{
+            .reg .b32 low, high, sign_low, sign_high, scale;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign_low, low, 0x80008000;
+            and.b32 sign_high, high, 0x80008000;
+            shr.u32 low, low, 4;
+            shr.u32 high, high, 4;
+            lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
+            lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
+            mov.b32 scale, 0x7b807b80;
+            mul.rn.bf16x2 $0, low, scale;
+            mul.rn.bf16x2 $1, high, scale;
+        }"""
+        return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
         return x.to(dtype)
-    # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
-    asm: gl.constexpr = """{
-        .reg .b32 low, high, sign_low, sign_high, scale;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 sign_low, low, 0x80008000;
-        and.b32 sign_high, high, 0x80008000;
-        shr.u32 low, low, 4;
-        shr.u32 high, high, 4;
-        lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
-        lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
-        mov.b32 scale, 0x7b807b80;
-        mul.rn.bf16x2 $0, low, scale;
-        mul.rn.bf16x2 $1, high, scale;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -151,8 +123,13 @@ def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.c
     """
     if weight_smem.dtype != x_smem.dtype:
         gl.static_assert(SWAP_AB)
+        # Four channels at a time, 32 bits, which the MMA takes for channels 0, 1, 8 and 9 of its 16: so x is stored.
+        N: gl.constexpr = weight_smem.shape[1]
+        GROUPS: gl.constexpr = weight_smem.shape[2] // 16
+        weight = weight_smem.index(stage).load(gl.DotOperandLayout(0, acc_layout, 4))
+        weight = e4m3_to_16_bits(weight, x_smem.dtype).reshape((N, GROUPS, 4, 2, 2)).permute((0, 1, 3, 2, 4))
         layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-        weight = e4m3_to_16_bits(weight_smem.index(stage).load(layout), x_smem.dtype)
+        weight = gl.convert_layout(weight.reshape((N, GROUPS * 16)), layout, assert_trivial=True)
         hopper.fence_async_shared()
         x = x_smem.index(stage).permute((1, 0))
         return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
@@ -239,8 +216,9 @@ def decode_gemm_kernel(
     )
     LANES: gl.constexpr = min(16, BLOCK_C * WEIGHT_BYTES // 16)  # of a warp along C, 16 bytes each
     load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // WEIGHT_BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    X_LANES: gl.constexpr = min(16, BLOCK_C * X_BYTES // 16)
-    x_load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // X_BYTES], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
+    X_VECTOR: gl.constexpr = 16 // X_BYTES if X_BYTES == WEIGHT_BYTES else 2
+    X_LANES: gl.constexpr = min(16, BLOCK_C // X_VECTOR)
+    x_load_layout: gl.constexpr = gl.BlockedLayout([1, X_VECTOR], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
     smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * WEIGHT_BYTES, 2)
     x_smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * X_BYTES, 2)
     weight_smem = gl.allocate_shared_memory(weight_dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
@@ -276,9 +254,15 @@ def decode_gemm_kernel(
         else:
             async_load(scale_smem.index(0), scale_ptrs)
     if X_BYTES != WEIGHT_BYTES:
-        c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
+        i = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
+        c = split * SPLIT_C + i
+        x_c = split * SPLIT_C + i // 16 * 16 + i % 8 // 2 * 4 + i % 16 // 8 * 2 + i % 2  # see `mma`
     token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_load_layout))
-    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
+    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride
+    if X_BYTES == WEIGHT_BYTES:
+        x_ptrs += c[None, :]
+    else:
+        x_ptrs += gl.max_contiguous(gl.multiple_of(x_c, 2), 2)[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
     if HEAD_SIZE > 0:
         gl.static_assert(WARPS_M == WARPS and SPLIT_K == 1)

@@ -6,11 +6,14 @@ twice the rate. Knows nothing of layers. The twins are in reference.py, and do n
 
     1                          gemv.py, W8A16; from sm_89 on
     2 to MAX_TOKENS_W8A16      decode_gemm_sm90.py, W8A16
-    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only in one wave, if there are scales per feature
-    otherwise                  with a scale per feature prefill_gemm_sm90.py, W8A8, where it has the epilogue, else
-                               torch._scaled_mm between separate kernels
+    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only where it needs one wave or nothing else runs
+    otherwise                  prefill_gemm_sm90.py, W8A8, where it has the epilogue; scales of 128 channels must be
+                               those of blocks of 128 x 128
+    otherwise                  torch._scaled_mm, W8A8, between separate kernels, with a scale per feature
     otherwise                  not here: `dequantized` at each call and multiplied in 16 bits, as without Hopper
 """
+
+import itertools
 
 import torch
 import triton
@@ -32,6 +35,8 @@ except ImportError:  # an untested version of Triton, see gluon_compat.py
 MAX_TOKENS_W8A16 = 16
 MAX_TOKENS_DECODE = 256
 MAX_DECODE_WAVES = 1  # of more than 64 tokens, where there are alternatives
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with weights of many output features
+MIN_STAGES = 4  # of each of them
 MIN_TOKENS_PREFILL = 65  # below, torch._scaled_mm and a separate epilogue are faster
 
 
@@ -48,13 +53,15 @@ def supports(x, weight):
     if len(x) == 1:
         is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
         return has_e4m3(device) and is_whole_groups
-    if not (is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
+    if not (len(x) > 1 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
         return False
     if dtype_of(x).itemsize != 2 or num_channels % 128 or num_groups not in (1, num_channels // 128):
         return False
     if decode_gemm_sm90 is not None and len(x) <= MAX_TOKENS_DECODE:
         return True
-    return num_groups == 1 and num_features % 16 == 0
+    if num_groups == 1:
+        return num_features % 16 == 0
+    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % 256 == 0
 
 
 def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k):
@@ -71,11 +78,12 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
             config, x, weight.data, bias, residual, act_mul,
             weight_scale=weight.scale, x_scale=x_scale, dtype=dtype,
         )  # fmt: skip
-    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight):
+    fuses_act = act_mul is not None and bias is residual is None
+    if supports_prefill_gemm(x, weight) and (fuses_act or act_mul is None) and is_tma_aligned(residual):
         return prefill_gemm_sm90.prefill_gemm(
-            x, weight.data, act_mul, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
+            x, weight.data, act_mul, bias, residual=residual, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
         )
-    y = scaled_mm(x, x_scale, weight, bias, dtype)
+    y = product(x, x_scale, weight, bias, dtype)
     if act_mul:
         y = act_and_mul(y, act_mul)
     return y if residual is None else residual.add_(y)
@@ -96,7 +104,7 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     elif supports_prefill_gemm(x, weight, is_qkv=True):
         return prefill_gemm_sm90.prefill_gemm(x, weight.data, bias=bias, epilogue=epilogue, **scales)
     else:
-        y = scaled_mm(x, x_scale, weight, bias, dtype)
+        y = product(x, x_scale, weight, bias, dtype)
     return norm_rope_store(y, *epilogue)
 
 
@@ -107,7 +115,16 @@ def supports_qkv_epilogue(dtype, data, epilogue):
 def supports_prefill_gemm(x, weight, is_qkv=False):
     """x after `prepare`, where `choose` finds no tiles of a decode GEMM."""
     is_enough = prefill_gemm_sm90 is not None and len(x) >= MIN_TOKENS_PREFILL
-    return is_enough and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
+    return is_enough and has_blocks(weight) and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
+
+
+def has_blocks(weight):
+    """Whether a scale is of all channels, or of a block of 128 x 128: what the prefill GEMM supports."""
+    return weight.scale.shape[1] == 1 or weight.block_n % 128 == 0
+
+
+def is_tma_aligned(y):
+    return y is None or (y.stride(1) == 1 and y.stride(0) * y.element_size() % 16 == y.data_ptr() % 16 == 0)
 
 
 def dtype_of(x):
@@ -120,15 +137,49 @@ def choose(x, weight, allow_split_k=False):
         return True, None
     x = x.residual if isinstance(x, SplitKPartials) else x
     if len(x) <= MAX_TOKENS_W8A16:
-        config = decode_gemm_sm90.decode_gemm_fp8_config(x, weight, False, allow_split_k)
+        config = decode_config(x, weight, False, allow_split_k)
         if config is not None:
             return False, config
-    config = decode_gemm_sm90.decode_gemm_fp8_config(x, weight, True, allow_split_k)
-    if len(x) > 64 and weight.scale.shape[1] == 1:
+    config = decode_config(x, weight, True, allow_split_k)
+    if len(x) > 64 and has_blocks(weight) and len(weight.data) % 256 == 0:
         num_tiles = triton.cdiv(len(x), config.block_m) * triton.cdiv(len(weight.data), config.block_n)
         if num_tiles > MAX_DECODE_WAVES * num_sms(x.device):
             return True, None
     return True, config
+
+
+def decode_config(x, weight, is_w8a8, allow_split_k):
+    """The tiling of a decode GEMM, as in decode_gemm_config; None where the kernel does not run.
+
+    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
+    """
+    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
+    max_programs = num_sms(x.device)
+    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
+    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
+        return None
+    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
+        if block_m > 64 and not is_w8a8:
+            return None
+        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
+        per_sm = triton.cdiv(num_programs, max_programs)
+        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
+            break
+    splits = (4, 2, 1) if allow_split_k else (1,)
+    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
+    split_c = num_channels // split_k
+    # 256 channels: half as many steps; with more tokens registers run out.
+    blocks_c = (256, 128) if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else (128,)
+    channel_bytes = block_m * (1 if is_w8a8 else 2) + block_n + (block_n // 32 if num_groups > 1 else 0)
+    for programs, block_c in itertools.product(range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1), blocks_c):
+        stages = decode_gemm_sm90.PIPELINE_BYTES // programs // (channel_bytes * block_c)
+        if stages >= MIN_STAGES:
+            break
+    stages = min(stages, split_c // block_c)
+    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
+    num_warps = 4 if block_m * block_n <= max_elements else 8
+    return decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
 
 def prepare(x, norm_weight, eps, is_w8a8):
@@ -139,8 +190,12 @@ def prepare(x, norm_weight, eps, is_w8a8):
     return *(quantize_tokens(x) if norm_weight is None else rms_norm(x, norm_weight, eps, quantized=True)), dtype
 
 
-def scaled_mm(x, x_scale, weight, bias, dtype):
-    """x W^T + bias [T, N] of quantized x and a weight with one scale per output feature."""
+def product(x, x_scale, weight, bias, dtype):
+    """x W^T + bias [T, N] of quantized x."""
+    if weight.scale.shape[1] > 1:
+        return prefill_gemm_sm90.prefill_gemm(
+            x, weight.data, bias=bias, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
+        )
     return torch._scaled_mm(
         x, weight.data.t(), scale_a=x_scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=dtype
     )

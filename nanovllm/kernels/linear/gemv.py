@@ -33,9 +33,11 @@ def gemv_config(num_features, num_channels, itemsize):
     """Tuned by coordinate descent over a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
     num_bytes = num_features * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
-    if itemsize == 1:  # not tuned; more features share the conversion of x, fewer bytes a thread avoid spills
+    if itemsize == 1:  # not tuned; more features share the conversion of x, as instructions nearly limit the kernel
         if num_channels <= 1024:
             return GemvConfig(4, max(16, block_c), 4)
+        if num_features >= 16384:
+            return GemvConfig(8, 256, 1)
         return GemvConfig(4, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
     if num_features >= 12 * num_channels:  # an LM head
         if num_channels <= 1024:

@@ -15,9 +15,9 @@ In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
 or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
-x and weight may be e4m3, with a scale per token and per output feature. Hopper sums e4m3 products in some 14 bits, so
-those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one half of the columns after the
-other, for registers; meanwhile the other consumer's MMA runs.
+x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper
+sums e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in
+fp32: one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
@@ -106,7 +106,8 @@ def store_output(y_desc, staging, token, column, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features, HAS_BIAS: gl.constexpr):
+def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features,
+           NUM_GROUPS: gl.constexpr, HAS_BIAS: gl.constexpr):  # fmt: skip
     """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     x_scale_ptr, weight_scale_ptr = scales
@@ -114,10 +115,33 @@ def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, layout))
     feature = first_feature + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
     total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
-    total *= gl.load(weight_scale_ptr + feature, mask=feature < num_features, other=0.0)[None, :]
+    if NUM_GROUPS == 1:
+        total *= gl.load(weight_scale_ptr + feature, mask=feature < num_features, other=0.0)[None, :]
     if HAS_BIAS:
         total += gl.load(bias_ptr + feature, mask=feature < num_features, other=0.0).to(gl.float32)[None, :]
     return total
+
+
+@gluon.jit
+def plain_epilogue(half, residual, where, first_column, HAS_RESIDUAL: gl.constexpr, CONSUMER: gl.constexpr):
+    """The store of half a tile, [plus the residual]."""
+    y_desc, staging, first_token, num_tokens = where
+    left, right = split_halves(half)
+    if HAS_RESIDUAL:
+        left = add_residual(left, residual, first_token, first_column, num_tokens)
+        right = add_residual(right, residual, first_token, first_column + STORE_N, num_tokens)
+    stage_output(staging, left, right, CONSUMER)
+    store_output(y_desc, staging, first_token, first_column, CONSUMER)
+
+
+@gluon.jit
+def add_residual(x, residual, first_token, first_column, num_tokens):
+    residual_ptr, residual_stride = residual
+    token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, x.type.layout))
+    column = first_column + gl.arange(0, STORE_N, layout=gl.SliceLayout(0, x.type.layout))
+    ptrs = residual_ptr + token.to(gl.int64)[:, None] * residual_stride + column[None, :]
+    mask = (token < num_tokens)[:, None] & (column >= 0)[None, :]
+    return x + gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -164,8 +188,9 @@ def qkv_epilogue(
 
 @gluon.jit
 def consume(
-    pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
-    CONSUMER: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
+    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACT_MUL: gl.constexpr,
+    HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
@@ -192,8 +217,14 @@ def consume(
             total_1 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
             total_2 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
             product = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
-            for _step in range(num_steps):
+            feature = tile_n * tile_stride
+            if NUM_GROUPS > 1:
+                scale_ptr_1 = scales[1] + feature * NUM_GROUPS
+                scale_ptr_2 = scales[1] + gl.minimum(feature + half_stride, num_features - 1) * NUM_GROUPS
+            for step in range(num_steps):
                 stage = n % STAGES
+                if NUM_GROUPS > 1:
+                    scale_1, scale_2 = gl.load(scale_ptr_1 + step), gl.load(scale_ptr_2 + step)
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
                 weight = weight_smem.index(stage)
@@ -201,14 +232,20 @@ def consume(
                     x, weight.slice(0, HALF).permute((1, 0)), product, use_acc=False, is_async=True
                 )
                 product = hopper.warpgroup_mma_wait(0, [pending])
-                total_1 += product
+                if NUM_GROUPS > 1:
+                    total_1 += product * scale_1
+                else:
+                    total_1 += product
                 pending = hopper.warpgroup_mma(
                     x, weight.slice(HALF, HALF).permute((1, 0)), product, use_acc=False, is_async=True
                 )
                 product = hopper.warpgroup_mma_wait(0, [pending])
                 thread_barrier()
                 mbarrier.arrive(empty.index(stage))
-                total_2 += product
+                if NUM_GROUPS > 1:
+                    total_2 += product * scale_2
+                else:
+                    total_2 += product
                 n += 1
         else:
             acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
@@ -235,10 +272,13 @@ def consume(
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
             if IS_FP8:
-                feature = tile_n * tile_stride
-                left = scaled(total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, HAS_BIAS)
+                left = scaled(
+                    total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, HAS_BIAS
+                )
                 feature += half_stride
-                right = scaled(total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, HAS_BIAS)
+                right = scaled(
+                    total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, HAS_BIAS
+                )
                 if HEAD_SIZE > 0:
                     cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
             else:
@@ -248,6 +288,11 @@ def consume(
                     (left, right), cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
                     CONSUMER, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
                 )  # fmt: skip
+            elif ACT_MUL is None:
+                column = tile_n * BLOCK_N
+                where = (y_desc, staging, first_token, num_tokens)
+                plain_epilogue(left, residual, where, column, HAS_RESIDUAL, CONSUMER)
+                plain_epilogue(right, residual, where, column + BLOCK_N // 2, HAS_RESIDUAL, CONSUMER)
             else:
                 z = sigmoid_argument(left, ACT_MUL)
                 y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right)
@@ -267,7 +312,9 @@ def prefill_gemm_kernel(
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
     x_scale_ptr,  # fp32 [M], only with e4m3
-    weight_scale_ptr,  # fp32 [N], only with e4m3
+    weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with e4m3
+    residual_ptr,  # [M, I], only with e4m3 and HAS_RESIDUAL
+    residual_stride,
     bias_ptr,  # [N], only with HAS_BIAS
     q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
     eps,
@@ -275,8 +322,10 @@ def prefill_gemm_kernel(
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
+    NUM_GROUPS: gl.constexpr,  # of channels with a scale: 1 per feature, or one a stage, per 128 features
+    HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
-    HEAD_SIZE: gl.constexpr,  # 0: act_and_mul
+    HEAD_SIZE: gl.constexpr,  # 0: act_and_mul, or with e4m3 neither
     NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HAS_BIAS: gl.constexpr,  # only with HEAD_SIZE
@@ -305,6 +354,7 @@ def prefill_gemm_kernel(
     pipeline = (x_smem, weight_smem, full, empty)
     shape = (num_tokens, num_tiles_n, num_steps)
     scales = (x_scale_ptr, weight_scale_ptr)
+    residual = (residual_ptr, residual_stride)
     epilogue = (
         bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr,
         v_cache_ptr,
@@ -314,12 +364,12 @@ def prefill_gemm_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
-                ZERO, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
+                ZERO, NUM_GROUPS, HAS_RESIDUAL, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
             )),
             (consume, (
-                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
-                ONE, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
+                ONE, NUM_GROUPS, HAS_RESIDUAL, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
             )),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
@@ -349,28 +399,35 @@ def idle_channels(x, weight):
     return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
 
 
-def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, weight_scale=None, x_scale=None, dtype=None):
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, weight_scale=None, x_scale=None,
+                 dtype=None):  # fmt: skip
     """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
 
-    x and weight in e4m3: with weight_scale fp32 [N, 1] and x_scale fp32 [M], and a result of `dtype`.
-
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
+
+    x and weight in e4m3: x_scale fp32 [M] and weight_scale fp32 [N, G], with G > 1 equal for each 128 features, and a
+    result of `dtype`; without act_mul and epilogue the product [+ bias] [+ residual], which it overwrites.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
-    assert (act_mul is None) == (epilogue is not None) and (bias is None or epilogue is not None)
+    assert act_mul is None or bias is residual is epilogue is None
+    assert x_scale is not None or (residual is None and (act_mul is None) == (epilogue is not None))
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
-    num_outputs = num_features // 2 if epilogue is None else num_heads * head_size
+    num_outputs = num_heads * head_size if epilogue else num_features // 2 if act_mul else num_features
     block_c = LINE_BYTES.value // x.element_size()
-    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype if x_scale is None else dtype, device=x.device)
+    y = residual
+    if residual is None:
+        y = torch.empty((num_tokens, num_outputs), dtype=x.dtype if x_scale is None else dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
-        half_n if epilogue is None else BLOCK_N.value, num_features // 2 if epilogue is None else half_n,
-        x_scale, weight_scale, bias, *epilogue_args, ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
+        half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
+        x_scale, weight_scale, residual, None if residual is None else residual.stride(0), bias, *epilogue_args,
+        NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], HAS_RESIDUAL=residual is not None,
+        ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))

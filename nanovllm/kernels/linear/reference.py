@@ -18,6 +18,7 @@ class Weight(NamedTuple):
     data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
     scale: torch.Tensor | None = None
+    block_n: int = 1  # each so many output features have the same scales
 
     def dequantize(self, dtype):
         """[N, C] in `dtype`; without a scale, `data` as it is."""
