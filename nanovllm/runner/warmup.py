@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import allocate_kv_cache
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
@@ -24,7 +25,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     config, state = runner.config, runner.request_state
     runner.model = runner.make_model(config.model_config.one_layer_of_each_kind())
     runner.warmup_model()
-    runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.dtype, runner.device)
+    calibrate(runner)
+    runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.kv_dtype, runner.device)
     if runner.tp.peers is not None:
         runner.tp.peers.warm_up(runner.dtype)
     # The longest prefills first: their kernels take the longest to compile.

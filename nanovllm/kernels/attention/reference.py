@@ -24,25 +24,27 @@ def paged_decode_attention(
     max_context: int,
     pdl: bool = False,
     window: int = 0,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its context, [B, H, D].
 
     Args:
         q: [B, H, D], last dimension contiguous.
-        k_cache, v_cache: [NB, BS, K, D] of one layout. Kernels need BS a multiple of 16 and H / K at most 16.
+        k_cache, v_cache: [NB, BS, K, D] of one layout, of q's dtype or e4m3. Kernels need BS a multiple of 16 and H / K at most 16.
         req_indices: i32[B], rows of ``block_tables``.
         context_lens: i32[B], the new token included; 0 gives zeros.
         block_tables: i32[R, max_blocks].
         scale: softmax scale.
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
+        kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
     """
     out = torch.zeros_like(q)
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)
-    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+    for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
         k, v = k[:, :, -window:], v[:, :, -window:]
         grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
     return out
@@ -59,6 +61,7 @@ def paged_prefill_attention(
     scale: float,
     max_seqlen_q: int,
     window: int = 0,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query tokens, q [T, H, D], over the KV cache, [T, H, D].
 
@@ -67,7 +70,7 @@ def paged_prefill_attention(
     """
     out = torch.empty_like(q)
     bounds = cu_seqlens_q.tolist()
-    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+    for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
         begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None
         if begin == end:
             continue
@@ -85,13 +88,18 @@ def paged_prefill_attention(
 
 
 def _gather_contexts(
+    dtype: torch.dtype,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     req_indices: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    kv_scale: torch.Tensor | None,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several."""
+    """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several.
+
+    Those of an e4m3 cache are dequantized to ``dtype``.
+    """
     contexts, block_size = context_lens.tolist(), k_cache.shape[1]
     max_blocks = -(-max(contexts, default=0) // block_size)
     tables = block_tables.index_select(0, req_indices)[:, :max_blocks].tolist()
@@ -106,4 +114,7 @@ def _gather_contexts(
             else cache[last : last + 1, :num_last]
             for cache in (k_cache, v_cache)
         )
+        if k.dtype == torch.float8_e4m3fn:
+            assert kv_scale is not None
+            k, v = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
         yield i, k.transpose(1, 2), v.transpose(1, 2)
