@@ -87,6 +87,6 @@ def warn_of_outliers(config: Config) -> None:
     """FP8 rounds keys to 4 significant bits; without a norm some channels may be so large that it shows."""
     if config.kv_cache_dtype != "auto" and not config.model_config.qk_norm:
         logger.warning(
-            "kv_cache_dtype=%r: this model has no query/key norms, and outliers in the keys of such models (Qwen2.5) can "
-            "ruin its answers; compare them with those of kv_cache_dtype='auto'.", config.kv_cache_dtype,
+            "kv_cache_dtype=%r: the model has no query/key norms, and outliers in the keys of such models (Qwen2.5) "
+            "can ruin its answers; compare them with those of kv_cache_dtype='auto'.", config.kv_cache_dtype,
         )  # fmt: skip

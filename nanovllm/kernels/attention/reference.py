@@ -30,7 +30,8 @@ def paged_decode_attention(
 
     Args:
         q: [B, H, D], last dimension contiguous.
-        k_cache, v_cache: [NB, BS, K, D] of one layout, of q's dtype or e4m3. Kernels need BS a multiple of 16 and H / K at most 16.
+        k_cache, v_cache: [NB, BS, K, D] of one layout, of q's dtype or e4m3. Kernels need BS a multiple of 16 and H / K
+            at most 16.
         req_indices: i32[B], rows of ``block_tables``.
         context_lens: i32[B], the new token included; 0 gives zeros.
         block_tables: i32[R, max_blocks].

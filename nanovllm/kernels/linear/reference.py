@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
@@ -35,8 +34,8 @@ class QKVEpilogue(NamedTuple):
     cos_sin: torch.Tensor  # fp32 [max_position, D]: cosines in the first D/2 columns, then sines
     positions: torch.Tensor  # i32[T]
     slot_mapping: torch.Tensor  # i32[T], -1: not stored
-    k_cache: torch.Tensor | None  # [NB, BS, K, D], of qkv's dtype or e4m3; None or empty: nothing is stored; likewise v_cache
-    v_cache: torch.Tensor | None
+    k_cache: torch.Tensor | None  # [NB, BS, K, D], of qkv's dtype or e4m3; None or empty: nothing is stored
+    v_cache: torch.Tensor | None  # likewise
     num_heads: int
     num_kv_heads: int
     kv_scale: torch.Tensor | None = None  # fp32 [2, K], of keys and of values; read only where the caches are e4m3
