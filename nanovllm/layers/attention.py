@@ -49,7 +49,8 @@ class Attention(nn.Module):
 
     def set_kv_scale(self, which: str, scale: torch.Tensor) -> None:
         """Take the scale of "k" or "v" from the checkpoint: one number, or one for each KV head of this rank."""
-        self.kv_scale["kv".index(which)] = scale
+        with torch.inference_mode():
+            self.kv_scale["kv".index(which)] = scale
         self.kv_scale_is_given["kv".index(which)] = True
 
     def forward(self, q: torch.Tensor, context: Context) -> torch.Tensor:

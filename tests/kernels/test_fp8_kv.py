@@ -250,11 +250,12 @@ def test_a_round_trip_keeps_four_significant_bits():
 @pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(16, 8, 128), (6, 4, 64), (14, 2, 64)])
 @pytest.mark.parametrize("num_tokens", [1, 33, 144, 256, 2048, 2500])
-def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim, has_norm, has_bias, dtype, monkeypatch):
+def test_qkv_linear_at_size(num_tokens, num_heads, num_kv_heads, head_dim, has_norm, has_bias, dtype, monkeypatch):
     """GEMV, decode GEMM and prefill GEMM with the epilogue, and the kernel behind cuBLAS."""
     monkeypatch.setattr(dispatch, "MAX_IDLE_CHANNELS_QKV", 10**9)
     C, width = 1024, (num_heads + 2 * num_kv_heads) * head_dim
-    x, weight = torch.randn(num_tokens, C, device=DEVICE).to(dtype), (torch.randn(width, C, device=DEVICE) / 32).to(dtype)
+    x = torch.randn(num_tokens, C, device=DEVICE).to(dtype)
+    weight = (torch.randn(width, C, device=DEVICE) / 32).to(dtype)
     weight[-head_dim:] *= 1000  # values of the last head saturate
     bias = torch.randn(width, device=DEVICE).to(dtype) if has_bias else None
     qk_weights = (torch.randn(2, head_dim, device=DEVICE) / 4 + 1).to(dtype) if has_norm else (None, None)
