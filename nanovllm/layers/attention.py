@@ -37,6 +37,8 @@ class Attention(nn.Module):
     times it; at one address as long as CUDA graphs live (runner/kv_scales.py).
     """
 
+    kv_scale: torch.Tensor
+
     def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend,
                  scale: float | None = None, window: int = 0):
         super().__init__()
