@@ -271,6 +271,7 @@ class DecodeConfig(NamedTuple):
     num_stages: int  # tiles in shared memory
     programs_per_sm: int  # all resident at once
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
+    max_registers: int | None = None  # per thread, where ptxas would take too many for programs_per_sm
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
@@ -338,6 +339,7 @@ def paged_decode_attention(
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+        **launch_options(q.device, pdl),
     )  # fmt: skip
     return out
