@@ -17,9 +17,9 @@ from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
 
 try:
-    from . import prefill_sm90
+    from . import prefill_fp8_sm90, prefill_sm90
 except ImportError:  # a Triton version whose Gluon was not tested
-    prefill_sm90 = None  # type: ignore[assignment]
+    prefill_fp8_sm90 = prefill_sm90 = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -173,6 +173,11 @@ def paged_prefill_attention(
         return prefill_sm90.prefill_attention_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
         )
+    if prefill_fp8_sm90 is not None and prefill_fp8_sm90.supports(q, k_cache, max_seqlen_q):
+        return prefill_fp8_sm90.prefill_attention_fp8_sm90(
+            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window,
+            kv_scale, out,
+        )  # fmt: skip
 
     large_shared_memory = has_large_shared_memory(q.device)
     config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), large_shared_memory)
