@@ -1,11 +1,11 @@
-"""``LLM(kv_cache_dtype="fp8")`` on the CPU: answers, scales, and the same tokens however they are computed. 15 s."""
+"""``LLM(kv_cache_dtype="fp8")`` on the CPU: answers, scales, and the same tokens however they are computed. 25 s."""
 
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import generate, greedy, prompt_of
+from helpers import DEVICES, generate, greedy, prompt_of
 from test_demo_model import check_answers, check_held_out_sums
 
 from nanovllm import LLM, ConfigError, SamplingParams
@@ -24,9 +24,9 @@ def scales_of(llm):
     return torch.stack([layer.self_attn.attn.kv_scale for layer in llm.model_runner.model.model.layers])
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(device="cpu", kv_cache_dtype="fp8", num_kvcache_blocks=64, quiet=True) as llm:
+@pytest.fixture(scope="module", params=DEVICES)
+def demo(request):
+    with LLM(device=request.param, kv_cache_dtype="fp8", num_kvcache_blocks=64, quiet=True) as llm:
         yield llm
 
 
@@ -123,6 +123,23 @@ def test_scales_are_measured_by_the_weights(make_llm, tiny):
     llm.update_weights({"model.layers.1.self_attn.v_proj.weight": 0 * weight}, partial=True)
     assert first.kv_scale[0].tolist() == pytest.approx([0.3, 0.3]) and torch.equal(first.kv_scale[1], before[0, 1])
     assert second.kv_scale[1].tolist() == pytest.approx([0.5, 0.7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_new_scales_reach_captured_graphs(dtype, make_llm, tiny):
+    """Values 256 times as large, made good by o_proj, both exact: without new scales they would saturate."""
+    options = {"device": "cuda", "dtype": dtype, "kv_cache_dtype": "fp8"}
+    llm = make_llm(**options)
+    before = generate(llm, PROMPTS, greedy(12))
+    state = tiny.model.state_dict()
+    new = {
+        name: weight * (256 if "v_proj" in name else 1 / 256)
+        for name, weight in state.items() if "v_proj" in name or "o_proj" in name
+    }  # fmt: skip
+    llm.update_weights(new, partial=True)
+    assert (scales_of(llm)[:, 1] >= 1).all()
+    assert generate(llm, PROMPTS, greedy(12)) == before
 
 
 def test_a_head_of_zeros_keeps_scale_one(make_llm, tiny):

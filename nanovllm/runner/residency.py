@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
-from nanovllm.runner.kv_scales import calibrate
+from nanovllm.runner.kv_scales import FP8, calibrate
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
 from nanovllm.runner.step import StepHeader, StepKind, to_words
 from nanovllm.utils.loader import WeightFiller
@@ -134,7 +134,7 @@ class Residency:
                 self.undefined, self._why_undefined = before, why
             raise
         self.undefined, self._why_undefined = before - written, why
-        if not self.undefined:
+        if not self.undefined and self._runner.kv_dtype == FP8:
             self.call("calibrate")
         return written
 

@@ -1,12 +1,13 @@
 """The kernels' FP8 KV cache against the plain twins: stores, attention, the needle in a long context.
 
-Kernels are compiled on a GPU, interpreted elsewhere. Slots that no token owns hold NaN.
+Kernels are compiled on a GPU, interpreted elsewhere (25 s). Slots that no token owns hold NaN.
 """
 
 import os
 
 import pytest
 import torch
+from helpers import interpret_fp8_exactly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -27,21 +28,8 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(FP8)
 
 @pytest.fixture(autouse=True)
 def exact_downcast(monkeypatch):
-    """Triton's interpreter drops the carry of a mantissa that rounds up, and keeps no NaN: convert by torch."""
-    if DEVICE == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def convert_float(data, source, target, rounding):
-        if not (target.is_fp8e4nv() and source.is_fp32()):
-            return convert(data, source, target, rounding)
-        values = torch.from_numpy(data.view("float32").copy())
-        assert not (values.abs() > 464).any(), "the conversion saturates on sm_90 only"
-        return values.to(FP8).view(torch.uint8).numpy().reshape(data.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    if DEVICE == "cpu":
+        interpret_fp8_exactly(monkeypatch)
 
 
 def uneven_scales(num_kv_heads):
@@ -118,11 +106,11 @@ def test_decode(head_size, group, dtype):
     check_decode([70, 0, 3], 2 * group, 2, head_size, 16, dtype)
 
 
-@pytest.mark.parametrize("block_size, window", [(16, 0), (48, 0), (256, 0), (16, 33), (64, 7)])
+@pytest.mark.parametrize("block_size, window", [(16, 0), (256, 0), (48, 33)])
 def test_decode_in_many_splits(block_size, window, monkeypatch):
     config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
     monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-    check_decode([130, 47, 0, 1, 16], 14, 2, 32, block_size, torch.float16, window)
+    check_decode([130, 47, 0, 1, 16], 6, 2, 32, block_size, torch.float16, window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
