@@ -1,6 +1,6 @@
 """Figures of ``nanovllm batch`` on the demo model and a CPU.
 
-    python benchmarks/batch_job.py rate [--rows 2000]             against one generate() on the same rows
+    python benchmarks/batch_job.py rate [--rows 2000 --engines 2] beside plain processes and Ray on the same rows
     python benchmarks/batch_job.py kills [--rows 2000 --kills 20] SIGKILL at random moments: rows lost and repeated
     python benchmarks/batch_job.py memory [--rows 1000000]        a stub in the engine's place
 
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -60,19 +61,74 @@ json.dump({row["id"]: output["text"] for row, output in zip(rows, outputs)}, ope
 """
 
 
+RAY = """
+import json, os, pathlib, sys, threading, time
+import ray
+from nanovllm.integrations.ray_data import ProcessorConfig, build_processor
+from nanovllm.jobs.rows import row_seed
+
+source, out, seqs, engines = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+seconds, ended = {}, threading.Event()
+
+def watch():  # CPU-seconds of the actors, which end with the job
+    while not ended.wait(0.2):
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if (path / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
+                    fields = (path / "stat").read_text().rpartition(")")[2].split()
+                    seconds[path.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            except OSError:
+                pass
+
+threading.Thread(target=watch, daemon=True).start()
+ray.init(include_dashboard=False, log_to_driver=False, num_cpus=engines + 1)
+config = ProcessorConfig(engine_kwargs={"device": "cpu", "max_num_seqs": seqs, "quiet": True}, concurrency=engines,
+                         num_cpus=1)
+before = lambda row: {"prompt": row["prompt"], "sampling_params": {
+    "temperature": 0.8, "seed": row_seed(None, row["id"]), **row["sampling_params"]}}
+start = time.perf_counter()
+rows = build_processor(config, before)(ray.data.read_json(source)).take_all()
+wall = time.perf_counter() - start
+ended.set()
+json.dump({row["id"]: row["generated_text"] for row in rows}, open(out, "w"))
+print(json.dumps({"wall_s": round(wall, 1), "cpu_s": round(sum(seconds.values()), 1)}))
+"""
+
+
 def rate(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    write_rows(directory / "in.jsonl", args.rows)
-    report: dict[str, Any] = {"rows": args.rows}
+    """The same rows by ``nanovllm batch``, by plain processes with a share of the rows each, and by Ray's actors.
+
+    Wall and CPU seconds include imports and starts (Ray: the wall seconds of the pipeline, the actors' CPU-seconds).
+    """
+    source, num_engines = directory / "in.jsonl", args.engines
+    write_rows(source, args.rows)
+    report: dict[str, Any] = {"rows": args.rows, "engines": num_engines}
     options = ("--temperature", "0.8", "--metrics", str(directory / "metrics.jsonl"))
-    report["batch"] = timed(command(directory / "in.jsonl", directory / "out.jsonl", options=options))
-    answers = directory / "answers.json"
-    report["generate"] = timed([sys.executable, "-c", GENERATE, str(directory / "in.jsonl"), str(answers), str(SEQS)])
-    for figures in (report["batch"], report["generate"]):
-        figures["rows_per_s"] = round(args.rows / figures["wall_s"], 1)
-    expected = json.loads(answers.read_text())
+    options += ("--data-parallel-size", str(num_engines)) if num_engines > 1 else ()
+    report["batch"] = timed(command(source, directory / "out.jsonl", options=options))
+    answers, shares = [directory / f"answers-{i}.json" for i in range(num_engines)], []
+    lines = source.read_text().splitlines()
+    for i, path in enumerate(answers):
+        share = directory / f"in-{i}.jsonl"
+        share.write_text("\n".join(lines[i::num_engines]))
+        shares.append(shlex.join([sys.executable, "-c", GENERATE, str(share), str(path), str(SEQS)]))
+    report["processes"] = timed(["sh", "-c", " & ".join(shares) + " & wait"])
+    by_ray = directory / "ray.json"
+    done = subprocess.run([sys.executable, "-c", RAY, str(source), str(by_ray), str(SEQS), str(num_engines)],
+                          env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    texts = {}
+    if done.returncode == 0:  # Ray is installed
+        report["ray"] = json.loads(done.stdout.splitlines()[-1])
+        texts["ray"] = json.loads(by_ray.read_text())
     records = [json.loads(line) for line in (directory / "out.jsonl").open()]
+    texts["batch"] = {record["custom_id"]: record["text"] for record in records}
     report["tokens"] = sum(record["completion_tokens"] for record in records)
-    report["equal_texts"] = sum(expected[record["custom_id"]] == record["text"] for record in records)
+    expected = {key: text for path in answers for key, text in json.loads(path.read_text()).items()}
+    for name in ("batch", "processes", "ray"):
+        if name in report:
+            report[name]["rows_per_s"] = round(args.rows / report[name]["wall_s"], 1)
+        if name in texts:
+            report[name]["equal_texts"] = sum(texts[name].get(key) == text for key, text in expected.items())
     return report
 
 
@@ -145,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Figures of nanovllm batch.")
     parser.add_argument("what", choices=["rate", "kills", "memory"])
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--engines", type=int, default=1, help="rate: processes, or actors")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=48, help="kills: tokens of the longest answer")

@@ -270,7 +270,7 @@ class LLM(LLMEngine):
     # ---------------------------------------------------------------- tokenizer
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer, which may be changed; None with ``skip_tokenizer_init``."""
+        """The transformers tokenizer, loaded now, which may be changed; None with ``skip_tokenizer_init``."""
         return self.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:

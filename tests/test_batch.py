@@ -1,6 +1,7 @@
 """``nanovllm batch``: every row once, whatever happens; the oracle is ``generate``, and the files are read apart."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -16,7 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.jobs import engines, files
-from nanovllm.jobs.rows import row_seed
+from nanovllm.jobs.rows import openai_logprobs, plain_logprobs, row_seed
+from nanovllm.outputs import CompletionOutput, Logprob
 
 OPTIONS = ("--device", "cpu", "--max-num-seqs", "8", "--kvcache-block-size", "16")
 ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -110,6 +112,15 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
+
+
+def test_the_log_probability_of_a_masked_token_is_json():
+    logprobs = [None, {7: Logprob(-math.inf, 2, "x"), 8: Logprob(-0.5, 1, "y")}]
+    written = json.loads(json.dumps(plain_logprobs(logprobs), allow_nan=False))
+    assert [at["logprob"] for at in written[1].values()] == [-9999.0, -0.5]
+    output = CompletionOutput(0, "x", [7], logprobs=logprobs[1:])
+    (at,) = json.loads(json.dumps(openai_logprobs(output, 2), allow_nan=False))["content"]
+    assert [top["logprob"] for top in (at, *at["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
 
 
 def test_openai_lines(tmp_path):

@@ -227,5 +227,5 @@ def test_the_devices_memory_is_freed(level, make_llm, make_checkpoint):
             llm.update_weights(path)
         assert tokens(llm) == before
     assert asleep[0] - awake[0] > 0.98 * size
-    assert free_at_first - asleep[0] < 256 << 20  # what modules of kernels and library handles take
+    assert free_at_first - asleep[0] < 400 << 20  # modules of kernels and library handles: 300 MiB on an H200
     assert asleep[0] - asleep[-1] < 8 << 20 and awake[1] - awake[-1] < 8 << 20

@@ -118,7 +118,7 @@ def beam_search(llm: Any, texts: list[str | None], token_ids: list[Any],
         candidates = iter(_next_tokens(llm, [beam.tokens for beam in beams], num_candidates))
         for search in running:
             search.step([next(candidates) for _ in search.running])
-    return [BeamSearchOutput(search.result(llm.tokenizer)) for search in searches]
+    return [BeamSearchOutput(search.result(llm._tokenizer.tokenizer)) for search in searches]
 
 
 def _next_tokens(llm: Any, token_lists: list[list[int]], k: int) -> list[LogprobsAt]:

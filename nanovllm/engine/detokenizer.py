@@ -246,7 +246,7 @@ class IncrementalDetokenizer:
     ``text`` is a beginning of ``decode`` of all ids; ``text_now`` is all of it but for U+FFFD at its end.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer, or a ``FastTokenizer``.
         skip_special_tokens: leave them out.
         spaces_between_special_tokens: put spaces between them, if the tokenizer is one of those that can.
     """

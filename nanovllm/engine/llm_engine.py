@@ -102,8 +102,8 @@ class LLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer; None with ``skip_tokenizer_init``."""
-        return self._tokenizer.tokenizer
+        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
+        return self._tokenizer.of_transformers()
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:

@@ -149,7 +149,7 @@ class GuideCompiler:
     """Grammars and their guides for one tokenizer. Making it is cheap: the first ``compile`` reads the vocabulary.
 
     Args:
-        tokenizer: a fast transformers tokenizer, or None.
+        tokenizer: a fast tokenizer, or None.
         vocab_size: of the model. Ids that the tokenizer does not have are never allowed, nor are special tokens.
         eos_token_ids: allowed where the text may end; where it must, nothing else is.
     """

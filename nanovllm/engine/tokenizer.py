@@ -1,22 +1,23 @@
 """Text to token ids and back, on a thread of its own.
 
-Owns the tokenizer. Importing transformers takes seconds, and so does detokenizing thousands of outputs; neither is work
-that the device should wait for.
+Owns the tokenizer. Detokenizing thousands of outputs takes seconds, and so does importing transformers, which few
+checkpoints need (``engine/fast_tokenizer.py``); neither is work that the device should wait for.
 """
 
 import re
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from nanovllm.engine.detokenizer import decode
+from nanovllm.engine.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-LOADING_LOCK = Lock()  # imported by two threads at once, transformers lacks its classes in one of them
+LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 
 
 class AsyncTokenizer:
@@ -31,6 +32,7 @@ class AsyncTokenizer:
     def __init__(self, model_path: str, skip: bool, trust_remote_code: bool):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
+        self._source = model_path, trust_remote_code
         self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
         self._no_text.set_result("")
         if not skip:
@@ -39,12 +41,20 @@ class AsyncTokenizer:
                     f"{model_path} holds no tokenizer ({', '.join(TOKENIZER_FILES)}). "
                     "Add it, or use skip_tokenizer_init=True and give prompts as token ids."
                 )
-            self._loading = self._thread.submit(_load, model_path, trust_remote_code)
+            self._loading = self._thread.submit(_load, *self._source)
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer; None if it was skipped."""
+        """What encodes and decodes: a transformers tokenizer, or what does the same; None if it was skipped."""
         return None if self._loading is None else self._loading.result()
+
+    def of_transformers(self) -> Any:
+        """The transformers tokenizer, loaded now if it was not; None if it was skipped. It is used from now on."""
+        if isinstance(self.tokenizer, FastTokenizer):  # not under the lock, which its loading may take
+            with LOADING_LOCK:
+                if isinstance(self.tokenizer, FastTokenizer):
+                    self.replace(_load_with_transformers(*self._source))
+        return self.tokenizer
 
     def _required(self) -> Any:
         if self._loading is None:
@@ -85,6 +95,8 @@ class AsyncTokenizer:
                 "chat_template."
             )
         messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
+        if isinstance(tokenizer, FastTokenizer) and not tokenizer.can_render(messages, kwargs):
+            tokenizer = self.of_transformers()
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
@@ -118,6 +130,14 @@ class AsyncTokenizer:
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:
+    try:
+        tokenizer = load_fast(model_path)
+    except Exception:  # a damaged file may raise anything; transformers says what it makes of it
+        tokenizer = None
+    return _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
+
+
+def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
     with LOADING_LOCK:
         from transformers import AutoTokenizer
 

@@ -159,7 +159,14 @@ def error_record(row: Row, error: Exception) -> dict[str, Any]:
 
 def plain_logprobs(logprobs: Any) -> Any:
     """[{token id: {"logprob", "rank", "decoded_token"}}]"""
-    return logprobs and [at and {i: vars(entry) for i, entry in at.items()} for at in logprobs]
+    return logprobs and [
+        at and {i: {**vars(entry), "logprob": finite(entry.logprob)} for i, entry in at.items()} for at in logprobs
+    ]
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -inf, the log-probability of a masked token; OpenAI's API writes -9999."""
+    return max(logprob, -9999.0)
 
 
 def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_top: int, model: str) -> dict[str, Any]:
@@ -184,7 +191,8 @@ def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | 
         return None
 
     def entry(at: Logprob) -> dict[str, Any]:
-        return {"token": at.decoded_token, "logprob": at.logprob, "bytes": list((at.decoded_token or "").encode())}
+        token = at.decoded_token
+        return {"token": token, "logprob": finite(at.logprob), "bytes": list((token or "").encode())}
 
     content = []
     for chosen, *others in (list(at.values()) for at in output.logprobs):  # type: ignore[union-attr]

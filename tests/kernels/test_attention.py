@@ -206,8 +206,11 @@ def test_decode_many_splits_of_large_groups(monkeypatch, group, merged):
     check_decode([130, 47, 1], group, 1, 128, 16, torch.float32)
 
 
-def test_decode_of_a_large_group_in_few_sequences():
-    check_decode([300, 40], 7, 1, 128, 64, torch.float32)
+@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), (1, 8, 2), (2, 4, 3), (1, 8, 4)])
+def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads):
+    """Several programs share the query heads of a KV head."""
+    assert decode.decode_config(num_seqs, num_kv_heads, group, 128, 4).kv_head_programs > 1
+    check_decode([300, 40][:num_seqs], num_kv_heads * group, num_kv_heads, 128, 64, torch.float32)
 
 
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 3])

@@ -4,8 +4,8 @@ Owns the work partition and its scratch memory. Knows neither block owners nor h
 the new tokens are in the cache already. Reads no slot at or beyond a context. Legend: paging.py.
 
 Stream-K work partition: the contexts, cut into tiles of BLOCK_N tokens, laid end to end and divided into equal splits;
-program (k, i) attends split i for KV head k. The load is balanced for any mix of contexts, and the host needs to know
-none of them (CUDA graphs):
+program (k, i) attends split i for KV head k, or for a part of its query heads. The load is balanced for any mix of
+contexts, and the host needs to know none of them (CUDA graphs):
 
     sequences   |--- 0 ---|- 1 -|---------------- 2 ----------------|- 3 -|     tiles, end to end
     splits      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
@@ -72,7 +72,7 @@ def _decode_kernel(
     num_seqs, scale_log2e,
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
-    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     V_PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -101,8 +101,8 @@ def _decode_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     group_mask = (offs_m < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :]
     head_offs = (kv_head * GQA_GROUP + offs_m)[:, None]
-    k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
-    v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
+    k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
+    v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
     if kv_scale_ptr is not None:
         scale_log2e *= tl.load(kv_scale_ptr + kv_head)
@@ -270,6 +270,7 @@ class DecodeConfig(NamedTuple):
     num_warps: int
     num_stages: int  # tiles in shared memory
     programs_per_sm: int  # all resident at once
+    kv_head_programs: int = 1  # that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
     max_registers: int | None = None  # per thread, where ptxas would take too many for programs_per_sm
 
@@ -277,11 +278,15 @@ class DecodeConfig(NamedTuple):
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     block_d = triton.next_power_of_2(head_size)
-    if num_seqs <= 16 and triton.next_power_of_2(gqa_group) * block_d >= 512:
-        # A partial result has 2 KB and more: longer tiles leave fewer, four warps merge faster.
-        config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1, merged=8192)
-    elif num_seqs * num_kv_heads <= 16:  # latency-bound
+    has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
+    if num_seqs * num_kv_heads <= 16 or (num_seqs <= 8 and block_d >= 128):  # latency-bound
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2)
+        if has_large_partials:  # several programs merge them faster than one; all read the same keys and values
+            wanted = triton.cdiv(16, num_seqs * num_kv_heads)
+            programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= min(wanted, gqa_group))
+            config = config._replace(kv_head_programs=programs)
+    elif num_seqs <= 16 and has_large_partials:  # longer tiles leave fewer, four warps merge faster
+        config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1, merged=8192)
     elif num_seqs <= 16:
         config = DecodeConfig(128, num_warps=4, num_stages=3, programs_per_sm=1)
     else:
@@ -313,6 +318,7 @@ def paged_decode_attention(
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
 
     config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size())
+    num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs
     if not has_large_shared_memory(q.device):
         config = config._replace(block_n=min(config.block_n, 64))
     max_attended = min(max_context, window + config.block_n) if window else max_context
@@ -332,7 +338,7 @@ def paged_decode_attention(
         num_seqs, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
-        GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
+        GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
         BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,

@@ -12,7 +12,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
-def add_rms_norm_kernel(
+def post_norm_kernel(
     x_ptr,  # [T, C], tokens strided, written by the projection
     weight_ptr,  # [C]
     residual_ptr,  # [T, C], tokens strided; the norm of x is added to it here
@@ -47,7 +47,7 @@ def add_rms_norm(x, weight, eps, residual):
     assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
     block_c = triton.next_power_of_2(num_channels)
     launch(
-        add_rms_norm_kernel, (num_tokens,), x, weight, residual, x.stride(0), residual.stride(0), eps,
+        post_norm_kernel, (num_tokens,), x, weight, residual, x.stride(0), residual.stride(0), eps,
         NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
         **launch_options(x.device),
     )  # fmt: skip
