@@ -113,6 +113,12 @@ def test_decode_in_many_splits(block_size, window, monkeypatch):
     check_decode([130, 47, 0, 1, 16], 6, 2, 32, block_size, torch.float16, window)
 
 
+def test_decode_by_several_programs_for_each_kv_head(monkeypatch):
+    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=2, kv_head_programs=3)
+    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+    check_decode([70, 5], 12, 2, 32, 16, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size, group, window", [(32, 1, 0), (128, 3, 0), (64, 2, 40)])
 def test_prefill(head_size, group, window, dtype):

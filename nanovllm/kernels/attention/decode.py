@@ -105,8 +105,8 @@ def _decode_kernel(
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
     if kv_scale_ptr is not None:
-        scale_log2e *= tl.load(kv_scale_ptr + kv_head)
-        v_scale = tl.load(kv_scale_ptr + num_kv_heads + kv_head)
+        scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        v_scale = tl.load(kv_scale_ptr + (num_kv_heads + kv_head) // KV_HEAD_PROGRAMS)
 
     # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
     # before the wait, to overlap the previous kernel.
@@ -330,6 +330,9 @@ def paged_decode_attention(
     partial_acc = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=q.device)
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
     is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    options = launch_options(q.device, pdl)
+    if config.max_registers is not None:  # an option that not every backend knows
+        options = {**options, "maxnreg": config.max_registers}
     block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
@@ -345,7 +348,6 @@ def paged_decode_attention(
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
-        **launch_options(q.device, pdl),
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out
