@@ -52,6 +52,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gpu-memory-utilization", type=float, metavar="SHARE")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
     add("--attention-backend", choices=["auto", "flash_attn", "triton", "sdpa"], help="nanovllm only")
+    add("--kv-cache-dtype", choices=["auto", "fp8"], help="nanovllm only")
     add("--kvcache-block-size", type=int, metavar="N", help="nanovllm only")
     add("--num-kvcache-blocks", type=int, metavar="N", help="nanovllm only")
     add("--transformers-batch-size", type=int, default=32, metavar="N", help="rows of a padded batch")
@@ -103,7 +104,7 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
         tensor_parallel_size=args.tensor_parallel_size,
         enforce_eager=args.enforce_eager,
         transformers_batch_size=args.transformers_batch_size,
-        nanovllm=given(args, "attention_backend", "kvcache_block_size", "num_kvcache_blocks",
+        nanovllm=given(args, "attention_backend", "kv_cache_dtype", "kvcache_block_size", "num_kvcache_blocks",
                        "quantization"),
         shared=given(args, *shared),
     )

@@ -29,6 +29,7 @@ RULES = {
     "num_kvcache_blocks": integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1),
     "device": choice("auto", "cuda", "cpu"),
     "dtype": choice("auto", *DTYPES),
+    "kv_cache_dtype": choice("auto", "fp8", "fp8_e4m3"),
     "attention_backend": choice("auto", "flash_attn", "triton", "sdpa"),
     "load_format": choice("auto", "dummy"),
     "quantization": choice(None, "fp8"),
@@ -62,6 +63,8 @@ class Config:
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
         dtype: "auto" (the checkpoint's; float32 on the CPU, float16 on a GPU without bfloat16), "bfloat16", "float16"
             or "half", "float32" or "float"; or torch's.
+        kv_cache_dtype: "auto" (the model's) or "fp8" (also "fp8_e4m3"): half the bytes, twice the sequences, keys and
+            values rounded to 4 significant bits, with a scale for each layer and KV head.
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
@@ -96,6 +99,7 @@ class Config:
     num_kvcache_blocks: int = -1
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
     quantization: str | None = None
@@ -137,6 +141,11 @@ class Config:
             raise ConfigError(
                 f"kvcache_block_size={self.kvcache_block_size}: flash-attn needs a multiple of 256. "
                 "Use 256, or attention_backend='triton'."
+            )
+        if self.attention_backend == "flash_attn" and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: flash-attn reads no FP8 KV cache. Use "
+                "attention_backend='auto', or kv_cache_dtype='auto'."
             )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(

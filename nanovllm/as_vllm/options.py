@@ -20,6 +20,7 @@ PASSED: dict[str, Any] = {
     "trust_remote_code": False,
     "tensor_parallel_size": 1,
     "dtype": "auto",
+    "kv_cache_dtype": "auto",
     "revision": None,
     "seed": None,
     "gpu_memory_utilization": 0.9,
@@ -51,7 +52,6 @@ OWN = ("model", "max_model_len", "worker_extension_cls", "enable_sleep_mode", "h
 
 # keyword -> values that change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "kv_cache_dtype": ("auto",),
     "tokenizer_mode": ("auto", "hf"),
     "tokenizer_revision": (None,),
     "code_revision": (None,),

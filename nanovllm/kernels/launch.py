@@ -118,6 +118,11 @@ def has_large_shared_memory(device):
     return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm: no such property
 
 
+def has_inline_asm(device):
+    """Whether kernels may contain PTX: compiled on an NVIDIA GPU, not interpreted."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 # One tensor per device, never freed: captured graphs hold its address.
 _NUM_COUNTERS = 1 << 16
 _counters: dict[torch.device, torch.Tensor] = {}

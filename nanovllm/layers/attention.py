@@ -27,16 +27,19 @@ class AttentionBackend(Protocol):
     captures_prefill: bool  # and so may prefill: with lengths that the host does not know
     shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
-    def prefill(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
-    def decode(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
+    def decode(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
     """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    ``scale`` of the scores: None is D**-0.5.
+    ``scale`` of the scores: None is D**-0.5. ``kv_scale`` fp32 [2, K]: keys and values are what an FP8 cache stores
+    times it; at one address as long as CUDA graphs live (runner/kv_scales.py).
     """
+
+    kv_scale: torch.Tensor
 
     def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend,
                  scale: float | None = None, window: int = 0):
@@ -45,13 +48,21 @@ class Attention(nn.Module):
         self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
         self.backend = backend
         self.k_cache = self.v_cache = torch.empty(0)
+        self.register_buffer("kv_scale", torch.ones(2, num_kv_heads, dtype=torch.float32), persistent=False)
+        self.kv_scale_is_given = [False, False]  # by the checkpoint
+
+    def set_kv_scale(self, which: str, scale: torch.Tensor) -> None:
+        """Take the scale of "k" or "v" from the checkpoint: one number, or one for each KV head of this rank."""
+        with torch.inference_mode():
+            self.kv_scale["kv".index(which)] = scale
+        self.kv_scale_is_given["kv".index(which)] = True
 
     def forward(self, q: torch.Tensor, context: Context) -> torch.Tensor:
         """q [T, H, D], normed and rotated; k and v already in the cache -> [T, H * D]."""
         if len(q) == 0 or self.k_cache.numel() == 0:  # nothing to sample; or memory profiling, before the cache exists
             return torch.empty_like(q).flatten(1)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, self.scale, self.window, context).flatten(1)
+        return attend(q, self.k_cache, self.v_cache, self.kv_scale, self.scale, self.window, context).flatten(1)
 
 
 class PagedBackend:
@@ -61,18 +72,19 @@ class PagedBackend:
         self.ops = ops
         self.capturable = self.captures_prefill = self.shares_prefixes = capturable  # twins read lengths on the host
 
-    def prefill(self, q, k_cache, v_cache, scale, window, context):
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
         return self.ops.paged_prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
-            context.block_tables, scale, context.max_seqlen_q, window,
+            context.block_tables, scale, context.max_seqlen_q, window, kv_scale,
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, scale, window, context):
+    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
         # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
         # because the embedding, a launch without PDL, separates it from the kernels that write them.
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
-            context.max_context, pdl=True, window=window, groups=None if window else context.prefix_groups,
+            context.max_context, pdl=True, window=window, kv_scale=kv_scale,
+            groups=None if window else context.prefix_groups,
         )  # fmt: skip
 
 
@@ -88,14 +100,14 @@ class FlashAttentionBackend:
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
-    def prefill(self, q, k_cache, v_cache, scale, window, context):
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
         return self.varlen(
             q, k_cache, v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q, context.max_context,
             softmax_scale=scale, causal=True, window_size=_window_size(window),
             block_table=context.block_tables[context.req_indices.long()],
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, scale, window, context):
+    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
         out = self.with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
             block_table=context.block_tables[context.req_indices.long()], softmax_scale=scale, causal=True,

@@ -85,6 +85,7 @@ class SelfAttention(nn.Module):
             self.attn.v_cache,
             self.attn.num_heads,
             self.attn.num_kv_heads,
+            self.attn.kv_scale,
         )
         q = self.qkv_proj(residual, norm, epilogue, self.full_qk_norms)
         if logits_indices is not None:

@@ -61,9 +61,10 @@ def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype:
 
 def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """In every layer of the KV cache, block copy_to[i] becomes a copy of block copy_from[i]; int64 [n] each."""
+    as_bytes = kv_cache.view(torch.uint8) if kv_cache.itemsize == 1 else kv_cache  # torch copies no e4m3 by index
     for start in range(0, len(copy_to), BLOCKS_AT_ONCE):
         chunk = slice(start, start + BLOCKS_AT_ONCE)
-        for cache in kv_cache.flatten(0, 1):
+        for cache in as_bytes.flatten(0, 1):
             cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
 
 

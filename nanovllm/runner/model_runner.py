@@ -26,6 +26,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
 from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
+from nanovllm.runner.kv_scales import calibrate, select_kv_dtype
 from nanovllm.runner.memory import (
     GRAPH_BYTES,
     allocate_kv_cache,
@@ -129,6 +130,7 @@ class ModelRunner:
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, tp.rank, tp.size)
         self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
+        self.kv_dtype = select_kv_dtype(config, self.dtype, self.device)
         self.step_threads = step_threads(config.model_config, self.device, tp.size)
         self.ops = kernels.select(self.device.type)
         heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
@@ -167,6 +169,7 @@ class ModelRunner:
                 begin()
                 self.load_model()  # while the kernels compile
             reserved_bytes = self.warmup_model()
+            calibrate(self)
             self.allocate_kv_cache(reserved_bytes)
             if self.use_graphs:
                 self.capture_cudagraph()
@@ -215,7 +218,7 @@ class ModelRunner:
         """Size the KV cache by the memory left, unless the user set its size; give each layer its views."""
         num_blocks = self.config.num_kvcache_blocks
         if num_blocks == -1:
-            bytes_per_block = block_bytes(self.model, self.block_size, self.dtype)
+            bytes_per_block = block_bytes(self.model, self.block_size, self.kv_dtype)
             num_blocks = num_blocks_that_fit(self.config, self.device, bytes_per_block, reserved_bytes)
             if self.tp.size > 1:
                 num_blocks = int(self.tp.all_gather(torch.tensor(num_blocks, device=self.device)).min())
@@ -225,7 +228,7 @@ class ModelRunner:
                 raise no_room(self.config, self.device, bytes_per_block, reserved_bytes)
             num_blocks = min(num_blocks, self.config.max_num_seqs * self.max_blocks)
         self.num_kvcache_blocks = num_blocks
-        self.kv_cache = allocate_kv_cache(self.model, num_blocks, self.block_size, self.dtype, self.device)
+        self.kv_cache = allocate_kv_cache(self.model, num_blocks, self.block_size, self.kv_dtype, self.device)
 
     def capture_cudagraph(self) -> None:
         """Capture the forward pass and the sampling of every decode size, and the forward pass of prefills.

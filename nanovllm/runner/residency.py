@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
+from nanovllm.runner.kv_scales import FP8, calibrate
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
 from nanovllm.runner.step import StepHeader, StepKind, to_words
 from nanovllm.utils.loader import WeightFiller
@@ -138,7 +139,15 @@ class Residency:
                 self.undefined, self._why_undefined = before, why
             raise
         self.undefined, self._why_undefined = before - written, why
+        if not self.undefined and self._runner.kv_dtype == FP8:
+            self.call("calibrate")
         return written
+
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Every rank: set the scales of an FP8 KV cache by the new weights; the cache is empty now."""
+        calibrate(self._runner)
+        self._runner.synchronize()
 
     @torch.inference_mode()
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -197,7 +206,7 @@ class Residency:
                     self._restore()
                 if "kv_cache" in waking:
                     runner.kv_cache = allocate_kv_cache(
-                        runner.model, runner.num_kvcache_blocks, runner.block_size, runner.dtype, runner.device
+                        runner.model, runner.num_kvcache_blocks, runner.block_size, runner.kv_dtype, runner.device
                     )
                 if waking == self.asleep and runner.use_graphs and runner.graphs is None:
                     runner.capture_cudagraph()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.runner.graph_sizes import grouped_sizes
+from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import allocate_kv_cache
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
@@ -25,9 +26,10 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     config, state = runner.config, runner.request_state
     runner.model = runner.make_model(config.model_config.one_layer_of_each_kind())
     runner.warmup_model()
-    runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.dtype, runner.device)
+    runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.kv_dtype, runner.device)
     if runner.tp.peers is not None:
         runner.tp.peers.warm_up(runner.dtype)
+    calibrate(runner)
     # The longest prefills first: their kernels take the longest to compile.
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)

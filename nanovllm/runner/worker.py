@@ -29,8 +29,10 @@ def start_runner(config: Config) -> "ModelRunner":
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
     from nanovllm.runner.device import describe, select_device
+    from nanovllm.runner.kv_scales import warn_of_outliers
     from nanovllm.runner.model_runner import ModelRunner
 
+    warn_of_outliers(config)
     size = config.tensor_parallel_size
     device = select_device(config.device, 0, size)
     if size == 1:

@@ -8,7 +8,8 @@ import os
 import families
 import fp8_checkpoints
 import pytest
-from helpers import generate, greedy
+import torch
+from helpers import generate, greedy, interpret_fp8_exactly
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -37,6 +38,22 @@ def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, 
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
+
+
+def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
+    """Measured by the kernels too, the scales are the twins': powers of two."""
+    interpret_fp8_exactly(monkeypatch)
+    options = {"model": make_checkpoint(num_hidden_layers=1), "kv_cache_dtype": "fp8", **OPTIONS}
+    twins = make_llm(**options)
+    expected = generate(twins, PROMPTS, WITHOUT_LOGITS_STEPS)
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    llm = make_llm(**options)
+    assert generate(llm, PROMPTS, WITHOUT_LOGITS_STEPS) == expected
+    ours, theirs = (x.model_runner.model.model.layers[0].self_attn.attn for x in (llm, twins))
+    assert torch.equal(ours.kv_scale, theirs.kv_scale)
+    assert ours.k_cache.dtype == torch.float8_e4m3fn and ours.k_cache[0].float().any()
 
 
 @pytest.mark.parametrize("case", ["gemma3", "olmo3"])

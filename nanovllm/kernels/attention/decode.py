@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch import (
+    has_inline_asm,
     has_large_shared_memory,
     launch,
     launch_options,
@@ -36,7 +37,7 @@ from ..launch import (
     pdl_wait,
     zero_counters,
 )
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
+from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen, widen_pairs
 from .prefix import prefix_attention
 from .reference import SHARED_TOKENS
 
@@ -67,7 +68,7 @@ def load_shared(shared_lens_ptr, seq, mask):
 
 @triton.jit
 def start_from_prefix(
-    acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_fetched, is_shared, head_offs, num_heads,
+    row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_fetched, is_shared, head_offs, num_heads,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,7 @@ def start_from_prefix(
     prefix_acc = tl.load(acc_ptrs, mask=mask & (offs_d < HEAD_SIZE)[None, :], other=0.0)
     prefix_max = tl.load(prefix_stats_ptr + states * 2, mask=mask, other=LOWEST)
     prefix_sum = tl.load(prefix_stats_ptr + states * 2 + 1, mask=mask, other=0.0)
-    acc = tl.where(is_shared, prefix_acc, acc)
+    acc = tl.where(is_shared, prefix_acc, 0.0)
     row_max = tl.where(is_shared, tl.reshape(prefix_max, [BLOCK_M]), row_max)
     sums = tl.where(is_shared, tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], prefix_sum, 0.0), sums)
     return acc, row_max, sums
@@ -100,14 +101,16 @@ def _decode_kernel(
     counters_ptr,  # i32[>= B * K], zero between launches
     shared_lens_ptr,  # i32[B], or None without shared prefixes: multiples of BLOCK_N below the contexts
     prefix_acc_ptr, prefix_stats_ptr,  # f32[B, H, D], f32[B, H, 2] after the shared prefixes, or None
+    kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
     num_seqs, scale_log2e,
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    V_PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    # V_PAIRS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     split = tl.program_id(1)
@@ -135,6 +138,10 @@ def _decode_kernel(
     k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
+    if kv_scale_ptr is not None:
+        scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        v_scale = tl.load(kv_scale_ptr + (num_kv_heads + kv_head) // KV_HEAD_PROGRAMS)
+
     # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
     # before the wait, to overlap the previous kernel.
     first_seq_begin = tl.max(tl.where(offs_b < first_seq, tile_ends, 0), 0)
@@ -155,16 +162,20 @@ def _decode_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
+    if V_PAIRS:
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     # Reduced over columns at a sequence's end only: a cross-thread sum per tile costs time.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if shared_lens_ptr is not None:
         is_start = begin == first_seq_begin  # else another split starts from the prefix
         acc, row_max, sums = start_from_prefix(
-            acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_start, is_start & (shared > 0), head_offs,
+            row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_start, is_start & (shared > 0), head_offs,
             num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+        if V_PAIRS:
+            acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_D // 2, 2]))
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
         # [BLOCK_M, BLOCK_D]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
@@ -178,7 +189,20 @@ def _decode_kernel(
             attended &= first + offs_n >= context - WINDOW
         tile_mask = attended[:, None] & (offs_d < HEAD_SIZE)[None, :]
         k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
-        v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        if V_PAIRS:
+            offs_pair = tl.arange(0, BLOCK_D // 2)
+            pair_ptrs = (v_head_ptr + offs).to(tl.pointer_type(tl.int16))[:, None] + offs_pair[None, :]
+            pair_mask = attended[:, None] & (offs_pair < HEAD_SIZE // 2)[None, :]
+            v_pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
+        else:
+            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        if kv_scale_ptr is not None:
+            dtype: tl.constexpr = q_ptr.dtype.element_ty
+            q, k = widen(q, dtype), widen(k, dtype)
+            if V_PAIRS:
+                v, v_odd = widen_pairs(v_pairs)
+            else:
+                v = widen(v, dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
         scores = tl.where(attended[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -186,11 +210,17 @@ def _decode_kernel(
         correction = tl.exp2(row_max - new_max)
         sums = sums * correction[:, None] + p
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        if V_PAIRS:
+            acc_odd = tl.dot(p.to(v.dtype), v_odd, acc_odd * correction[:, None])
         row_max = new_max
 
         ended = tile + 1 == seq_end
         if ended | (tile + 1 == end):
             row_sum = tl.sum(sums, 1)
+            if V_PAIRS:
+                acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
+            if kv_scale_ptr is not None:
+                acc *= v_scale
             begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -201,16 +231,20 @@ def _decode_kernel(
                 tl.store(partial_acc_ptr + partial[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask)
                 tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_m < GQA_GROUP)
                 tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_m < GQA_GROUP)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
+            if V_PAIRS:
+                acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
             row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if shared_lens_ptr is not None:
                 is_next = ended & (seq + 1 < num_seqs)
                 is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
                 acc, row_max, sums = start_from_prefix(
-                    acc, row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
+                    row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
                     num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
+                if V_PAIRS:
+                    acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_D // 2, 2]))
 
         # Advance to the next tile, of this sequence or the next.
         seq += ended.to(tl.int32)
@@ -292,6 +326,7 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int  # all resident at once
     kv_head_programs: int = 1  # that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
+    max_registers: int | None = None  # per thread, where ptxas would take too many for programs_per_sm
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
@@ -319,7 +354,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
 
 
 def paged_decode_attention(
-    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0, groups=None
+    q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0,
+    kv_scale=None, groups=None,
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
@@ -343,7 +379,9 @@ def paged_decode_attention(
     if groups is not None:
         assert window == 0 and SHARED_TOKENS % config.block_n == 0
         shared_lens = groups.shared_lens
-        prefix_acc, prefix_stats = prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl)
+        prefix_acc, prefix_stats = prefix_attention(
+            q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale
+        )
     max_attended = min(max_context, window + config.block_n) if window else max_context
     max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
     num_splits = config.programs_per_sm * num_sms(q.device) // num_kv_heads
@@ -352,11 +390,16 @@ def paged_decode_attention(
     partial_shape = (num_splits + num_seqs, num_kv_heads, gqa_group)
     partial_acc = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=q.device)
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
+    is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    options = launch_options(q.device, pdl)
+    if config.max_registers is not None:  # an option that not every backend knows
+        options = {**options, "maxnreg": config.max_registers}
     block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
         zero_counters(num_seqs * num_kv_heads, q.device), shared_lens, prefix_acc, prefix_stats,
+        kv_scale if is_fp8 else None,
         num_seqs, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
@@ -366,6 +409,7 @@ def paged_decode_attention(
         BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device, pdl),
+        V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ Legend: T packed query tokens, B sequences of a decode batch, S sequences of a p
 K KV heads, GQA_GROUP = H / K, D head size, NB blocks of BS tokens.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,6 +20,7 @@ def attention_shape(q, k_cache, v_cache):
     _, block_size, num_kv_heads, _ = k_cache.shape
     gqa_group = num_heads // num_kv_heads
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == 1
+    assert k_cache.dtype == v_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert block_size % 16 == 0 and gqa_group * num_kv_heads == num_heads and gqa_group <= 16
     return num_kv_heads, gqa_group, head_size, block_size
 
@@ -52,3 +54,34 @@ def slot_offsets(
     else:
         offs = block_ids.to(tl.int64) * stride_block + (first + offs_n) % BLOCK_SIZE * STRIDE_SLOT
     return offs
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """q of this dtype, or e4m3 keys or values, as operand of a dot: fp16, which holds e4m3 exactly, or fp32.
+
+    On sm_90 e4m3 to fp16 is one instruction for two values; to bf16 it is three.
+    """
+    return x.to(tl.float32 if dtype == tl.float32 else tl.float16)
+
+
+@triton.jit
+def widen_pairs(x):
+    """e4m3 values x int16[N, D / 2], two neighbours of a row each -> fp16 of the even and of the odd ones, [N, D / 2].
+
+    A dot over N wants values of two rows in one register: a byte permutation brings them together before they are
+    converted. Loaded as bytes they would come from shared memory one by one.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 rows;
+        .reg .b16 even, odd;
+        prmt.b32 rows, $2, 0, 0x3120;
+        mov.b32 {even, odd}, rows;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }
+        """,
+        "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip

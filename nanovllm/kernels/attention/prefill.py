@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
+from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
 
 try:
-    from . import prefill_sm90
+    from . import prefill_fp8_sm90, prefill_sm90
 except ImportError:  # a Triton version whose Gluon was not tested
-    prefill_sm90 = None  # type: ignore[assignment]
+    prefill_fp8_sm90 = prefill_sm90 = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def _prefill_kernel(
     context_lens_ptr,  # i32[S]
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
+    kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
     num_kv_heads, scale_log2e,
     stride_q_token, stride_q_head, stride_block, stride_table, stride_out_token, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
@@ -64,6 +65,9 @@ def _prefill_kernel(
     # [BLOCK_M, BLOCK_D]
     q_ptrs = q_ptr + (q_token * stride_q_token + head * stride_q_head)[:, None] + offs_d[None, :]
     q = tl.load(q_ptrs, mask=io_mask, other=0.0)
+    if kv_scale_ptr is not None:
+        q = widen(q, q_ptr.dtype.element_ty)
+        scale_log2e *= tl.load(kv_scale_ptr + kv_head)
 
     position = context - num_new + token  # i32[BLOCK_M]: a row attends keys up to position, the last WINDOW of them
     first_position = context - num_new + q_tile * TOKENS
@@ -109,6 +113,8 @@ def _prefill_kernel(
             else:
                 k = tl.load(k_ptrs)
                 v = tl.load(v_ptrs)
+            if kv_scale_ptr is not None:
+                k, v = widen(k, q_ptr.dtype.element_ty), widen(v, q_ptr.dtype.element_ty)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if PART != 1:
                 attended = key_position[None, :] <= position[:, None]
@@ -122,6 +128,8 @@ def _prefill_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
             row_max = new_max
 
+    if kv_scale_ptr is not None:
+        acc *= tl.load(kv_scale_ptr + num_kv_heads + kv_head)
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_ptrs = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=io_mask)
@@ -152,7 +160,8 @@ def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_me
 
 
 def paged_prefill_attention(
-    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window=0
+    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window=0,
+    kv_scale=None,
 ):  # fmt: skip
     """See reference.paged_prefill_attention."""
     num_seqs = req_indices.shape[0]
@@ -164,12 +173,18 @@ def paged_prefill_attention(
         return prefill_sm90.prefill_attention_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
         )
+    if prefill_fp8_sm90 is not None and prefill_fp8_sm90.supports(q, k_cache, max_seqlen_q):
+        return prefill_fp8_sm90.prefill_attention_fp8_sm90(
+            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window,
+            kv_scale, out,
+        )  # fmt: skip
 
     large_shared_memory = has_large_shared_memory(q.device)
     config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), large_shared_memory)
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
-        q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out, num_kv_heads, scale * LOG2_E,
+        q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out,
+        kv_scale if k_cache.dtype == torch.float8_e4m3fn else None, num_kv_heads, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

@@ -35,51 +35,14 @@ from ..gluon_compat import (
 )
 from ..launch import is_sm90, launch, launch_options, num_sms, zero_counters
 from .paging import LOG2_E, LOWEST
+from .prefill_items_sm90 import ITEM_FIELDS, ITEM_STAGES, ROWS, holds_token, key_tiles, part_range, pop_work_item
 
-ROWS = gl.constexpr(64)  # per consumer
-# KV head (-1: end of work), token of row 0, the sequence's first token and end, position of row 0
-ITEM_FIELDS = gl.constexpr(5)
-ITEM_STAGES = gl.constexpr(2)
 MAX_SEQS = gl.constexpr(256)  # per launch
 
 
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def key_tiles(p0, token0, q_begin, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(last key tile, number of key tiles) of a work item, p0 the position of its row 0."""
-    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
-    last = p0 // BLOCK_N
-    if BLOCK_N % TOKENS != 0:  # the rows may end in a later tile than they begin in, but not beyond the context
-        last = (p0 + gl.minimum(q_end - token0, TOKENS) - 1) // BLOCK_N
-    num_tiles = last + 1
-    if WINDOW > 0:
-        # From the window of the first row that holds a token: blocks before it may be gone, and 0 * NaN is NaN.
-        num_tiles -= gl.maximum(p0 + gl.maximum(q_begin - token0, 0) - WINDOW + 1, 0) // BLOCK_N
-    return last, num_tiles
-
-
-@gluon.jit
-def part_range(
-    PART: gl.constexpr, p0, last, num_tiles, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """Tiles begin .. end - 1, counted down from the last one, of a part of a consumer's key loop."""
-    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
-    begin = 1
-    if BLOCK_N % TOKENS != 0:  # before it, tiles with keys after p0
-        begin = gl.maximum(last - (p0 + 1) // BLOCK_N + 1, 1)
-    end = num_tiles
-    if WINDOW > 0:  # from it on, tiles with keys that the last row does not attend
-        cut = (gl.maximum(p0 + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
-        end = gl.maximum(gl.minimum(last - cut + 1, num_tiles), begin)
-    if PART == 0:
-        begin, end = 1, gl.minimum(begin, num_tiles)
-    if PART == 2:
-        begin, end = end, num_tiles
-    return begin, end
 
 
 @gluon.jit
@@ -100,7 +63,7 @@ def producer(
 ):  # fmt: skip
     _, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
     TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
-    BYTES: gl.constexpr = BLOCK_N * HEAD_SIZE * 2
+    BYTES: gl.constexpr = BLOCK_N * HEAD_SIZE * (ks.dtype.primitive_bitwidth // 8)
     seqs: gl.constexpr = gl.BlockedLayout([MAX_SEQS // 32], [32], [1], [0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
@@ -178,35 +141,6 @@ def producer(
 
 
 @gluon.jit
-def _load_field(work_items, index):
-    return gl.sum(work_items.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def pop_work_item(work_items, item_full, item_empty, t):
-    """Use t of the ring: read the work item, then release its slot."""
-    slot = t % ITEM_STAGES
-    mbarrier.wait(item_full.index(slot), (t // ITEM_STAGES) & 1)
-    kv_head = _load_field(work_items, slot * ITEM_FIELDS)
-    token0 = _load_field(work_items, slot * ITEM_FIELDS + 1)
-    q_begin = _load_field(work_items, slot * ITEM_FIELDS + 2)
-    q_end = _load_field(work_items, slot * ITEM_FIELDS + 3)
-    p0 = _load_field(work_items, slot * ITEM_FIELDS + 4)
-    thread_barrier()
-    mbarrier.arrive(item_empty.index(slot))
-    return kv_head, token0, q_begin, q_end, p0
-
-
-@gluon.jit
-def holds_token(m, token, q_begin, q_end, GQA_GROUP: gl.constexpr):
-    """Which rows m of a work item hold a token of the sequence."""
-    is_token = (token >= q_begin) & (token < q_end)
-    if 2 * ROWS % GQA_GROUP != 0:  # the rows left over are those of the next work item
-        is_token &= m < 2 * ROWS // GQA_GROUP * GQA_GROUP
-    return is_token
-
-
-@gluon.jit
 def load_q(
     qs, q_ptr, kv_head, token0, q_begin, q_end, stride_q_token, stride_q_head,
     WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
@@ -263,9 +197,10 @@ def consumer(
     tensors, rings, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_ptr, out_ptr, scale_log2e, stride_q_token, stride_q_head, stride_out_token, stride_out_head = tensors
+    (q_ptr, out_ptr, kv_scale_ptr, num_kv_heads, scale_log2e,
+     stride_q_token, stride_q_head, stride_out_token, stride_out_head) = tensors  # fmt: skip
     qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = ks.dtype  # of the MMAs; with an FP8 cache fp16
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
@@ -288,7 +223,10 @@ def consumer(
         wait_group(0)
         fence_async_shared()
         thread_barrier()
-        q = my_q.load(q_operand)
+        q = my_q.load(q_operand).to(dtype)
+        score_scale = scale_log2e
+        if kv_scale_ptr is not None:
+            score_scale *= gl.load(kv_scale_ptr + kv_head)
         last, num_tiles = key_tiles(p0, token0, q_begin, q_end, WINDOW, GQA_GROUP, BLOCK_N)
         no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=scores)
         acc = gl.zeros([ROWS, HEAD_SIZE], gl.float32, layout=sums)
@@ -304,7 +242,7 @@ def consumer(
         mbarrier.arrive(k_empty.index(slot))
         first = last * BLOCK_N
         s = mask_scores(s, p0, first, WARPGROUP, GQA_GROUP, WINDOW, BLOCK_N)
-        p, _, row_max, row_sum = online_softmax_update(s, row_max, row_sum, scale_log2e)
+        p, _, row_max, row_sum = online_softmax_update(s, row_max, row_sum, score_scale)
         p = gl.convert_layout(p.to(dtype), p_operand)
         context = p0 + (q_end - token0)
         if first + BLOCK_N > context:
@@ -332,7 +270,7 @@ def consumer(
                 mbarrier.arrive(k_empty.index(slot))
                 if PART != 1:
                     s = mask_scores(s, p0, (last - i) * BLOCK_N, WARPGROUP, GQA_GROUP, WINDOW, BLOCK_N)
-                p32, correction, row_max, row_sum = online_softmax_update(s, row_max, row_sum, scale_log2e)
+                p32, correction, row_max, row_sum = online_softmax_update(s, row_max, row_sum, score_scale)
                 # Placed here to keep ptxas from moving the softmax behind the wait for acc.
                 mbarrier.wait(k_full.index((n + 2) % STAGES), ((n + 2) // STAGES) & 1, pred=i + 1 < num_tiles)
                 acc, p32 = warpgroup_mma_wait(0, [acc, p32])
@@ -357,7 +295,9 @@ def consumer(
         n += 1
 
         acc = acc * gl.convert_layout(1.0 / gl.sum(row_sum, 1), sum_rows)[:, None]
-        result = gl.convert_layout(acc.to(dtype), stores)
+        if kv_scale_ptr is not None:
+            acc *= gl.load(kv_scale_ptr + num_kv_heads + kv_head)
+        result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), stores)
         m = WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stores))
         d = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, stores))
         token = token0 + m // GQA_GROUP
@@ -411,7 +351,10 @@ def prefill_kernel(
     if USE_PDL:
         gdc_wait()
 
-    tensors = (q_ptr, out_ptr, scale_log2e, stride_q_token, stride_q_head, stride_out_token, stride_out_head)
+    tensors = (
+        q_ptr, out_ptr, None, num_kv_heads, scale_log2e, stride_q_token, stride_q_head, stride_out_token,
+        stride_out_head,
+    )  # fmt: skip
     rings = (qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

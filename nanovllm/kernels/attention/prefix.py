@@ -28,7 +28,7 @@ from ..launch import (
     pdl_wait,
     zero_counters,
 )
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets
+from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -46,6 +46,7 @@ def _prefix_kernel(
     partial_acc_ptr,  # f32[items, K, BLOCK_M, D]
     partial_stats_ptr,  # f32[items, K, BLOCK_M, 2]
     counters_ptr,  # i32[>= items * K], zero between launches
+    kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
     num_groups, scale_log2e,
     stride_q_seq, stride_q_head, stride_block, stride_table,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
@@ -78,6 +79,9 @@ def _prefix_kernel(
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
+    if kv_scale_ptr is not None:  # that of the values multiplies in decode.py, at a sequence's end
+        scale_log2e *= tl.load(kv_scale_ptr + kv_head)
+
     # Groups and tables were written before the layers ran; q by the previous kernel.
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -105,6 +109,8 @@ def _prefix_kernel(
         # [BLOCK_M, BLOCK_D]
         q_ptrs = q_ptr + (seqs.to(tl.int64) * stride_q_seq + heads * stride_q_head)[:, None] + offs_d[None, :]
         q = tl.load(q_ptrs, mask=mask, other=0.0)
+        if kv_scale_ptr is not None:
+            q = widen(q, q_ptr.dtype.element_ty)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -118,6 +124,8 @@ def _prefix_kernel(
                 head_mask = (offs_n >= 0)[:, None] & (offs_d < HEAD_SIZE)[None, :]
                 k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
                 v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=head_mask, other=0.0)
+            if kv_scale_ptr is not None:
+                k, v = widen(k, q_ptr.dtype.element_ty), widen(v, q_ptr.dtype.element_ty)
             block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
             new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -203,13 +211,13 @@ def prefix_config(head_size: int, itemsize: int) -> PrefixConfig:
     return PrefixConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1, split_tiles=4)
 
 
-def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False):
+def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False, kv_scale=None):
     """See reference.prefix_attention. Reads nothing on the host: fit for CUDA graphs. pdl: as in decode.py."""
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     num_seqs, num_heads, _ = q.shape
     acc = torch.empty((num_seqs, num_heads, head_size), dtype=torch.float32, device=q.device)
     stats = torch.empty((num_seqs, num_heads, 2), dtype=torch.float32, device=q.device)
-    config = prefix_config(head_size, k_cache.element_size())
+    config = prefix_config(head_size, q.element_size())
     if not has_large_shared_memory(q.device):
         config = config._replace(num_stages=2)
     num_groups = len(groups.sizes)
@@ -223,7 +231,7 @@ def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False
         _prefix_kernel, (num_kv_heads, num_programs),
         q, k_cache, v_cache, groups.members, groups.begins, groups.sizes, groups.lens, groups.owners, block_tables,
         acc, stats, partial_acc, partial_stats, zero_counters(num_items * num_kv_heads, q.device),
-        num_groups, scale * LOG2_E,
+        None if q.dtype == k_cache.dtype else kv_scale, num_groups, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

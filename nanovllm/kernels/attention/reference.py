@@ -49,19 +49,22 @@ def paged_decode_attention(
     max_context: int,
     pdl: bool = False,
     window: int = 0,
+    kv_scale: torch.Tensor | None = None,
     groups: PrefixGroups | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its context, [B, H, D].
 
     Args:
         q: [B, H, D], last dimension contiguous.
-        k_cache, v_cache: [NB, BS, K, D] of one layout. Kernels need BS a multiple of 16 and H / K at most 16.
+        k_cache, v_cache: [NB, BS, K, D] of one layout, of q's dtype or e4m3. Kernels need BS a multiple of 16 and H / K
+            at most 16.
         req_indices: i32[B], rows of ``block_tables``.
         context_lens: i32[B], the new token included; 0 gives zeros.
         block_tables: i32[R, max_blocks].
         scale: softmax scale.
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
+        kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
         groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
     """
     out = torch.zeros_like(q)
@@ -69,7 +72,7 @@ def paged_decode_attention(
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)
-    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+    for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
         k, v = k[:, :, -window:], v[:, :, -window:]
         grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
     return out
@@ -83,12 +86,13 @@ def prefix_attention(
     scale: float,
     groups: PrefixGroups,
     pdl: bool = False,
+    kv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax state of every group's members after their shared prefix; undefined for other sequences.
 
     Returns:
-        f32[B, H, D], sums of exp2(score - maximum) * v; f32[B, H, 2], maximum and sum of exp2(score - maximum). Scores
-        are in base 2. q [B, H, D]; the rest as in `paged_decode_attention`.
+        f32[B, H, D], sums of exp2(score - maximum) * v, as stored; f32[B, H, 2], maximum and sum of exp2(score -
+        maximum). Scores are in base 2. q [B, H, D]; the rest as in `paged_decode_attention`.
     """
     acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
@@ -99,9 +103,12 @@ def prefix_attention(
         members = groups.members[begin : begin + size].long()
         blocks = block_tables[owner, : -(-shared_len // block_size)].long()
         k, v = (
-            cache[blocks].flatten(0, 1)[:shared_len].repeat_interleave(gqa_group, 1).float()  # [shared_len, H, D]
+            cache[blocks].flatten(0, 1)[:shared_len].float().repeat_interleave(gqa_group, 1)  # [shared_len, H, D]
             for cache in (k_cache, v_cache)
         )
+        if k_cache.dtype != q.dtype:
+            assert kv_scale is not None
+            k = k * kv_scale[0].repeat_interleave(gqa_group)[:, None]
         scores = torch.einsum("bhd,nhd->bhn", q[members].float(), k) * (scale * math.log2(math.e))
         row_max = scores.amax(-1)
         p = torch.exp2(scores - row_max[..., None])
@@ -121,6 +128,7 @@ def paged_prefill_attention(
     scale: float,
     max_seqlen_q: int,
     window: int = 0,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query tokens, q [T, H, D], over the KV cache, [T, H, D].
 
@@ -129,7 +137,7 @@ def paged_prefill_attention(
     """
     out = torch.empty_like(q)
     bounds = cu_seqlens_q.tolist()
-    for i, k, v in _gather_contexts(k_cache, v_cache, req_indices, context_lens, block_tables):
+    for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
         begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None
         if begin == end:
             continue
@@ -147,13 +155,18 @@ def paged_prefill_attention(
 
 
 def _gather_contexts(
+    dtype: torch.dtype,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     req_indices: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    kv_scale: torch.Tensor | None,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several."""
+    """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several.
+
+    Those of an e4m3 cache are dequantized to ``dtype``.
+    """
     contexts, block_size = context_lens.tolist(), k_cache.shape[1]
     max_blocks = -(-max(contexts, default=0) // block_size)
     tables = block_tables.index_select(0, req_indices)[:, :max_blocks].tolist()
@@ -168,4 +181,7 @@ def _gather_contexts(
             else cache[last : last + 1, :num_last]
             for cache in (k_cache, v_cache)
         )
+        if k.dtype == torch.float8_e4m3fn:
+            assert kv_scale is not None
+            k, v = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
         yield i, k.transpose(1, 2), v.transpose(1, 2)

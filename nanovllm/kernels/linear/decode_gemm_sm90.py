@@ -26,7 +26,16 @@ from ..gluon_compat import async_load, commit_group, hopper, thread_barrier, wai
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import activate
 from .norm import SplitKPartials
-from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load_positions, norm_rope, split_halves
+from .qkv_epilogue_sm90 import (
+    epilogue_arguments,
+    join_halves,
+    load_cos_sin,
+    load_norm_weight,
+    load_positions,
+    norm_rope,
+    quantize,
+    split_halves,
+)
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
@@ -169,6 +178,7 @@ def decode_gemm_kernel(
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, HEAD_SIZE], written here
+    kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     num_tokens,
     num_outputs,
     x_stride,
@@ -279,6 +289,10 @@ def decode_gemm_kernel(
         if HAS_NORM:
             head_norm_weight = load_norm_weight(gl.where(is_q, q_weight_ptr, k_weight_ptr), HEAD_SIZE, WARPS)
         cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
+        if kv_scale_ptr is not None:
+            channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, store_layout))
+            # those of v follow those of k
+            kv_scale = gl.load(kv_scale_ptr + (gl.maximum(tile - Q_TILES, 0) * BLOCK_N + channel) // HEAD_SIZE)
     if USE_PDL:
         gdc_wait()
     if X_BYTES == 1:
@@ -370,11 +384,19 @@ def decode_gemm_kernel(
         if has_rope:
             left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
         acc = gl.convert_layout(join_halves(left.to(dtype), right.to(dtype)), store_layout)
-        head_ptr = gl.where(is_q, y_ptr, gl.where(has_rope, k_cache_ptr, v_cache_ptr))
+        head_ptr = gl.where(has_rope, k_cache_ptr, v_cache_ptr)
+        if kv_scale_ptr is None:
+            head_ptr = gl.where(is_q, y_ptr, head_ptr)
         head_ptr += gl.where(is_q, tile, (tile - Q_TILES) % KV_TILES) * BLOCK_N
         offs = dest.to(gl.int64) * (gl.where(is_q, Q_TILES, KV_TILES) * BLOCK_N)
         d = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, store_layout))
-        gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=(dest >= 0)[:, None] & (d < BLOCK_N)[None, :])
+        mask = (dest >= 0)[:, None] & (d < BLOCK_N)[None, :]
+        if kv_scale_ptr is None:
+            gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=mask)
+        elif is_q:
+            gl.store(y_ptr + tile * BLOCK_N + offs[:, None] + d[None, :], acc, mask=mask)
+        else:
+            gl.store(head_ptr + offs[:, None] + d[None, :], quantize(acc, kv_scale[None, :]), mask=mask)
     else:
         acc = gl.convert_layout(acc, store_layout)
         y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
@@ -401,7 +423,7 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilo
     num_outputs = num_features // 2 if act_mul else num_features
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]
     dtype = x.dtype if x_scale is None else dtype
-    *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
+    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if config.split_k > 1:
         assert residual is not None and bias is None and act_mul is None
@@ -415,7 +437,7 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilo
     launch(
         decode_gemm_kernel,
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
-        x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y, *epilogue_args,
+        x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y, *epilogue_args, kv_scale,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
         NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual,
         ACT_MUL=act_mul, SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,

@@ -6,10 +6,21 @@ in reference.py.
 T tokens, H query heads, K KV heads, D head size.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def quantize(x, scale):
+    """x / scale as e4m3, saturated. NaN stays NaN."""
+    x = x.to(tl.float32) * (1.0 / scale)
+    x = tl.maximum(x, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -20,6 +31,7 @@ def norm_rope_store_kernel(
     positions_ptr,  # [T]
     slot_mapping_ptr,  # i32[T], only with HAS_CACHE
     k_cache_ptr, v_cache_ptr,  # [slots, K, D] contiguous, only with HAS_CACHE; written here
+    kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -71,6 +83,11 @@ def norm_rope_store_kernel(
 
     if HAS_CACHE:
         is_k = ~is_q & ~is_v
+        if kv_scale_ptr is not None:
+            # [BLOCK_H, 1]; the heads of k and v follow each other here as in the scales
+            scale = tl.load(kv_scale_ptr + head - NUM_HEADS, mask=mask & ~is_q, other=1.0)
+            y_1, y_2 = quantize(y_1, scale), quantize(y_2, scale)
+            raw_1, raw_2 = quantize(raw_1, scale), quantize(raw_2, scale)
         if slot >= 0:
             k_offs = (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + offs_d
             v_offs = k_offs - NUM_KV_HEADS * HEAD_DIM
@@ -81,8 +98,9 @@ def norm_rope_store_kernel(
 
 
 def norm_rope_store(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
-):
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
+    kv_scale=None,
+):  # fmt: skip
     """See reference.norm_rope_store. Overwrites q in `qkv`; the result is a view of it.
 
     Positions and slots are read before the PDL wait (see launch.py).
@@ -94,12 +112,14 @@ def norm_rope_store(
     assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
     assert (q_weight is None) == (k_weight is None)
     assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
+    is_fp8 = has_cache and k_cache.dtype == torch.float8_e4m3fn
     # Few tokens: small programs, for latency. Many: large ones, for throughput.
     block_h, num_warps = (4, 1) if num_tokens <= 64 else (16, 4)
     launch(
         norm_rope_store_kernel, (num_tokens, triton.cdiv(num_all_heads, block_h)),
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
-        k_cache if has_cache else None, v_cache if has_cache else None, qkv.stride(0), eps,
+        k_cache if has_cache else None, v_cache if has_cache else None, kv_scale if is_fp8 else None,
+        qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=q_weight is not None,
         HAS_CACHE=has_cache, BLOCK_H=block_h, num_warps=num_warps, **launch_options(qkv.device),
     )  # fmt: skip

@@ -34,7 +34,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import sigmoid_argument
-from .qkv_epilogue_sm90 import UNIT, load_cos_sin, load_norm_weight, load_positions, norm_rope, split_halves
+from .qkv_epilogue_sm90 import (
+    UNIT,
+    epilogue_arguments,
+    load_cos_sin,
+    load_norm_weight,
+    load_positions,
+    norm_rope,
+    quantize,
+    split_halves,
+)
 
 NUM_CONSUMERS = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(4)
@@ -151,7 +160,7 @@ def qkv_epilogue(
     HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """norm_rope_store of the two units of a tile, of q, k or v each."""
-    _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
+    _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, kv_scale_ptr = epilogue
     Q_UNITS: gl.constexpr = NUM_HEADS * HEAD_SIZE // UNIT
     KV_UNITS: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // UNIT
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -182,8 +191,17 @@ def qkv_epilogue(
             is_stored = (slot >= 0)[:, None] & (d < STORE_N)[None, :]
             if (Q_UNITS + 2 * KV_UNITS) % 2 != 0:  # the second unit of the last tile does not exist
                 is_stored = is_stored & (kv_unit < KV_UNITS)
-            gl.store(ptrs, staging.index(2 * CONSUMER).load(store_layout), mask=is_stored)
-            gl.store(ptrs + STORE_N, staging.index(2 * CONSUMER + 1).load(store_layout), mask=is_stored)
+            if kv_scale_ptr is None:
+                gl.store(ptrs, staging.index(2 * CONSUMER).load(store_layout), mask=is_stored)
+                gl.store(ptrs + STORE_N, staging.index(2 * CONSUMER + 1).load(store_layout), mask=is_stored)
+            else:
+                # Scales of v follow those of k. A unit is one head, or its halves are two.
+                scale_ptr = kv_scale_ptr + gl.minimum(unit - Q_UNITS, 2 * KV_UNITS - 1) * (UNIT // HEAD_SIZE)
+                x_1 = quantize(staging.index(2 * CONSUMER).load(store_layout), gl.load(scale_ptr))
+                gl.store(ptrs, x_1, mask=is_stored)
+                scale_ptr += UNIT // HEAD_SIZE - 1
+                x_2 = quantize(staging.index(2 * CONSUMER + 1).load(store_layout), gl.load(scale_ptr))
+                gl.store(ptrs + STORE_N, x_2, mask=is_stored)
 
 
 @gluon.jit
@@ -198,7 +216,7 @@ def consume(
     num_features = num_tiles_n * BLOCK_N
     if HEAD_SIZE > 0:  # the last tile may lack its second unit
         num_features = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE
-    bias_ptr, _, _, _, cos_sin_ptr, positions_ptr, _, _, _ = epilogue
+    bias_ptr, _, _, _, cos_sin_ptr, positions_ptr, _, _, _, _ = epilogue
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     IS_FP8: gl.constexpr = x_smem.dtype.primitive_bitwidth == 8
@@ -322,6 +340,7 @@ def prefill_gemm_kernel(
     positions_ptr,  # [M]
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
+    kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     NUM_GROUPS: gl.constexpr,  # of channels with a scale: 1 per feature, or one a stage, per 128 features
     HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
@@ -357,7 +376,7 @@ def prefill_gemm_kernel(
     residual = (residual_ptr, residual_stride)
     epilogue = (
         bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr,
-        v_cache_ptr,
+        v_cache_ptr, kv_scale_ptr,
     )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
@@ -409,7 +428,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     result of `dtype`; without act_mul and epilogue the product [+ bias] [+ residual], which it overwrites.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
+    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     assert act_mul is None or bias is residual is epilogue is None
     assert x_scale is not None or (residual is None and (act_mul is None) == (epilogue is not None))
@@ -425,6 +444,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
         x_scale, weight_scale, residual, None if residual is None else residual.stride(0), bias, *epilogue_args,
+        kv_scale,
         NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], HAS_RESIDUAL=residual is not None,
         ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
 
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
@@ -52,10 +54,11 @@ class QKVEpilogue(NamedTuple):
     cos_sin: torch.Tensor  # fp32 [max_position, D]: cosines in the first D/2 columns, then sines
     positions: torch.Tensor  # i32[T]
     slot_mapping: torch.Tensor  # i32[T], -1: not stored
-    k_cache: torch.Tensor | None  # [NB, BS, K, D], None or empty: nothing is stored; likewise v_cache
-    v_cache: torch.Tensor | None
+    k_cache: torch.Tensor | None  # [NB, BS, K, D], of qkv's dtype or e4m3; None or empty: nothing is stored
+    v_cache: torch.Tensor | None  # likewise
     num_heads: int
     num_kv_heads: int
+    kv_scale: torch.Tensor | None = None  # fp32 [2, K], of keys and of values; read only where the caches are e4m3
 
 
 def rms_norm(x, weight, eps):
@@ -103,8 +106,9 @@ def act_and_mul(x, act="silu"):
 
 
 def norm_rope_store(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads
-):
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
+    kv_scale=None,
+):  # fmt: skip
     """Per-head RMSNorm and rotary embedding of q and k, and the store of k and v to the KV cache.
 
     qkv [T, (H + 2K) * D]; the rest is `QKVEpilogue`. Returns q [T, H, D], in the kernel a view of the overwritten qkv.
@@ -115,7 +119,7 @@ def norm_rope_store(
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
     if k_cache is not None and k_cache.numel() > 0:
         k = k if k_weight is None else rms_norm(k, k_weight, eps)
-        store_kvcache(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+        store_kvcache(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping, kv_scale)
     q = q if q_weight is None else rms_norm(q, q_weight, eps)
     return rotate(q, cos, sin)
 
@@ -126,12 +130,20 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def store_kvcache(k, v, k_cache, v_cache, slot_mapping):
+def store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scale=None):
     """Write k, v [T, K, D] to slots of the caches [NB, BS, K, D]; slot = block * BS + offset, -1: not stored."""
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
+    if k_cache.dtype == FP8:
+        k, v = (quantize(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scale, strict=True))
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)  # torch copies no e4m3 by index
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k[stored])
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v[stored])
+
+
+def quantize(x, scale):
+    """x [T, K, D] as e4m3 of x / scale, scale fp32 [K]. Saturates: beyond 448 torch gives NaN."""
+    return (x.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):

@@ -1,0 +1,93 @@
+"""FP8 KV cache: whether it can run here, and the scales of keys and values.
+
+Owns the calibration. Knows nothing of the kernels: they store value / scale, saturated, and read it times the scale.
+
+Scales are measured at start-up and after an update of the weights, in one prefill of fixed tokens, which stores its
+keys and values in the model's dtype. Measured in the first request's prefill they would make every later output
+depend on that request (invariant 7). e4m3 is a floating-point format: a scale need only keep values below 448 and most
+of them above 2**-6, a range of 14 binades. So a wide headroom costs nothing, and a power of two rounds nothing.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.layers.context import Context
+from nanovllm.runner.memory import allocate_kv_cache, attention_layers
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("nanovllm")
+
+FP8 = torch.float8_e4m3fn
+CALIBRATION_TOKENS = 256
+HEADROOM = 8  # the largest value that was measured is stored as 28 to 56, of 448
+
+
+def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV cache for ``kv_cache_dtype``; "auto" is the model's.
+
+    Raises:
+        ConfigError: the device has no e4m3.
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    option = f"kv_cache_dtype={config.kv_cache_dtype!r}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None or capability < (8, 9):
+            raise ConfigError(
+                f"{option} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper), not "
+                f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}). Use kv_cache_dtype='auto'."
+            )
+    return FP8
+
+
+def calibrate(runner: "ModelRunner") -> None:
+    """Set each layer's ``kv_scale`` in place, unless the checkpoint gives it; nothing without an FP8 KV cache.
+
+    Needs the weights, not the KV cache, whose content no longer fits the scales.
+    """
+    if runner.kv_dtype != FP8:
+        return
+    model, layers, device = runner.model, attention_layers(runner.model), runner.device
+    if all(all(layer.kv_scale_is_given) for layer in layers):
+        return
+    num_tokens = min(CALIBRATION_TOKENS, runner.config.max_num_batched_tokens, runner.config.max_model_len)
+    num_blocks = -(-num_tokens // runner.block_size)
+    caches = [(layer.k_cache, layer.v_cache) for layer in layers]
+    kv_cache = allocate_kv_cache(model, num_blocks, runner.block_size, runner.dtype, device)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    # spread over the vocabulary by the golden ratio, in no order
+    input_ids = (positions.long() * 2654435769 % 2**32 * runner.config.model_config.vocab_size >> 32).int()
+    cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    try:
+        model(input_ids, Context(
+            positions, positions, cu_seqlens[:1], cu_seqlens[1:],
+            torch.arange(num_blocks, dtype=torch.int32, device=device)[None], num_tokens,
+            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=num_tokens,
+            logits_indices=cu_seqlens[1:].long() - 1,
+        ))  # fmt: skip
+        largest = kv_cache.abs().amax(dim=(2, 3, 5)).float()  # [2, layers, K]
+    finally:
+        for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
+            layer.k_cache, layer.v_cache = k_cache, v_cache
+    scales = (largest * (HEADROOM / 448)).log2().ceil().exp2()
+    scales.masked_fill_((largest == 0) | ~largest.isfinite(), 1.0)
+    for layer, measured in zip(layers, scales.unbind(1), strict=True):
+        for i in range(2):
+            if not layer.kv_scale_is_given[i]:
+                layer.kv_scale[i] = measured[i]
+
+
+def warn_of_outliers(config: Config) -> None:
+    """FP8 rounds keys to 4 significant bits; without a norm some channels may be so large that it shows."""
+    if config.kv_cache_dtype != "auto" and not config.model_config.qk_norm:
+        logger.warning(
+            "kv_cache_dtype=%r: the model has no query/key norms, and outliers in the keys of such models (Qwen2.5) "
+            "can ruin its answers; compare them with those of kv_cache_dtype='auto'.", config.kv_cache_dtype,
+        )  # fmt: skip
