@@ -21,8 +21,10 @@ LINEARS = {
 }
 RENAMED_TENSORS = ((".weight_scale_inv", ".weight_scale"),)  # (in the checkpoint, here); both multiply
 # Tensors of quantized checkpoints that are not needed: products take x in 16 bits or with scales of each token, so no
-# static scale of x; and keys and values are stored in 16 bits, which needs no scale of theirs.
-UNUSED_TENSORS = r".*\.(input_scale|[qkv]_scale|kv_scale|prob_output_scale|[qkv]_proj\.output_scale)"
+# static scale of x; and attention computes in 16 bits, so none of queries and probabilities.
+UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
+# Scales of an FP8 KV cache: of keys, of values, or of both.
+KV_SCALES = r"(.*\.self_attn)\.(?:(?:attn\.|k_proj\.|v_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)"
 SUPPORTED = (
     "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
     "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them. Take such a checkpoint, or the 16-bit one, "

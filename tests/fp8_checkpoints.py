@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 # the last blocks of 128 are partial
 SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, layer_types=None)
+KV_SCALES = {"k": 0.02, "v": 0.03}
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+_proj)\.weight")
 
 
@@ -123,9 +124,9 @@ def write(path, model, form, skipped=(), change=lambda tensors, config: None):
                 tensors[f"{module}.input_scale"] = torch.tensor(0.01)
                 kind = module.split(".")[-1][0]
                 if kind in "kv" and form == "modelopt":
-                    tensors[f"{module}.{kind}_scale"] = torch.tensor(0.02)
+                    tensors[f"{module}.{kind}_scale"] = torch.tensor(KV_SCALES[kind])
                 elif kind in "kv":
-                    tensors[f"{module.rpartition('.')[0]}.{kind}_scale"] = torch.tensor([0.02])
+                    tensors[f"{module.rpartition('.')[0]}.{kind}_scale"] = torch.tensor([KV_SCALES[kind]])
         elif not (tied and name == "lm_head.weight"):
             tensors[name] = param.clone()
     config = json.loads((path / "config.json").read_text())

@@ -19,6 +19,7 @@ from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
+from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import CausalLM
 from nanovllm.utils.checkpoint import read_model_config
 from nanovllm.utils.fp8 import quantize
@@ -151,6 +152,17 @@ def test_every_kind_of_layer_is_compiled():
     assert len(set(kinds.fp8.layers)) == 2
 
 
+@pytest.mark.parametrize("form", ["auto_fp8", "tensor", "modelopt", "qwen"])
+def test_scales_of_the_kv_cache(form, published):
+    for module in built(published("qwen3", form)[0]).modules():
+        if isinstance(module, Attention):
+            is_given = form != "qwen"
+            assert module.kv_scale_is_given == [is_given] * 2
+            assert module.kv_scale.tolist() == [
+                [pytest.approx(fp8_checkpoints.KV_SCALES[which] if is_given else 1)] * 2 for which in "kv"
+            ]  # fmt: skip
+
+
 def test_hf_quant_config(published, tmp_path):
     """ModelOpt's older checkpoints have a file of their own instead of ``quantization_config``."""
     path, _, model = published("qwen3", "modelopt")
@@ -274,6 +286,10 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
      f"tensor '{O_PROJ}.weight_scale' has shape [2, 1], expected [1] or [192, 1]."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
      f"tensor '{O_PROJ}.weight_scale_inv' is of uint8, expected floats."),
+    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.ones(2)}),
+     "tensor 'model.layers.1.self_attn.v_scale' has shape [2], expected [1]."),
+    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.tensor([-1.0])}),
+     "tensor 'model.layers.1.self_attn.v_scale' is -1.0, expected a positive number."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_zero_point": torch.ones(2, 1)}),
      f"tensor '{O_PROJ}.weight_zero_point' is twice there, or unknown to the model."),
 ])  # fmt: skip

@@ -4,6 +4,8 @@ Owns the match between checkpoint tensors and parameters: every parameter filled
 or a ``CheckpointError``. How a tensor is sharded over ranks stands beside its layer (``weight_loader``).
 """
 
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization import BLOCK
+from nanovllm.quantization import BLOCK, KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 from nanovllm.utils.fp8 import E4M3, Quantized, Scales, check_is
 
@@ -106,6 +108,7 @@ class TensorNames:
     def __init__(self, model: Any):
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.renamed, self.unused = model.renamed_tensors, model.unused_tensors
+        self.attentions = {name: module for name, module in model.named_modules() if hasattr(module, "set_kv_scale")}
         packed = model.packed_modules_mapping
         self.parts = {name: _parts(name, param, packed) for name, param in self.params.items()}
         self.targets = {part: (name, shard_id) for name, parts in self.parts.items() for part, shard_id in parts}
@@ -123,6 +126,14 @@ class TensorNames:
         if name in self.params:  # stored as it is merged here
             return self.params[name], None, [part for part, _ in self.parts[name]]
         return None
+
+    def kv_scale(self, name: str) -> tuple[Any, str, str]:
+        """The attention whose keys or values ("k", "v", "kv") a tensor scales; (None, "", "") for any other tensor."""
+        for old, new in self.renamed:
+            name = name.replace(old, new)
+        match = re.fullmatch(KV_SCALES, name)
+        attention = self.attentions.get(f"{match[1]}.attn") if match else None
+        return (attention, match[2], match[3]) if match else (None, "", "")
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -162,7 +173,7 @@ class WeightFiller:
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
-        if self._names.is_unused(tensor.name):
+        if self._names.is_unused(tensor.name) or self._is_kv_scale(tensor):
             return
         param, shard_id, parts = self._names.find(tensor.name) or (None, None, [])
         writes: list[tuple[Any, CheckpointTensor]] = [(param, tensor)]
@@ -180,6 +191,21 @@ class WeightFiller:
                 copy_checked(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
+
+    def _is_kv_scale(self, tensor: CheckpointTensor) -> bool:
+        """Whether it is a scale of the KV cache, which the attention then has; one number for all heads."""
+        attention, of_kv, of_output = self._names.kv_scale(tensor.name)
+        if attention is None:
+            return False
+        if math.prod(tensor.lazy.get_shape()) != 1:
+            raise CheckpointError(f"tensor {tensor.name!r} has shape {tensor.lazy.get_shape()}, expected [1].")
+        value = tensor.lazy[...]
+        check_is(value, torch.float32, tensor.name)
+        if not 0 < value.item() < math.inf:
+            raise CheckpointError(f"tensor {tensor.name!r} is {value.item()}, expected a positive number.")
+        for which in of_kv or of_output:
+            attention.set_kv_scale(which, value.float().reshape(()))
+        return True
 
     def fill_from_files(self, path: str | Path) -> None:
         """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
