@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.attention import select_backend
+from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM

@@ -21,7 +21,9 @@ from nanovllm.runner import model_runner, prefix_groups
 BLOCK = 16
 
 
-def decode_in_two_halves(q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, groups):
+def decode_in_two_halves(
+    q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, kv_scale, groups
+):
     if groups is None:
         return reference.paged_decode_attention(q, k_cache, v_cache, req_indices, context_lens, tables, scale, 0)
     acc, stats = reference.prefix_attention(q, k_cache, v_cache, tables, scale, groups)

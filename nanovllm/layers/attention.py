@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, and the choice of its backend.
+"""Attention over the paged KV cache.
 
 Owns each layer's ``k_cache`` and ``v_cache``. Keys and values of a step are stored before a backend runs (by
 ``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from nanovllm import kernels
-from nanovllm.errors import ConfigError
 from nanovllm.layers.context import Context
 
 
@@ -86,74 +84,3 @@ class PagedBackend:
             context.max_context, pdl=True, window=window, kv_scale=kv_scale,
             groups=None if window else context.prefix_groups,
         )  # fmt: skip
-
-
-class FlashAttentionBackend:
-    """flash-attn 2 over the block tables; an optional extra."""
-
-    capturable = True
-    captures_prefill = False
-    shares_prefixes = False
-
-    def __init__(self):
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-        self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
-
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
-        return self.varlen(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q, context.max_context,
-            softmax_scale=scale, causal=True, window_size=_window_size(window),
-            block_table=context.block_tables[context.req_indices.long()],
-        )  # fmt: skip
-
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
-        out = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
-            block_table=context.block_tables[context.req_indices.long()], softmax_scale=scale, causal=True,
-            window_size=_window_size(window),
-        )  # fmt: skip
-        return out.squeeze(1)
-
-
-def _window_size(window: int) -> tuple[int, int]:
-    """flash-attn's: tokens before and after the query's own, -1 for all."""
-    return (window - 1, 0) if window else (-1, -1)
-
-
-MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel
-
-
-def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, head_dim: int, gqa_group: int = 1
-) -> AttentionBackend:
-    """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
-
-    Raises:
-        ConfigError: the backend or the model's heads cannot run here; the message names the alternatives.
-    """
-    plain = PagedBackend(kernels.select("cpu"), capturable=False)
-    if device_type == "cpu":
-        if name not in ("auto", "sdpa"):
-            raise ConfigError(f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'.")
-        return plain
-    if head_dim & (head_dim - 1):
-        raise ConfigError(f"the model's head_dim={head_dim} is not a power of two: it runs only with device='cpu'.")
-    if name == "triton" and gqa_group > MAX_GQA_GROUP:
-        raise ConfigError(
-            f"attention_backend='triton': the model has {gqa_group} query heads for each KV head, and the kernels take "
-            f"at most {MAX_GQA_GROUP}. Use 'auto', 'flash_attn' or 'sdpa'."
-        )
-    if name == "sdpa" or (name == "auto" and gqa_group > MAX_GQA_GROUP):
-        return plain
-    if name == "flash_attn":
-        if dtype == torch.float32:
-            raise ConfigError("attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32.")
-        try:
-            return FlashAttentionBackend()
-        except ImportError as error:
-            raise ConfigError(
-                f"attention_backend='flash_attn': the package flash-attn cannot be imported ({error}). Install it with "
-                "pip install 'nanovllm[flash-attn]', or use 'auto', which needs nothing."
-            ) from error
-    return PagedBackend(kernels.select("cuda"), capturable=True)

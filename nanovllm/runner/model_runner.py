@@ -18,7 +18,7 @@ from nanovllm.distributed.channel import Channel
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Workers
 from nanovllm.engine.scheduler import Batch
-from nanovllm.layers.attention import select_backend
+from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
 from nanovllm.model_config import ModelConfig

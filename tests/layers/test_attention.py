@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanovllm import ConfigError, kernels
-from nanovllm.layers.attention import Attention, select_backend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import Reference, generate_with_logits, prompt_of
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers.attention import FlashAttentionBackend
+from nanovllm.layers.attention_backends import FlashAttentionBackend
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import WARMUP_FEATURES
 from nanovllm.runner.warmup import compile_kernels

@@ -208,7 +208,7 @@ def prefix_config(head_size: int, itemsize: int) -> PrefixConfig:
         return PrefixConfig(16, 32, num_warps=4, num_stages=2, programs_per_sm=4, split_tiles=8)
     if triton.next_power_of_2(head_size) > 128:
         return PrefixConfig(64, 32, num_warps=8, num_stages=3, programs_per_sm=1, split_tiles=8)
-    return PrefixConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1, split_tiles=4)
+    return PrefixConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1, split_tiles=8)
 
 
 def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False, kv_scale=None):

@@ -1,4 +1,4 @@
-"""Gluon: GEMM of 2 to 256 tokens on NVIDIA Hopper, a multistage cp.async pipeline into wgmma.
+"""Gluon: GEMM of up to 256 tokens on NVIDIA Hopper, a multistage cp.async pipeline into wgmma.
 
 Owns `decode_gemm` and its tiles. Knows nothing of layers, nor how split-K partials are reduced (norm.py).
 
@@ -100,56 +100,15 @@ def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon.jit
-def e4m3_to_16_bits(x, dtype: gl.constexpr):
-    """Exact. To bf16: four values at a time, by bits, as conversions run at a fraction of the rate of logic."""
-    if dtype == gl.bfloat16:
-        # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
-        asm: gl.constexpr = """{
-            .reg .b32 low, high, sign_low, sign_high, scale;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 sign_low, low, 0x80008000;
-            and.b32 sign_high, high, 0x80008000;
-            shr.u32 low, low, 4;
-            shr.u32 high, high, 4;
-            lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
-            lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
-            mov.b32 scale, 0x7b807b80;
-            mul.rn.bf16x2 $0, low, scale;
-            mul.rn.bf16x2 $1, high, scale;
-        }"""
-        return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
-    else:
-        return x.to(dtype)
-
-
-@gluon.jit
-def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.constexpr,
-        ACCUMULATE: gl.constexpr = True):  # fmt: skip
-    """Add the product of one stage to acc, asynchronously; without ACCUMULATE only the product.
-
-    An e4m3 weight and x of 16 bits: the weight is converted in registers, and is operand A.
-    """
-    if weight_smem.dtype != x_smem.dtype:
-        gl.static_assert(SWAP_AB)
-        # Four channels at a time, 32 bits, which the MMA takes for channels 0, 1, 8 and 9 of its 16: so x is stored.
-        N: gl.constexpr = weight_smem.shape[1]
-        GROUPS: gl.constexpr = weight_smem.shape[2] // 16
-        weight = weight_smem.index(stage).load(gl.DotOperandLayout(0, acc_layout, 4))
-        weight = e4m3_to_16_bits(weight, x_smem.dtype).reshape((N, GROUPS, 4, 2, 2)).permute((0, 1, 3, 2, 4))
-        layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-        weight = gl.convert_layout(weight.reshape((N, GROUPS * 16)), layout, assert_trivial=True)
-        hopper.fence_async_shared()
-        x = x_smem.index(stage).permute((1, 0))
+def mma(weight_smem, x_smem, stage, acc, SWAP_AB: gl.constexpr, ACCUMULATE: gl.constexpr = True):
+    """Add the product of one stage to acc, asynchronously; without ACCUMULATE only the product."""
+    hopper.fence_async_shared()
+    if SWAP_AB:
+        weight, x = weight_smem.index(stage), x_smem.index(stage).permute((1, 0))
         return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
     else:
-        hopper.fence_async_shared()
-        if SWAP_AB:
-            weight, x = weight_smem.index(stage), x_smem.index(stage).permute((1, 0))
-            return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
-        else:
-            x, weight = x_smem.index(stage), weight_smem.index(stage).permute((1, 0))
-            return hopper.warpgroup_mma(x, weight, acc, use_acc=ACCUMULATE, is_async=True)
+        x, weight = x_smem.index(stage), weight_smem.index(stage).permute((1, 0))
+        return hopper.warpgroup_mma(x, weight, acc, use_acc=ACCUMULATE, is_async=True)
 
 
 @gluon.jit
@@ -167,8 +126,8 @@ def promote(total, product, scale_smem, stage, NUM_GROUPS: gl.constexpr, SWAP_AB
 def decode_gemm_kernel(
     x_ptr,  # [M, C], tokens strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
-    x_scale_ptr,  # fp32 [M], written by the kernel before; only with x in e4m3
-    weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with NUM_GROUPS
+    x_scale_ptr,  # fp32 [M], written by the kernel before; only with e4m3, and likewise the next
+    weight_scale_ptr,  # fp32 [N, NUM_GROUPS]
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
     y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with HEAD_SIZE; written here
@@ -184,7 +143,7 @@ def decode_gemm_kernel(
     x_stride,
     residual_stride,
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
-    NUM_GROUPS: gl.constexpr,  # of channels with scales of an e4m3 weight: 1, or one a stage; 0: no scales
+    NUM_GROUPS: gl.constexpr,  # of channels with a scale, in e4m3: 1, or one a stage; 0: x and weight have 16 bits
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
@@ -202,12 +161,9 @@ def decode_gemm_kernel(
     """One program: BLOCK_M tokens, BLOCK_N output features, C / SPLIT_K channels."""
     if USE_PDL:
         gdc_launch_dependents()
-    x_dtype: gl.constexpr = x_ptr.dtype.element_ty
-    weight_dtype: gl.constexpr = weight_ptr.dtype.element_ty
-    X_BYTES: gl.constexpr = x_dtype.primitive_bitwidth // 8
-    WEIGHT_BYTES: gl.constexpr = weight_dtype.primitive_bitwidth // 8
-    # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
-    PROMOTE: gl.constexpr = X_BYTES == 1 or NUM_GROUPS > 1
+    dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    BYTES: gl.constexpr = dtype.primitive_bitwidth // 8
+    IS_FP8: gl.constexpr = NUM_GROUPS > 0
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLIT_K
@@ -216,31 +172,25 @@ def decode_gemm_kernel(
     PREFETCH: gl.constexpr = STEPS if RESIDENT else STAGES - 1  # steps in flight
     BUFFERS: gl.constexpr = STEPS if RESIDENT else STAGES
     # wgmma has M = 64 and N = 8 to 256: with fewer than 64 tokens the weight is operand A.
-    SWAP_AB: gl.constexpr = BLOCK_M < 64 or X_BYTES != WEIGHT_BYTES
+    SWAP_AB: gl.constexpr = BLOCK_M < 64
     MMA_M: gl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
     MMA_N: gl.constexpr = BLOCK_M if SWAP_AB else BLOCK_N
     WARPS_M: gl.constexpr = 4 * min(WARPS // 4, MMA_M // 64)
     WARPS_N: gl.constexpr = WARPS // WARPS_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 32 // X_BYTES]
+        [3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 32 // BYTES]
     )
-    LANES: gl.constexpr = min(16, BLOCK_C * WEIGHT_BYTES // 16)  # of a warp along C, 16 bytes each
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // WEIGHT_BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    X_VECTOR: gl.constexpr = 16 // X_BYTES if X_BYTES == WEIGHT_BYTES else 2
-    X_LANES: gl.constexpr = min(16, BLOCK_C // X_VECTOR)
-    x_load_layout: gl.constexpr = gl.BlockedLayout([1, X_VECTOR], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
-    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * WEIGHT_BYTES, 2)
-    x_smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * X_BYTES, 2)
-    weight_smem = gl.allocate_shared_memory(weight_dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
-    x_smem = gl.allocate_shared_memory(x_dtype, [BUFFERS, BLOCK_M, BLOCK_C], x_smem_layout)
+    LANES: gl.constexpr = min(16, BLOCK_C * BYTES // 16)  # of a warp along C, 16 bytes each
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * BYTES, 2)
+    weight_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
+    x_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_M, BLOCK_C], smem_layout)
     scale_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     scale_smem_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_smem = weight_smem  # replaced if there are scales
-    x_scale_smem = weight_smem
-    if NUM_GROUPS > 0:
+    if IS_FP8:
         SCALE_BUFFERS: gl.constexpr = BUFFERS if NUM_GROUPS > 1 else 1
         scale_smem = gl.allocate_shared_memory(gl.float32, [SCALE_BUFFERS, BLOCK_N], scale_smem_layout)
-    if X_BYTES == 1:
         x_scale_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], scale_smem_layout)
     VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
@@ -254,7 +204,7 @@ def decode_gemm_kernel(
     weight_ptrs = weight_ptr + features[:, None] * NUM_CHANNELS + c[None, :]
     for step in gl.static_range(PREFETCH):
         async_load(weight_smem.index(step), weight_ptrs + step * BLOCK_C)
-    if NUM_GROUPS > 0:
+    if IS_FP8:
         scale_ptrs = weight_scale_ptr + NUM_GROUPS * output_features(tile, num_outputs, ACT_MUL, BLOCK_N, scale_layout)
         if NUM_GROUPS > 1:
             gl.static_assert(NUM_CHANNELS == NUM_GROUPS * BLOCK_C)
@@ -263,16 +213,8 @@ def decode_gemm_kernel(
                 async_load(scale_smem.index(step), scale_ptrs + step)
         else:
             async_load(scale_smem.index(0), scale_ptrs)
-    if X_BYTES != WEIGHT_BYTES:
-        i = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
-        c = split * SPLIT_C + i
-        x_c = split * SPLIT_C + i // 16 * 16 + i % 8 // 2 * 4 + i % 16 // 8 * 2 + i % 2  # see `mma`
-    token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_load_layout))
-    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride
-    if X_BYTES == WEIGHT_BYTES:
-        x_ptrs += c[None, :]
-    else:
-        x_ptrs += gl.max_contiguous(gl.multiple_of(x_c, 2), 2)[None, :]
+    token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, load_layout))
+    x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
     if HEAD_SIZE > 0:
         gl.static_assert(WARPS_M == WARPS and SPLIT_K == 1)
@@ -295,7 +237,7 @@ def decode_gemm_kernel(
             kv_scale = gl.load(kv_scale_ptr + (gl.maximum(tile - Q_TILES, 0) * BLOCK_N + channel) // HEAD_SIZE)
     if USE_PDL:
         gdc_wait()
-    if X_BYTES == 1:
+    if IS_FP8:
         x_scale_token = first_token + gl.arange(0, BLOCK_M, layout=scale_layout)
         async_load(x_scale_smem.index(0), x_scale_ptr + x_scale_token, mask=x_scale_token < num_tokens)
     for step in gl.static_range(PREFETCH):
@@ -303,7 +245,8 @@ def decode_gemm_kernel(
         commit_group()
 
     acc = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
-    if PROMOTE:
+    if IS_FP8:
+        # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
         product = acc
         weight_ptrs += PREFETCH * BLOCK_C
         x_ptrs += PREFETCH * BLOCK_C
@@ -312,7 +255,7 @@ def decode_gemm_kernel(
         for step in range(STEPS):
             # As below; the previous step has waited for its MMA. With RESIDENT nothing is loaded.
             wait_group(PREFETCH - 1)
-            pending = mma(weight_smem, x_smem, step % BUFFERS, product, acc_layout, SWAP_AB, ACCUMULATE=False)
+            pending = mma(weight_smem, x_smem, step % BUFFERS, product, SWAP_AB, ACCUMULATE=False)
             if step + PREFETCH < STEPS:
                 stage = (step + PREFETCH) % BUFFERS
                 async_load(weight_smem.index(stage), weight_ptrs)
@@ -328,9 +271,7 @@ def decode_gemm_kernel(
     elif RESIDENT:
         for step in gl.static_range(STEPS):
             wait_group(STEPS - 1 - step)
-            acc = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB)
-            if X_BYTES != WEIGHT_BYTES:  # ptxas finds no registers for two converted stages
-                acc = hopper.warpgroup_mma_wait(0, [acc])
+            acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
     else:
         acc = hopper.warpgroup_mma_init(acc)
         weight_ptrs += PREFETCH * BLOCK_C
@@ -339,7 +280,7 @@ def decode_gemm_kernel(
             # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
             acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, [acc]))
             wait_group(PREFETCH - 1)
-            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, acc_layout, SWAP_AB)
+            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
             if step + PREFETCH < STEPS:
                 stage = (step + PREFETCH) % BUFFERS
                 async_load(weight_smem.index(stage), weight_ptrs)
@@ -347,7 +288,7 @@ def decode_gemm_kernel(
                 weight_ptrs += BLOCK_C
                 x_ptrs += BLOCK_C
             commit_group()
-    if not PROMOTE:
+    if not IS_FP8:
         acc = hopper.warpgroup_mma_wait(0, [acc])
 
     if NUM_GROUPS == 1:
@@ -355,7 +296,7 @@ def decode_gemm_kernel(
             acc *= scale_smem.index(0).load(gl.SliceLayout(1, acc_layout))[:, None]
         else:
             acc *= scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
-    if X_BYTES == 1:
+    if IS_FP8:
         if SWAP_AB:
             acc *= x_scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
         else:
@@ -379,11 +320,11 @@ def decode_gemm_kernel(
     if SWAP_AB:
         acc = acc.permute((1, 0))
     if HEAD_SIZE > 0:
-        dtype: gl.constexpr = y_ptr.dtype.element_ty
+        y_dtype: gl.constexpr = y_ptr.dtype.element_ty
         left, right = split_halves(acc)
         if has_rope:
-            left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
-        acc = gl.convert_layout(join_halves(left.to(dtype), right.to(dtype)), store_layout)
+            left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, y_dtype)
+        acc = gl.convert_layout(join_halves(left.to(y_dtype), right.to(y_dtype)), store_layout)
         head_ptr = gl.where(has_rope, k_cache_ptr, v_cache_ptr)
         if kv_scale_ptr is None:
             head_ptr = gl.where(is_q, y_ptr, head_ptr)
@@ -413,8 +354,7 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilo
                 x_scale=None, dtype=None):  # fmt: skip
     """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
 
-    With weight_scale fp32 [N, G] the weight is e4m3, and x of 16 bits, or e4m3 with x_scale fp32 [M] and a result of
-    `dtype`.
+    x and weight in e4m3: x_scale fp32 [M], weight_scale fp32 [N, G], and a result of `dtype`.
 
     With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.

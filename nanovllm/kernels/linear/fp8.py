@@ -1,16 +1,15 @@
 """Linear layers whose weight is e4m3, with a scale per output feature, or per output feature and 128 channels.
 
-Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens, and of the type that
-is multiplied: x in its 16 bits (W8A16), or each token quantized to e4m3 (W8A8), which the FP8 tensor cores multiply at
-twice the rate. Knows nothing of layers. The twins are in reference.py, and do not quantize x.
+Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. On Hopper each token
+is quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: from one token on
+it is the fastest there (docs/experiments.md), and so a token's result does not depend on how many others there are.
+Knows nothing of layers. The twins are in reference.py, and do not quantize x.
 
-    1                          gemv.py, W8A16; from sm_89 on
-    2 to MAX_TOKENS_W8A16      decode_gemm_sm90.py, W8A16
-    to 256                     decode_gemm_sm90.py, W8A8; from 65 on only where it needs one wave or nothing else runs
-    otherwise                  prefill_gemm_sm90.py, W8A8, where it has the epilogue; scales of 128 channels must be
-                               those of blocks of 128 x 128
-    otherwise                  torch._scaled_mm, W8A8, between separate kernels, with a scale per feature
-    otherwise                  not here: `dequantized` at each call and multiplied in 16 bits, as without Hopper
+    1 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
+    otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
+    otherwise   torch._scaled_mm between separate kernels, with a scale per feature
+    otherwise   gemv.py for a single token, from sm_89 on, with x in its own type
+    otherwise   not here: `dequantized` at each call and multiplied in 16 bits
 """
 
 import itertools
@@ -31,8 +30,6 @@ try:
 except ImportError:  # an untested version of Triton, see gluon_compat.py
     decode_gemm_sm90 = prefill_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
 
-# Above, FP8 tensor cores gain more than the quantization of x costs.
-MAX_TOKENS_W8A16 = 16
 MAX_TOKENS_DECODE = 256
 MAX_DECODE_WAVES = 1  # of more than 64 tokens, where there are alternatives
 MAX_PROGRAMS_PER_SM = 3  # that share an SM, with weights of many output features
@@ -49,11 +46,17 @@ def has_e4m3(device):
 
 def supports(x, weight):
     """Whether a kernel here multiplies these without dequantizing the weight first."""
+    if supports_w8a8(x, weight):
+        return True
+    num_channels, num_groups = weight.data.shape[1], weight.scale.shape[1]
+    is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
+    return len(x) == 1 and has_e4m3(weight.data.device) and is_whole_groups
+
+
+def supports_w8a8(x, weight):
+    """Whether the FP8 tensor cores multiply these."""
     (num_features, num_channels), num_groups, device = weight.data.shape, weight.scale.shape[1], weight.data.device
-    if len(x) == 1:
-        is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
-        return has_e4m3(device) and is_whole_groups
-    if not (len(x) > 1 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
+    if not (len(x) > 0 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
         return False
     if dtype_of(x).itemsize != 2 or num_channels % 128 or num_groups not in (1, num_channels // 128):
         return False
@@ -68,11 +71,11 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
     """See reference.fused_linear, where `supports`; as dispatch.fused_linear."""
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
-    if len(x) == 1:
+    if not supports_w8a8(x, weight):
         return gemv(x, weight.data, bias, norm_weight, eps, residual, act_mul, weight.scale)
     adds_residual_only = residual is not None and bias is None and act_mul is None
-    is_w8a8, config = choose(x, weight, allow_split_k and adds_residual_only)
-    x, x_scale, dtype = prepare(x, norm_weight, eps, is_w8a8)
+    config = decode_config(x, weight, allow_split_k and adds_residual_only)
+    x, x_scale, dtype = prepare(x, norm_weight, eps)
     if config is not None:
         return decode_gemm_sm90.decode_gemm(
             config, x, weight.data, bias, residual, act_mul,
@@ -91,10 +94,10 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear, where `supports`."""
-    if len(x) == 1 or not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue):
+    if not supports_w8a8(x, weight) or not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue):
         return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps, None, None, False), *epilogue)
-    is_w8a8, config = choose(x, weight)
-    x, x_scale, dtype = prepare(x, norm_weight, eps, is_w8a8)
+    config = decode_config(x, weight)
+    x, x_scale, dtype = prepare(x, norm_weight, eps)
     scales = dict(weight_scale=weight.scale, x_scale=x_scale, dtype=dtype)
     if config is not None:
         head_size = len(weight.data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
@@ -113,7 +116,7 @@ def supports_qkv_epilogue(dtype, data, epilogue):
 
 
 def supports_prefill_gemm(x, weight, is_qkv=False):
-    """x after `prepare`, where `choose` finds no tiles of a decode GEMM."""
+    """x after `prepare`, where `decode_config` has no tiles."""
     is_enough = prefill_gemm_sm90 is not None and len(x) >= MIN_TOKENS_PREFILL
     return is_enough and has_blocks(weight) and prefill_gemm_sm90.supports(x, weight.data, is_qkv)
 
@@ -131,63 +134,51 @@ def dtype_of(x):
     return (x.residual if isinstance(x, SplitKPartials) else x).dtype
 
 
-def choose(x, weight, allow_split_k=False):
-    """Whether x is quantized, and the tiling of a decode GEMM; None: torch._scaled_mm."""
-    if decode_gemm_sm90 is None or len(x) > MAX_TOKENS_DECODE:
-        return True, None
-    x = x.residual if isinstance(x, SplitKPartials) else x
-    if len(x) <= MAX_TOKENS_W8A16:
-        config = decode_config(x, weight, False, allow_split_k)
-        if config is not None:
-            return False, config
-    config = decode_config(x, weight, True, allow_split_k)
-    if len(x) > 64 and has_blocks(weight) and len(weight.data) % 256 == 0:
-        num_tiles = triton.cdiv(len(x), config.block_m) * triton.cdiv(len(weight.data), config.block_n)
-        if num_tiles > MAX_DECODE_WAVES * num_sms(x.device):
-            return True, None
-    return True, config
-
-
-def decode_config(x, weight, is_w8a8, allow_split_k):
-    """The tiling of a decode GEMM, as in decode_gemm_config; None where the kernel does not run.
+def decode_config(x, weight, allow_split_k=False):
+    """The tiling of a decode GEMM, as in decode_gemm_config; None where another kernel is faster, or it does not run.
 
     Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
     """
+    if decode_gemm_sm90 is None or len(x) > MAX_TOKENS_DECODE:
+        return None
+    x = x.residual if isinstance(x, SplitKPartials) else x
     (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
     max_programs = num_sms(x.device)
-    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
-    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
-        return None
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
-        if block_m > 64 and not is_w8a8:
-            return None
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
         per_sm = triton.cdiv(num_programs, max_programs)
         if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
             break
+    has_alternatives = num_tokens > 64 and has_blocks(weight) and num_features % 256 == 0
+    if has_alternatives and num_programs > MAX_DECODE_WAVES * max_programs:
+        return None
     splits = (4, 2, 1) if allow_split_k else (1,)
     split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
+    if allow_split_k and split_k == 1 and num_tokens > 64 and num_channels >= 2 * num_features:
+        # Larger tiles of half the channels read less of x and weight; the next norm reads two partials.
+        for large_m in (64, 128):
+            num_programs = 2 * triton.cdiv(num_tokens, large_m) * triton.cdiv(num_features, 128)
+            if num_programs <= max_programs and num_channels % 256 == 0:
+                block_m, block_n, split_k = large_m, 128, 2
+                break
     split_c = num_channels // split_k
     # 256 channels: half as many steps; with more tokens registers run out.
     blocks_c = (256, 128) if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else (128,)
-    channel_bytes = block_m * (1 if is_w8a8 else 2) + block_n + (block_n // 32 if num_groups > 1 else 0)
+    channel_bytes = block_m + block_n + (block_n // 32 if num_groups > 1 else 0)
     for programs, block_c in itertools.product(range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1), blocks_c):
         stages = decode_gemm_sm90.PIPELINE_BYTES // programs // (channel_bytes * block_c)
         if stages >= MIN_STAGES:
             break
     stages = min(stages, split_c // block_c)
-    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
-    num_warps = 4 if block_m * block_n <= max_elements else 8
+    num_warps = 4 if block_m * block_n <= 8192 else 8
     return decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
 
-def prepare(x, norm_weight, eps, is_w8a8):
-    """x after its norm, if it has one, and with is_w8a8 its scales; and the dtype of results."""
-    dtype = dtype_of(x)
-    if not is_w8a8:
-        return x if norm_weight is None else rms_norm(x, norm_weight, eps), None, dtype
-    return *(quantize_tokens(x) if norm_weight is None else rms_norm(x, norm_weight, eps, quantized=True)), dtype
+def prepare(x, norm_weight, eps):
+    """x after its norm, if it has one, quantized; its scales; and the dtype of results."""
+    quantized = quantize_tokens(x) if norm_weight is None else rms_norm(x, norm_weight, eps, quantized=True)
+    return *quantized, dtype_of(x)
 
 
 def product(x, x_scale, weight, bias, dtype):

@@ -33,12 +33,14 @@ def gemv_config(num_features, num_channels, itemsize):
     """Tuned by coordinate descent over a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
     num_bytes = num_features * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
-    if itemsize == 1:  # not tuned; more features share the conversion of x, as instructions nearly limit the kernel
+    if itemsize == 1:  # tuned for the products of Qwen3-8B; those of up to 1,024 channels are not
         if num_channels <= 1024:
             return GemvConfig(4, max(16, block_c), 4)
         if num_features >= 16384:
-            return GemvConfig(8, 256, 1)
-        return GemvConfig(4, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
+            return GemvConfig(2, 1024, 1, 96)
+        if num_channels % 2048 or num_features > num_channels:
+            return GemvConfig(4, 512, 2)
+        return GemvConfig(2, 2048, 4 if num_channels >= 8192 else 2)
     if num_features >= 12 * num_channels:  # an LM head
         if num_channels <= 1024:
             return GemvConfig(4, block_c, 1)
