@@ -179,3 +179,20 @@ def test_in_a_cuda_graph_that_follows_new_groups(pdl, monkeypatch):
         graph.replay()
         check(cache, result, expected)
     assert launch.zero_counters(1, q.device).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gqa_group", [1, 4])
+def test_fp8_cache(gqa_group, dtype):
+    """Keys' scales in the scores, values' at the end: of what the prefix left as of a sequence's own tokens."""
+    cache, groups = shared_cache([(20, 2 * SHARED_TOKENS), (9, SHARED_TOKENS)], [5, 0, 70], 2, 32, 64, dtype, spare=1)
+    q = cache.queries(len(cache.context_lens), 2 * gqa_group, 2)
+    kv_scale = torch.tensor([[0.5, 2.0], [0.25, 4.0]], device=DEVICE)
+    k, v = cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn)
+    _, _, _, *rest = cache.decode_args(q)
+    wide = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
+    expected = oracle(reference.paged_decode_attention, q, *wide, *rest)
+    actual = decode.paged_decode_attention(q, k, v, *rest, kv_scale=kv_scale, groups=groups)
+    check(cache, actual, expected)
+    plain = decode.paged_decode_attention(q, k, v, *rest, kv_scale=kv_scale)
+    torch.testing.assert_close(actual, plain, **TOLERANCE[dtype])

@@ -44,7 +44,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     weight = weight.data
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
-    if len(x) == 1:
+    if len(x) == 1 and not isinstance(x, SplitKPartials):  # a layer with FP8 weights may leave partials
         return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
