@@ -1,7 +1,8 @@
 """Triton: one-shot all-reduce and all-gather of small tensors through peer memory (NVLink).
 
-Owns the protocol between the ranks' kernels. Does not know how the memory is shared (``distributed/peer_memory.py``);
-its twins are any all-reduce and all-gather.
+Owns two protocols between the ranks' kernels: `one_shot` signals and reads (two round trips), `push_all_reduce` stores
+each word together with its epoch in the other ranks' memory (one trip, twice the bytes). Does not know how the memory
+is shared (``distributed/peer_memory.py``); its twins are any all-reduce and all-gather.
 """
 
 import triton
@@ -98,6 +99,108 @@ def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, w
         one_shot_kernel, (programs,),
         x, out, buffers, signal_pads, epochs, abort_flag, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
+        num_warps=num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _is_missing(words, epoch):
+    """Whether a word does not have this epoch; False once aborted."""
+    missing = (words >> 32).to(tl.int32) != epoch.to(tl.int32)
+    return (tl.max(missing.to(tl.int32), 0) != 0) & (epoch < 1 << 62)
+
+
+@triton.jit
+def push_kernel(
+    x_ptr,  # [2 * num_words] of 16 bits, or [num_words] of 32 bits
+    out_ptr,  # like x, written here
+    buffers_ptr,  # i64[WORLD], address of each rank's buffer, i64[2, WORLD, capacity]: words from each source rank
+    epochs_ptr,  # i64[capacity / BLOCK], launches of each program so far, incremented here; bit 62: aborted
+    abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
+    num_words, capacity,  # of 32 bits
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, POLLS: tl.constexpr, THREADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Store x in all ranks' buffers, each 32 bits together with the 32-bit epoch; poll this rank's buffer until every
+    word has the epoch, and sum by rank.
+
+    Data and epoch of a word arrive together: 64-bit accesses are single, also as elements of a 128-bit access (PTX,
+    "Vector data-types"). So nothing else need be ordered: .wt stores and volatile loads are relaxed, system scope.
+
+    Program i reads only words that program i of each rank wrote, and all programs i take part in the same launches.
+    Double buffering is safe: a rank stores epoch n + 2 after its launch n + 1, which received words of n + 1 from every
+    rank, sent after that rank's launch n (griddepcontrol.wait), which has read epoch n. A launch stores all of BLOCK,
+    so a word waiting for epoch n has n - 2 or (n <= 2) zero: the epoch may wrap around.
+    """
+    pdl_launch_dependents(USE_PDL)
+    program = tl.program_id(0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    tl.static_assert(dtype.is_floating())
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    out_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    offs = program * BLOCK + tl.arange(0, BLOCK)
+    exists = offs < num_words
+    received = _buffer(buffers_ptr, RANK, tl.int64)
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + offs, mask=exists, other=0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    half = (epoch & 1) * WORLD * capacity
+    words = (epoch << 32) | (x.to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            tl.store(_buffer(buffers_ptr, rank, tl.int64) + half + RANK * capacity + offs, words, cache_modifier=".wt")
+
+    low = tl.zeros((BLOCK,), tl.float32)
+    high = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(WORLD):
+        part = x
+        if rank != RANK:
+            source = received + half + rank * capacity + offs
+            words = tl.load(source, volatile=True)
+            missing = _is_missing(words, epoch)
+            polls = 0
+            while missing:
+                words = tl.load(source, volatile=True)
+                missing = _is_missing(words, epoch)
+                polls += 1
+                if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
+                    # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
+                    if tl.max(tl.load(abort_flag_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
+                        missing = False
+                        epoch |= 1 << 62  # this and later launches do not wait any more
+            part = words.to(tl.int32)
+        if dtype.primitive_bitwidth == 16:
+            low += part.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            high += (part >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        else:
+            low += part.to(dtype, bitcast=True)
+    if dtype.primitive_bitwidth == 16:
+        low_bits = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        total = low_bits | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        total = low.to(tl.int32, bitcast=True)
+    tl.store(out_ptr + offs, total, mask=exists)
+    tl.store(epochs_ptr + program, epoch)
+
+
+def push_all_reduce(x, out, buffers, epochs, abort_flag, capacity, rank, world, block=256, num_warps=4):
+    """out = sum of x over ranks, any shape, contiguous, of 16-bit or 32-bit floats; a multiple of 4 bytes.
+
+    Every rank has the same launches in the same order.
+
+    Args:
+        buffers: i64[world] on the device, address of each rank's buffer, i64[2, world, capacity], zero at first.
+        epochs: i64[capacity / block], zero at first.
+        abort_flag: as in `one_shot`.
+        capacity: largest number of 32-bit words of x, a multiple of `block`.
+    """
+    num_words = x.nbytes // 4
+    assert x.nbytes % 4 == 0 and num_words <= capacity == block * epochs.numel()
+    launch(
+        push_kernel, (triton.cdiv(num_words, block),),
+        x, out, buffers, epochs, abort_flag, num_words, capacity,
+        RANK=rank, WORLD=world, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
