@@ -35,6 +35,16 @@ class SizeClass(NamedTuple):
     block: int  # elements per program and iteration
 
 
+class PushClass(NamedTuple):
+    """The push kernel's arguments for tensors of at most ``num_bytes``."""
+
+    num_bytes: int
+    buffers: torch.Tensor  # i64[size], address of each rank's buffer, i64[2, size, num_bytes / 4]
+    epochs: torch.Tensor  # i64[programs], launches so far
+    block: int
+    num_warps: int
+
+
 class PeerMemory:
     """One rank's symmetric memory: the signal pads of all size classes, their buffers, the buffer for pushed words."""
 
@@ -67,8 +77,8 @@ class PeerMemory:
             epochs = torch.zeros(programs, dtype=torch.int64, device=device)
             self._size_classes.append(SizeClass(num_bytes, buffers, signal_pads, epochs, block))
             pad, buffer = pad + 8 * size * programs, buffer + 2 * num_bytes
-        self._push_buffers = (addresses + push_at).to(device)
-        self._push_epochs = torch.zeros(PUSH_BYTES // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
+        epochs = torch.zeros(PUSH_BYTES // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
+        self._push_class = PushClass(PUSH_BYTES, (addresses + push_at).to(device), epochs, PUSH_BLOCK, PUSH_WARPS)
 
     @classmethod
     def connect(cls, backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
@@ -95,12 +105,12 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, a new tensor."""
-        out = torch.empty_like(x)
-        if x.nbytes > PUSH_BYTES or x.dtype not in PUSH_DTYPES or (x.nbytes | x.data_ptr()) % 4:
+        out, c = torch.empty_like(x), self._push_class
+        if x.nbytes > c.num_bytes or x.dtype not in PUSH_DTYPES or (x.nbytes | x.data_ptr()) % 4:
             return self._launch(x, out, gather=False)
         return self._push(
-            x, out, self._push_buffers, self._push_epochs, self._abort_flag, PUSH_BYTES // 4, self._rank, self._size,
-            block=PUSH_BLOCK, num_warps=PUSH_WARPS,
+            x, out, c.buffers, c.epochs, self._abort_flag, c.num_bytes // 4, self._rank, self._size,
+            block=c.block, num_warps=c.num_warps,
         )  # fmt: skip
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,9 +119,10 @@ class PeerMemory:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Launch the largest pushed all-reduce and that of each size class, for `parallel_compile`."""
-        for num_bytes in (PUSH_BYTES, *(c.num_bytes for c in self._size_classes)):
+        device = self._push_class.buffers.device
+        for num_bytes in (self._push_class.num_bytes, *(c.num_bytes for c in self._size_classes)):
             num_elements = min(num_bytes, MAX_BYTES[self._size]) // dtype.itemsize
-            self.all_reduce(torch.empty(num_elements, dtype=dtype, device=self._push_buffers.device))
+            self.all_reduce(torch.empty(num_elements, dtype=dtype, device=device))
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         c = next(c for c in self._size_classes if x.nbytes <= c.num_bytes)

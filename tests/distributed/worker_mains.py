@@ -45,7 +45,7 @@ def echo(memory, rank, size, pipe):
 SUM_SIZES = (100, 1536, 1600, 1, 1100, 1599)  # in turn, so that both halves of the double buffer see every shape
 SUM_CAPACITY, SUM_PROGRAMS = 1600, 3
 PUSH_CAPACITY, PUSH_BLOCK = 2048, 512  # 32-bit words
-NEAR_WRAP = 2**32 - 8  # added to the epochs of a type's launches: even, since the halves take turns
+NEAR_WRAP = 2**32 - 8  # added to the epochs: even, since the halves take turns
 
 
 def addend(num_elements, rank):
@@ -74,10 +74,9 @@ def push_cases():
     """(type, number of elements, added to the epochs before); x of 16 bits has an even number of elements."""
     import torch
 
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for i, n in enumerate(SUM_SIZES):
-            added = NEAR_WRAP if dtype == torch.bfloat16 and i == 0 else 0
-            yield dtype, n if dtype.itemsize == 4 else 2 * n, added
+    yield from ((torch.float32, n, 0) for n in SUM_SIZES)
+    yield from ((torch.bfloat16, 2 * n, NEAR_WRAP if i == 0 else 0) for i, n in enumerate(SUM_SIZES))
+    yield torch.float16, 200, 0
 
 
 def push(rank, buffers, pipe):
