@@ -43,6 +43,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=TEMPERATURE)
     add("--device", default="auto", choices=["auto", "cuda", "cpu"])
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    add("--quantization", choices=["fp8"], help="FP8 weights; nanovllm only")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--enforce-eager", action="store_true", help="no CUDA graphs, no run-ahead")
     add("--max-model-len", type=int, metavar="N")
@@ -102,7 +103,8 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
         tensor_parallel_size=args.tensor_parallel_size,
         enforce_eager=args.enforce_eager,
         transformers_batch_size=args.transformers_batch_size,
-        nanovllm=given(args, "attention_backend", "kvcache_block_size", "num_kvcache_blocks"),
+        nanovllm=given(args, "attention_backend", "kvcache_block_size", "num_kvcache_blocks",
+                       "quantization"),
         shared=given(args, *shared),
     )
 
@@ -231,6 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         "scale": args.scale,
         "device": device_name(args.device, args.tensor_parallel_size),
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
         "engines": engines,

@@ -144,7 +144,15 @@ def batch32(scale: int = 1) -> Workload:
     return Workload("batch32", prompts, [512 // scale] * 32, False)
 
 
-WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedprefix, batch32)}
+def short(scale: int = 1) -> Workload:
+    """2,048 prompts of 32 tokens, with 8 to 64 tokens to generate: requests come and go at every step."""
+    rng = Random(5)
+    num, length, longest = 2048 // scale, max(1, 32 // scale), max(1, 64 // scale)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
+    return Workload("short", prompts, [rng.randint(max(1, 8 // scale), longest) for _ in range(num)], False)
+
+
+WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedprefix, batch32, short)}
 
 
 def write_model(directory: str | Path, size: str) -> str:

@@ -31,6 +31,7 @@ RULES = {
     "dtype": choice("auto", *DTYPES),
     "attention_backend": choice("auto", "flash_attn", "triton", "sdpa"),
     "load_format": choice("auto", "dummy"),
+    "quantization": choice(None, "fp8"),
     "enable_prefix_caching": FLAG,
     "seed": integer("an integer in [0, 2**63)", lambda seed: 0 <= seed < 2**63),
     "trust_remote_code": FLAG,
@@ -63,6 +64,8 @@ class Config:
             or "half", "float32" or "float"; or torch's.
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
+        quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
+            feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
         enable_prefix_caching: reuse the keys and values of equal prompt prefixes.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.
         revision: branch, tag or commit of a hub model; ignored for a directory.
@@ -95,6 +98,7 @@ class Config:
     dtype: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     revision: str | None = None
@@ -146,6 +150,8 @@ class Config:
             tokenizer_path = resolve_model(self.tokenizer, weights=False, option="tokenizer")
         model_config = read_model_config(model_path)
         model_config.check_tensor_parallel(self.tensor_parallel_size)
+        if self.quantization == "fp8":
+            model_config = model_config.quantized()
         limit = model_config.max_position_embeddings
         max_model_len = self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, limit)
         if max_model_len > limit:

@@ -1,9 +1,10 @@
 """``LLM``: the engine with the methods that people call."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from nanovllm.validation import did_you_mean
 if TYPE_CHECKING:
     from nanovllm.runner.residency import Residency, Weights
 
+T = TypeVar("T")
 Params = SamplingParams | ListLike[SamplingParams] | None
 Conversation = ListLike[dict[str, Any]]
 TAGS = "weights", "kv_cache"  # of what sleeps
@@ -186,8 +188,7 @@ class LLM(LLMEngine):
                     requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
                 except RequestError as error:
                     raise RequestError(f"list {i}: {error}") from None
-            self._drain(requests, use_tqdm)
-        return [request.score() for request in requests]
+            return self._drain(requests, use_tqdm, Request.score)
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
@@ -202,7 +203,8 @@ class LLM(LLMEngine):
 
         Args:
             weights: pairs (name in the checkpoint, tensor on any device, of any float dtype), such as
-                ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads.
+                ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads. For an
+                FP8 weight data (e4m3) and scale (``X.weight_scale``), or a tensor that is quantized here.
             partial: False: every tensor of the model must be given.
 
         Returns:
@@ -292,8 +294,7 @@ class LLM(LLMEngine):
             )
         with self._exclusive():
             requests = self._requests.make_all(texts, token_ids, sampling_params)
-            self._drain(requests, use_tqdm)
-        return [request.output() for request in requests]
+            return self._drain(requests, use_tqdm, Request.output)
 
     @no_full_gc()
     def _complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
@@ -303,13 +304,19 @@ class LLM(LLMEngine):
             requests = self._requests.make_all(
                 [None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True
             )
-            self._drain(requests, use_tqdm=False)
-        return [request.output() for request in requests]
+            return self._drain(requests, False, Request.output)
 
-    def _drain(self, requests: list[Request], use_tqdm: bool | Callable) -> None:
+    def _drain(self, requests: list[Request], use_tqdm: bool | Callable, result: Callable[[Request], T]) -> list[T]:
+        """``result`` of each request; most are made while the device works on the others, once their text is there."""
         num_completions = sum(len(request.seqs) for request in requests)
-        for _ in self._run(requests, None, num_completions, use_tqdm):
-            pass
+        results: dict[int, T] = {}
+        finished: deque[Request] = deque()
+        for request in self._run(requests, None, num_completions, use_tqdm):
+            finished.append(request)
+            if finished[0].has_text:
+                first = finished.popleft()
+                results[first.index] = result(first)
+        return [results[r.index] if r.index in results else result(r) for r in requests]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

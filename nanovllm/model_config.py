@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.families import FAMILIES, SWITCHES, Family
+from nanovllm.quantization import NO_EXPERTS, FP8Weights
 from nanovllm.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
 
@@ -23,7 +24,6 @@ def _supported(*allowed: Any) -> Rule:
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
-UNSUPPORTED = Rule("absent or false (it is not supported)", lambda x: not x)
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")
 TOKEN_IDS = Rule(
@@ -42,7 +42,6 @@ ARCHITECTURES = Rule(
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in FAMILIES,
 )
 RULES = {
-    "quantization_config": UNSUPPORTED,
     "layer_types": list_of(
         choice("full_attention", "sliding_attention"),
         "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
@@ -174,6 +173,7 @@ class ModelConfig:
         ropes: of each layer; None: positions are not rotated (NoPE).
         moe: None in a dense model.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
+        fp8: None: no weight is FP8.
     """
 
     family: Family
@@ -200,6 +200,7 @@ class ModelConfig:
     ropes: tuple[RopeScaling | None, ...]
     moe: MoEConfig | None
     num_nextn_predict_layers: int
+    fp8: FP8Weights | None
     dtype: str
     eos_token_ids: tuple[int, ...]
 
@@ -254,6 +255,7 @@ class ModelConfig:
             "windows": windows,
             "ropes": ropes,
             "moe": MoEConfig.from_json(raw, family) if family.experts else None,
+            "fp8": _fp8(raw, family),
             "eos_token_ids": given["eos_token_id"],
         }
         return cls(**{field.name: given[field.name] for field in fields(cls)})
@@ -266,15 +268,27 @@ class ModelConfig:
             ropes=tuple(rope and rope.for_length(max_model_len) for rope in self.ropes),
         )
 
+    def quantized(self) -> "ModelConfig":
+        """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
+        if self.moe is not None:
+            raise ConfigError(f"quantization='fp8' {NO_EXPERTS}.")
+        return self if self.fp8 else replace(self, fp8=FP8Weights.of_all(self.num_hidden_layers))
+
+    def fp8_block(self, layer: int, name: str) -> int | None:
+        """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
+        return self.fp8.block if self.fp8 and name in self.fp8.layers[layer] else None
+
     def one_layer_of_each_kind(self) -> "ModelConfig":
         """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
         last, dense = self.num_hidden_layers - 1, self.moe.dense_layers if self.moe else frozenset()
-        kinds = {(self.windows[i], i in dense): i for i in reversed(range(last))}
+        fp8_layers = self.fp8.layers if self.fp8 else ((),) * self.num_hidden_layers
+        kinds = {(self.windows[i], i in dense, fp8_layers[i]): i for i in reversed(range(last))}
         layers = [*sorted(kinds.values()), last]
         moe = self.moe and replace(self.moe, dense_layers=frozenset(n for n, i in enumerate(layers) if i in dense))
         return replace(
             self, num_hidden_layers=len(layers), windows=tuple(self.windows[i] for i in layers),
             ropes=tuple(self.ropes[i] for i in layers), moe=moe,
+            fp8=self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers)),
         )  # fmt: skip
 
     def check_tensor_parallel(self, size: int) -> None:
@@ -293,6 +307,17 @@ class ModelConfig:
                 f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "
                 "or be a multiple of their number."
             )
+
+
+def _fp8(raw: dict[str, Any], family: Family) -> FP8Weights | None:
+    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
+    if not quantization:
+        return None
+    fp8 = FP8Weights.from_json(quantization, raw["num_hidden_layers"], family.renamed)
+    if family.experts:
+        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
+    return fp8
+
 
 def _activation(raw: dict[str, Any], family: Family) -> Any:
     """Gemma's old files say "gelu", or nothing, and mean the tanh form."""

@@ -78,12 +78,12 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 32 or 96 units, so that
 }  # fmt: skip
 
 
-def make(path, name, seed=0):
-    """Write the checkpoint of a case into ``path``; return transformers' model."""
+def make(path, name, seed=0, **more):
+    """Write the checkpoint of a case, with ``more`` in its config, into ``path``; return transformers' model."""
     import transformers
 
     kind, changes = {**CASES, **MOE_CASES}[name]
-    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes})
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes, **more})
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

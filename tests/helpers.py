@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
-from nanovllm.runner.prepare import short_prefill_sizes
+from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -129,10 +130,12 @@ class EagerGraphs(CUDAGraphs):
 
 
 def use_graphs_on_cpu(llm):
-    """Pad decode batches and short prefills to captured sizes, as with CUDA graphs."""
+    """Pad decode batches and prefills to captured sizes, as with CUDA graphs."""
     runner = llm.model_runner
-    runner.prefill_sizes = short_prefill_sizes(llm.config.max_num_batched_tokens)
-    runner.prefill_inputs = torch.zeros(5 * runner.prefill_sizes[-1], dtype=torch.int32)
+    runner.prefill_sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
+    runner.prefill_inputs = PrefillInputs(
+        runner.prefill_sizes, runner.request_state.block_tables, llm.config.max_model_len
+    )
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
         runner.capture_cudagraph()

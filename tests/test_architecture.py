@@ -13,10 +13,10 @@ PACKAGE = ROOT / "nanovllm"
 # from the bottom up; a module may import from its own floor and from those below
 FLOORS = [
     ["errors", "validation", "families"],
-    ["rope"],
+    ["rope", "quantization"],
     ["sampling_params", "outputs", "model_config", "utils.gc_pause"],
     ["utils.checkpoint"],
-    ["config", "utils.loader"],
+    ["config", "utils.fp8", "utils.loader"],
     ["kernels"],
     ["distributed"],
     ["layers"],
@@ -24,7 +24,7 @@ FLOORS = [
     ["engine.sequence", "engine.block_manager", "engine.metrics", "engine.scheduler", "engine.detokenizer",
      "engine.grammars", "engine.chat_template", "engine.fast_tokenizer"],
     ["engine.tokenizer", "engine.structured", "engine.watch"],
-    ["runner.request_state", "runner.sampling_tables", "runner.step", "runner.prepare"],
+    ["runner.request_state", "runner.sampling_tables", "runner.step", "runner.prefill_graphs", "runner.prepare"],
     ["runner"],
     ["engine.progress", "engine.request", "engine.beam_search", "engine.stream", "engine.llm_engine"],
     ["llm"],

@@ -65,7 +65,7 @@ REFUSED = [
     ({"enforce_eager": "yes"}, "enforce_eager='yes' must be True or False."),
     ({"enable_prefix_caching": "on"}, "enable_prefix_caching='on' must be True or False."),
     ({"temperature": 0}, "no option 'temperature'. It is a parameter of a request: SamplingParams(temperature=...)."),
-    ({"quantization": "fp8"}, "LLM() has no option 'quantization'. Options: "),
+    ({"quantization": "awq"}, "quantization='awq' must be None or 'fp8'."),
     ({"tokenizer": 3}, "tokenizer=3 must be a path, a hub id or None."),
     ({"revision": 5}, "revision=5 must be a string or None"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer from 1 to 8."),

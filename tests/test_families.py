@@ -293,7 +293,7 @@ def test_every_switch_is_tried(checkpoint):
     assert shape == {
         "family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-        "attention_scale", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids",
+        "attention_scale", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
     }  # fmt: skip
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
     assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}

@@ -49,9 +49,6 @@ KINDS = {
     "'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' (others are not supported)": [
         {"rope_type": bad} for bad in ("dynamic", "proportional", ["yarn"])
     ],
-    "absent or false (it is not supported)": [
-        {"quantization_config": {"quant_method": "fp8"}},
-    ],
 }
 IN_ROPE = ("rope_type", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow", "attention_factor")
 

@@ -61,7 +61,8 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
-    assert [w["workload"] for w in engine["workloads"]] == ["headline", "single", "prefill", "sharedprefix", "batch32"]
+    names = ["headline", "single", "prefill", "sharedprefix", "batch32", "short"]
+    assert [w["workload"] for w in engine["workloads"]] == names
     for w in engine["workloads"]:
         assert len(w["repeats_tokens_per_s"]) == 2 and w["tokens_per_s"] > 0
         counted = w["output_tokens"] + (w["prompt_tokens"] if w["counted"] == "prompt and output" else 0)

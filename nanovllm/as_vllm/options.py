@@ -32,6 +32,7 @@ PASSED: dict[str, Any] = {
     "max_logprobs": 20,
     "generation_config": "auto",
     "load_format": "auto",
+    "quantization": None,
     "device": "auto",
     "block_size": None,
     "num_gpu_blocks_override": None,
@@ -50,7 +51,6 @@ OWN = ("model", "max_model_len", "worker_extension_cls", "enable_sleep_mode", "h
 
 # keyword -> values that change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "tokenizer_mode": ("auto", "hf"),
     "tokenizer_revision": (None,),

@@ -81,6 +81,11 @@ class Request:
     def params(self) -> SamplingParams:
         return self.seqs[0].sampling_params
 
+    @property
+    def has_text(self) -> bool:
+        """Whether ``output`` need not wait, once the request is finished."""
+        return all(text.done() for text in self.texts.values())
+
     def output(self) -> RequestOutput:
         """The finished request; waits for the text."""
         outputs = []

@@ -5,7 +5,8 @@ a length stop is known before it happens, so the next launch is scheduled while 
 learnt one launch late; the surplus token sampled meanwhile is dropped.
 
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
-budget is computed in chunks); otherwise decode, one token for every running sequence. If the KV cache runs out of
+budget is computed in chunks); otherwise decode, one token for every running sequence. A prefill interrupts everybody's
+decoding, so freed seats (request slots) are filled in batches: see ``_waits_for_seats``. If the KV cache runs out of
 blocks, the latest sequences are preempted: they give up their blocks and are recomputed later.
 
 Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
@@ -105,6 +106,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
+        self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
@@ -118,10 +120,29 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
-        batch = self._schedule_prefill() or self._schedule_decode()
+        batch: Batch | None
+        if self._waits_for_seats():
+            batch = self._schedule_decode() or self._schedule_prefill()
+        else:
+            batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
             self.num_in_flight += 1
         return batch
+
+    def _waits_for_seats(self) -> bool:
+        """Whether to leave the few free seats empty for now, because more sequences wait than they can take.
+
+        A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
+        free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
+        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
+        counts one token at least: where seats become free too seldom for a second one to come, the first is filled.
+        """
+        num_free = len(self.table.free_req_indices)
+        return (
+            0 < num_free < len(self.waiting)
+            and self._missed_tokens < len(self.table.seq_id)
+            and self.waiting[0].req_idx < 0  # else it is half computed
+        )
 
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int]] = []
@@ -154,6 +175,8 @@ class Scheduler:
                     new_seqs.append(sibling)
         if not chunks:
             return None
+        # with seats left, it was tokens or blocks that ran out: more follow as soon as they can
+        self._missed_tokens = len(self.table.seq_id) if self.table.free_req_indices else 0
         if unsampled:  # sampled sequences first; then these and an unfinished chunk
             order = list(dict.fromkeys([*sampled_from, *range(len(chunks))]))
             chunks, sampled_from = [chunks[i] for i in order], [order.index(i) for i in sampled_from]
@@ -207,6 +230,7 @@ class Scheduler:
         for seq in seqs_with_new_block:
             self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
         table.num_scheduled[req_indices] = lengths + 1
+        self._missed_tokens += max(1, len(table.free_req_indices))  # 1: see _waits_for_seats
         return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 
     def preempt(self, seq: Sequence) -> None:

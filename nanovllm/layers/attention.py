@@ -24,6 +24,7 @@ class AttentionBackend(Protocol):
     """
 
     capturable: bool  # decode may run inside a CUDA graph
+    captures_prefill: bool  # and so may prefill: with lengths that the host does not know
 
     def prefill(self, q, k_cache, v_cache, scale: float, window: int, context: Context) -> torch.Tensor: ...
 
@@ -56,7 +57,8 @@ class PagedBackend:
     """This library's attention: the Triton kernels, or their plain twins on any device ("sdpa")."""
 
     def __init__(self, ops: SimpleNamespace, capturable: bool):
-        self.ops, self.capturable = ops, capturable  # the twins read context_lens on the host: no graphs
+        self.ops = ops
+        self.capturable = self.captures_prefill = capturable  # the twins read context_lens on the host: no graphs
 
     def prefill(self, q, k_cache, v_cache, scale, window, context):
         return self.ops.paged_prefill_attention(
@@ -77,6 +79,7 @@ class FlashAttentionBackend:
     """flash-attn 2 over the block tables; an optional extra."""
 
     capturable = True
+    captures_prefill = False
 
     def __init__(self):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

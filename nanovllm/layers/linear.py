@@ -20,25 +20,28 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.utils.fp8 import E4M3, new_weight
 from nanovllm.utils.loader import CheckpointTensor, copy_checked, split_rows
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``."""
+    """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``.
 
-    weight_scale: nn.Parameter | None  # of a quantized weight; set by a quantization scheme
+    ``fp8_block``: an FP8 weight has a scale for each so many input channels of an output feature; 0: for all of them.
+    """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
+    weight_scale: nn.Parameter | None
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
+                 fp8_block: int | None = None):
         super().__init__()
         self.tp = tp
         self.ops = kernels.select()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-        self.register_parameter("weight_scale", None)
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
-            self.bias.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        self.weight, scale = new_weight(output_size, input_size, fp8_block)
+        self.register_parameter("weight_scale", scale)
+        self.register_parameter("bias", nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None)
+        for param in self.parameters():
+            param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded)
@@ -65,8 +68,9 @@ class ReplicatedLinear(nn.Module):
 class ColumnParallelLinear(ReplicatedLinear):
     """Output features sharded over ranks: this rank holds ``output_size / size`` of them."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK):
-        super().__init__(input_size, output_size // tp.size, bias, tp)
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
+                 fp8_block: int | None = None):
+        super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded, dim=0, start=self.tp.rank * param.shape[0], total=self.tp.size)
@@ -75,8 +79,9 @@ class ColumnParallelLinear(ReplicatedLinear):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers of one input as a single product; ``shard_id`` is the layer's index."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, tp: TPGroup = SINGLE_RANK):
-        super().__init__(input_size, sum(output_sizes), bias, tp)
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, tp: TPGroup = SINGLE_RANK,
+                 fp8_block: int | None = None):
+        super().__init__(input_size, sum(output_sizes), bias, tp, fp8_block)
         self.output_sizes = output_sizes
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: int | None) -> None:  # type: ignore[override]
@@ -97,7 +102,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None):
+                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None, fp8_block: int | None = None):
         self.head_dim, self.head_order = head_dim, head_order
         self.num_heads = num_heads // tp.size  # of this rank
         self.num_kv_heads = max(1, num_kv_heads // tp.size)
@@ -105,7 +110,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.q_shard = tp.rank, tp.size
         self.kv_shard = tp.rank // self.kv_head_replicas, tp.size // self.kv_head_replicas
         output_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim * tp.size
-        super().__init__(hidden_size, output_size, bias, tp)
+        super().__init__(hidden_size, output_size, bias, tp, fp8_block)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
                 qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> torch.Tensor:
@@ -153,8 +158,8 @@ class RowParallelLinear(ReplicatedLinear):
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 all_reduce: bool = True, scale: float = 1.0):
-        super().__init__(input_size // tp.size, output_size, bias, tp)
+                 all_reduce: bool = True, scale: float = 1.0, fp8_block: int | None = None):
+        super().__init__(input_size // tp.size, output_size, bias, tp, fp8_block)
         self.all_reduce, self.scale = all_reduce, scale
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
@@ -164,7 +169,7 @@ class RowParallelLinear(ReplicatedLinear):
                 param.zero_()
         else:
             copy_checked(param, loaded, dim=1, start=self.tp.rank * param.shape[1], total=self.tp.size)
-        if self.scale != 1:
+        if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale
             param.mul_(self.scale)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,

@@ -26,6 +26,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.moe import SparseMoE
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import RENAMED_TENSORS, UNUSED_TENSORS
 
 
 def hidden_norm(config: ModelConfig, wanted: bool) -> RMSNorm | None:
@@ -56,7 +57,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         C, D, H, K = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         order = head_order(D, config.ropes[layer], config.family.interleaved)
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order)
+        fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order, fp8[0])
         self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
         self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
@@ -64,7 +66,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend, config.attention_scale,
             config.windows[layer],
         )  # fmt: skip
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, scale=config.residual_scale)
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, scale=config.residual_scale, fp8_block=fp8[1])
         self.post_norm = hidden_norm(config, config.family.post_norm)
         self.eps = config.rms_norm_eps
 
@@ -93,12 +95,13 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """Gated: down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup):
         super().__init__()
         C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp)
+        fp8 = [config.fp8_block(layer, name) for name in ("mlp.gate_up_proj", "mlp.down_proj")]
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, fp8[0])
         self.act_fn = SiluAndMul(config.act)
-        self.down_proj = RowParallelLinear(I, C, bias, tp, scale=config.residual_scale)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, scale=config.residual_scale, fp8_block=fp8[1])
         self.post_norm = hidden_norm(config, config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -112,7 +115,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         is_sparse = config.moe is not None and layer not in config.moe.dense_layers
         self.self_attn = SelfAttention(config, layer, rope, backend, tp)
-        self.mlp = SparseMoE(config, tp) if is_sparse else MLP(config, tp)
+        self.mlp = SparseMoE(config, tp) if is_sparse else MLP(config, layer, tp)
         self.input_layernorm = hidden_norm(config, config.family.pre_norm)
         self.post_attention_layernorm = hidden_norm(config, config.family.pre_norm)
 
@@ -164,7 +167,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
-        self.renamed_tensors = config.family.renamed
+        self.fp8 = config.fp8
+        self.renamed_tensors = config.family.renamed + RENAMED_TENSORS * (config.fp8 is not None)
         self.unused_tensors = re.compile("|".join(_unused_tensors(config)))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -182,4 +186,5 @@ def _unused_tensors(config: ModelConfig) -> list[str]:
     n = config.num_hidden_layers
     unused = [r".*rotary_emb\.inv_freq", config.family.skipped or r"(?!)"]
     unused += [rf"model\.layers\.{n + i}\..*" for i in range(config.num_nextn_predict_layers)]
+    unused += [UNUSED_TENSORS] * (config.fp8 is not None)
     return unused + [r"(.*\.)?lm_head\.weight"] * config.tie_word_embeddings  # a copy of the embedding

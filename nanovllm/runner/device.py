@@ -52,9 +52,10 @@ def describe(config: Config, device: torch.device, dtype: torch.dtype, num_block
     else:
         why = f" (torch {torch.__version__} sees no CUDA device)" if config.device == "auto" else ""
         where = f"{times or 'the '}CPU{why}"
+    weights = " with FP8 weights" if config.model_config.fp8 else ""
     model = "the demo model" if config.model is None else config.model
     return (
-        f"nanovllm: {model} on {where}, {str(dtype).removeprefix('torch.')}; KV cache of "
+        f"nanovllm: {model} on {where}, {str(dtype).removeprefix('torch.')}{weights}; KV cache of "
         f"{num_blocks * config.kvcache_block_size:,} tokens; max_model_len {config.max_model_len:,}, "
         f"max_num_seqs {config.max_num_seqs:,}"
     )

@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.channel import Channel
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Workers
-from nanovllm.engine.scheduler import Batch, PrefillBatch
+from nanovllm.engine.scheduler import Batch
 from nanovllm.layers.attention import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
@@ -33,7 +33,8 @@ from nanovllm.runner.memory import (
     no_room,
     num_blocks_that_fit,
 )
-from nanovllm.runner.prepare import prepare, prepare_masks, short_prefill_sizes
+from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.prepare import prepare, prepare_masks
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.residency import Residency
 from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
@@ -139,7 +140,7 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
-        self.prefill_sizes = short_prefill_sizes(config.max_num_batched_tokens) if self.use_graphs else []
+        self.prefill_sizes = PrefillSizes.of(config, self.backend) if self.use_graphs else PrefillSizes()
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
         # the guided step that waits for its masks
@@ -154,10 +155,8 @@ class ModelRunner:
             limits = config.max_model_len, config.model_config.vocab_size
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
             self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
-            # The five segments of a short prefill, at the address its graphs read. Zeros: warm-up runs the embedding,
-            # which needs valid ids.
-            self.prefill_inputs = torch.zeros(
-                5 * max(self.prefill_sizes, default=0), dtype=torch.int32, device=self.device
+            self.prefill_inputs = PrefillInputs(
+                self.prefill_sizes, self.request_state.block_tables, config.max_model_len
             )
             with model_defaults(self.dtype, self.device):
                 processed_logprobs = config.logprobs_mode == "processed_logprobs"
@@ -206,8 +205,9 @@ class ModelRunner:
         if not self.use_graphs:
             return prefill_peak
         # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-        num_graphs = 2 * len(self.decode_sizes) + len(self.prefill_sizes)
-        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + self.prefill_sizes[-1]) // num_tokens
+        sizes = self.prefill_sizes
+        num_graphs = 2 * len(self.decode_sizes) + len(sizes.short) + len(sizes.padded)
+        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
         logits_bytes = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
         return prefill_peak + graph_peak + logits_bytes
 
@@ -228,7 +228,7 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(self.model, num_blocks, self.block_size, self.dtype, self.device)
 
     def capture_cudagraph(self) -> None:
-        """Capture the forward pass and the sampling of every decode size, and the forward pass of short prefills.
+        """Capture the forward pass and the sampling of every decode size, and the forward pass of prefills.
 
         Sampling is a graph of its own, because a batch that needs logits steps launches them behind the forward graph.
         """
@@ -243,11 +243,15 @@ class ModelRunner:
             return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)[0]
 
         def short_prefill(size: int) -> torch.Tensor:
-            return self.model(*self.short_prefill_inputs(size, max_context))
+            return self.model(*self.prefill_inputs.short(size))
+
+        def padded_prefill(size: int) -> torch.Tensor:
+            return self.model(*self.prefill_inputs.padded(size))
 
         graphs.capture(StepKind.DECODE, self.decode_sizes, decode)
         graphs.capture(SAMPLE, self.decode_sizes, sample)
-        graphs.capture(StepKind.SHORT_PREFILL, self.prefill_sizes, short_prefill)
+        graphs.capture(StepKind.SHORT_PREFILL, list(self.prefill_sizes.short), short_prefill)
+        graphs.capture(StepKind.PADDED_PREFILL, [size for size, _ in self.prefill_sizes.padded], padded_prefill)
 
     # ------------------------------------------------------------ a step
 
@@ -257,7 +261,7 @@ class ModelRunner:
         A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
         """
         header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
-        if self.workers is not None and isinstance(batch, PrefillBatch) and self._last_handle is not None:
+        if self.workers is not None and header.kind == StepKind.PREFILL and self._last_handle is not None:
             # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
             # while holding the GIL, and so block the watch thread.
             self._last_handle.wait()
@@ -340,12 +344,11 @@ class ModelRunner:
 
     def run_prefill(self, header: StepHeader, step: StepInput) -> "Computed":
         logits_indices = step.logits_indices.long()
-        if header.kind == StepKind.SHORT_PREFILL:
+        if header.kind != StepKind.PREFILL:
             assert self.graphs is not None
-            segments = [step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens]
-            torch.cat(segments, out=self.prefill_inputs[: 5 * header.num_tokens])
-            every = self.graphs.replay(StepKind.SHORT_PREFILL, header.num_tokens)
-            hidden = every[logits_indices]
+            self.prefill_inputs.write(step)
+            every = self.graphs.replay(header.kind, header.num_tokens)
+            hidden = every[logits_indices] if header.kind == StepKind.SHORT_PREFILL else every[: header.num_logits]
         elif header.num_targets:
             every = self.model(*self.packed_prefill_inputs(header, step, None))
             hidden = every[logits_indices]
@@ -385,13 +388,6 @@ class ModelRunner:
             req_indices, state.last_token, state.length, state.block_tables, self.block_size
         )
         return input_ids, Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
-
-    def short_prefill_inputs(self, size: int, max_context: int) -> tuple[torch.Tensor, Context]:
-        """``size`` tokens of ``prefill_inputs``, each attending as a single-query sequence."""
-        segments = self.prefill_inputs[: 5 * size].view(5, size)
-        input_ids, positions, slot_mapping, req_indices, context_lens = segments.unbind()
-        tables = self.request_state.block_tables
-        return input_ids, Context(positions, slot_mapping, req_indices, context_lens, tables, max_context)
 
     def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
                               logits_indices: torch.Tensor | None) -> tuple[torch.Tensor, Context]:

@@ -1,31 +1,23 @@
 """From a scheduled batch to a launch: what the host computes before each step. Numbers only, no device."""
 
+from itertools import chain
+
 import numpy as np
 
 from nanovllm.engine.scheduler import Batch, DecodeBatch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.request_state import StagedWrites
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack
 from nanovllm.sampling_params import LOGPROBS
 
-# Prefills of few tokens, which attend few tokens, run as CUDA graphs: the host takes longer to launch their 200 kernels
-# one by one than the device to run them. A longer prefill is bound by the device.
-SHORT_PREFILL_SIZES = (16, 32, 64, 128, 256)
-MAX_SHORT_PREFILL_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend
-
-
-def short_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The sizes that short prefills can be padded to."""
-    first = SHORT_PREFILL_SIZES[0]
-    return [size for size in SHORT_PREFILL_SIZES if size < 2 * max_num_batched_tokens or size == first]
-
 
 def prepare(batch: Batch, staged: StagedWrites, block_size: int,
-            short_sizes: list[int] | None = None) -> tuple[StepHeader, np.ndarray]:
-    """Header and packed segments of a batch. ``short_sizes``: captured sizes of short prefills, if there are any."""
+            sizes: PrefillSizes = PrefillSizes()) -> tuple[StepHeader, np.ndarray]:
+    """Header and packed segments of a batch. ``sizes``: of the prefills that replay a graph."""
     if isinstance(batch, DecodeBatch):
         return prepare_decode(batch, staged)
-    return prepare_prefill(batch, staged, block_size, short_sizes or [])
+    return prepare_prefill(batch, staged, block_size, sizes)
 
 
 def prepare_decode(batch: DecodeBatch, staged: StagedWrites) -> tuple[StepHeader, np.ndarray]:
@@ -54,17 +46,17 @@ def prepare_masks(req_indices: np.ndarray, masks: np.ndarray) -> tuple[StepHeade
 
 
 def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
-                    short_sizes: list[int]) -> tuple[StepHeader, np.ndarray]:
+                    sizes: PrefillSizes) -> tuple[StepHeader, np.ndarray]:
     for seq in batch.new_seqs:
         staged.add(seq)
     indices, values = staged.drain()
     chunks = list(zip(batch.seqs, batch.starts, batch.stops, strict=True))
-    positions = [np.arange(start, stop, dtype=np.int32) for _, start, stop in chunks]
-    slots = [
-        np.array(seq.block_table, np.int32)[p // block_size] * block_size + p % block_size
-        for seq, p in zip(batch.seqs, positions, strict=True)
-    ]
-    cu_seqlens_q = np.cumsum([0, *map(len, positions)], dtype=np.int32)
+    starts, lengths = np.array(batch.starts, np.int32), np.subtract(batch.stops, batch.starts, dtype=np.int32)
+    cu_seqlens_q = np.cumsum([0, *lengths.tolist()], dtype=np.int32)
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lengths)
+    tables = [seq.block_table for seq in batch.seqs]
+    first_blocks = np.cumsum([0, *map(len, tables[:-1])])  # of each sequence among all their blocks
+    blocks = np.array([*chain(*tables)], np.int32)[np.repeat(first_blocks, lengths) + positions // block_size]
     num_logits = int(batch.sampled_from.max(initial=-1)) + 1  # sampled sequences come first
     is_forked = num_logits < len(batch.sampled_from)
     adjustment_indices, adjustment_values, mask_req_indices, masks = staged.tables.drain()
@@ -74,8 +66,8 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         indices,
         values,
         input_ids=np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        positions=np.concatenate(positions),
-        slot_mapping=np.concatenate(slots),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
         req_indices=np.array([seq.req_idx for seq in batch.seqs], np.int32),
         context_lens=np.array(batch.stops, np.int32),
         cu_seqlens_q=cu_seqlens_q,
@@ -99,7 +91,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_sampled=len(batch.req_indices),
         num_tokens=len(step.input_ids),
         num_seqs=len(batch.seqs),
-        max_seqlen_q=max(map(len, positions)),
+        max_seqlen_q=int(lengths.max()),
         max_context=max(batch.stops),
         features=features,
         num_logits=num_logits,
@@ -111,9 +103,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_prompt_logprobs=max(staged.num_alternatives(seq.sampling_params.prompt_logprobs) for seq in batch.seqs),
         num_block_copies=len(copies),
     )
-    size = next((size for size in short_sizes if size >= header.num_tokens), None)
-    if size is not None and int(step.positions.sum()) <= MAX_SHORT_PREFILL_CONTEXTS:
-        header, step = as_short_prefill(header, step, size, staged.max_num_seqs)
+    header, step = sizes.fit(header, step)
     return header, pack(header, step)
 
 
@@ -127,26 +117,3 @@ def targets_of(chunks: list[tuple[Sequence, int, int]], cu_seqlens_q: np.ndarray
             indices.append(np.arange(rows.start - start, rows.stop - start, dtype=np.int32) + offset)
             targets.append(seq.targets[rows.start - seq.first_target : rows.stop - seq.first_target])
     return np.concatenate(indices), np.concatenate(targets)
-
-
-def as_short_prefill(header: StepHeader, step: StepInput, size: int,
-                     padding_req_idx: int) -> tuple[StepHeader, StepInput]:
-    """The same prefill with each token as a sequence of its own, padded to ``size`` of them.
-
-    Every layer stores all keys and values of a launch before it attends, so a token's context is complete.
-    """
-
-    def pad(values: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.pad(values, (0, size - len(values)), constant_values=value)
-
-    header = header._replace(kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
-    step = step._replace(
-        input_ids=pad(step.input_ids),
-        positions=pad(step.positions),
-        slot_mapping=pad(step.slot_mapping, -1),
-        req_indices=pad(np.repeat(step.req_indices, np.diff(step.cu_seqlens_q)), padding_req_idx),
-        context_lens=pad(step.positions + 1),
-        cu_seqlens_q=(),
-        cu_seqlens_k=(),
-    )
-    return header, step

@@ -128,6 +128,11 @@ class Residency:
                     f"{source}: {len(missing)} tensors are missing, among them {some}; give all of them, or "
                     "partial=True."
                 )
+            if halves := half_given(written, WeightFiller(self._runner.model).missing):
+                raise CheckpointError(
+                    f"{source}: {halves[0]} is missing; data and scale of an FP8 weight go together. Give both, or the "
+                    "weight in 16 bits."
+                )
         except BaseException:
             if not written and not self._num_written:
                 self.undefined, self._why_undefined = before, why
@@ -268,6 +273,12 @@ def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
     if on_gpu:
         torch.cuda.synchronize(storage.device)
     return chunks
+
+
+def half_given(written: set[str], known: set[str]) -> list[str]:
+    """Names not written of data, or scales, of FP8 weights whose other half is written."""
+    others = {f"{name}_scale" for name in written} | {name.removesuffix("_scale") for name in written}
+    return sorted((others & known) - written)
 
 
 # ---------------------------------------------------------------- to the other ranks

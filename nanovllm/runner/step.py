@@ -14,6 +14,7 @@ class StepKind(IntEnum):
     DECODE = 0  # one token per sequence; its inputs are gathered from the request state on the device
     PREFILL = 1  # packed prompts, several query tokens per sequence
     SHORT_PREFILL = 2  # few packed tokens, padded to a captured size; each attends as a single-query sequence
+    PADDED_PREFILL = 5  # packed prompts, their tokens and their number padded to a captured size
     SAMPLE = 3  # the sampling of the guided step before, whose masks needed the tokens of the one before that
     CALL = 4  # no step: a call of a ``Residency`` method, as JSON
 
@@ -66,7 +67,7 @@ class StepInput(NamedTuple):
         indices, values: [num_updates], elements of the request state and their new values.
         input_ids, positions, slot_mapping: [num_tokens].
         req_indices, context_lens: [num_seqs], of a short prefill [num_tokens].
-        cu_seqlens_q, cu_seqlens_k: [num_seqs + 1], not in a short prefill.
+        cu_seqlens_q, cu_seqlens_k: [num_seqs + 1], not in a short prefill; in a padded one the first only.
         logits_indices: [num_logits], packed tokens to sample from.
         sampled_req_indices: [num_sampled], the requests that get a token.
         sampled_from: [num_sampled] indices of ``logits_indices``; absent where nothing is forked.
@@ -106,7 +107,11 @@ def segment_sizes(header: StepHeader) -> tuple[int, ...]:
         return u, u
     if header.kind == StepKind.SAMPLE:
         return u, u, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, a, a, m, w
-    requests = (t, t, 0, 0) if header.kind == StepKind.SHORT_PREFILL else (s, s, s + 1, s + 1)
+    requests = (s, s, s + 1, s + 1)
+    if header.kind == StepKind.SHORT_PREFILL:
+        requests = (t, t, 0, 0)
+    elif header.kind == StepKind.PADDED_PREFILL:
+        requests = (s, s, s + 1, 0)
     logits, p, c = header.num_logits, header.num_targets, header.num_block_copies
     return u, u, t, t, t, *requests, logits, n, n if logits < n else 0, a, a, m, w, p, p, c, c
 

@@ -47,6 +47,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
         hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
         for features in (0, warmup_features):
             runner.sample(hidden, state.batch_req_indices[:size], features)
-    for size in runner.prefill_sizes:
-        runner.model(*runner.short_prefill_inputs(size, config.max_model_len))
+    for size in runner.prefill_sizes.short:
+        runner.model(*runner.prefill_inputs.short(size))
+    for size, _ in runner.prefill_sizes.padded:
+        runner.model(*runner.prefill_inputs.padded(size))
     del runner.model, runner.kv_cache

@@ -82,7 +82,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(model_path: str) -> ModelConfig:
-    return ModelConfig.from_json(read_json(Path(model_path, "config.json")))
+    raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
+    if modelopt.is_file() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
+    return ModelConfig.from_json(raw)
 
 
 def read_eos_token_ids(model_path: str, config: ModelConfig) -> list[int]:

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.quantization import BLOCK
 from nanovllm.utils.checkpoint import read_json
+from nanovllm.utils.fp8 import E4M3, Quantized, Scales, check_is
 
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
+DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
 
 
 class CheckpointTensor(NamedTuple):
@@ -25,6 +28,9 @@ class CheckpointTensor(NamedTuple):
 
     name: str
     lazy: Any
+
+    def is_fp8(self) -> bool:
+        return bool(self.lazy.get_shape()) and self.lazy[:1,].dtype == E4M3
 
 
 class InMemory:
@@ -60,10 +66,13 @@ def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTen
     Raises:
         CheckpointError: the tensor has not as many rows as they.
     """
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if isinstance(loaded.lazy, Scales):  # not yet a scale for each row
+        lazies: list[Any] = [loaded.lazy.part(*part, sum(sizes)) for part in zip(starts, sizes, strict=True)]
+        return [CheckpointTensor(loaded.name, lazy) for lazy in lazies]
     shape = list(loaded.lazy.get_shape())
     if shape[0] != sum(sizes):
         raise CheckpointError(f"tensor {loaded.name!r} has shape {shape}, expected {[sum(sizes), *shape[1:]]}.")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [CheckpointTensor(loaded.name, Rows(loaded.lazy, *part)) for part in zip(starts, sizes, strict=True)]
 
 
@@ -71,16 +80,18 @@ def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, st
     """Copy ``loaded[start : start + param.shape[dim]]`` (along ``dim``) into ``param``.
 
     Raises:
-        CheckpointError: the tensor is not ``total`` times the size of ``param`` along ``dim``, or not of floats.
+        CheckpointError: the tensor is not ``total`` times the size of ``param`` along ``dim``, or not of floats, or one
+            of tensor and ``param`` is FP8.
     """
-    shape, expected = list(loaded.lazy.get_shape()), list(param.shape)
+    lazy, expected = loaded.lazy, list(param.shape)
     expected[dim] *= total
+    if isinstance(lazy, Scales):
+        lazy = lazy.fit(loaded.name, expected)
+    shape = list(lazy.get_shape())
     if shape != expected:
         raise CheckpointError(f"tensor {loaded.name!r} has shape {shape}, expected {expected}.")
-    shard = loaded.lazy[(slice(None),) * dim + (slice(start, start + param.shape[dim]),)]
-    if not shard.is_floating_point():  # quantized: copy_ would convert the integers without an error
-        dtype = str(shard.dtype).removeprefix("torch.")
-        raise CheckpointError(f"tensor {loaded.name!r} is of {dtype}, expected floats.")
+    shard = lazy[(slice(None),) * dim + (slice(start, start + param.shape[dim]),)]
+    check_is(shard, param.dtype, loaded.name)
     param.copy_(shard)
 
 
@@ -133,13 +144,18 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
 class WeightFiller:
     """Fills a model's parameters in place, a checkpoint tensor at a time; see ``TensorNames``.
 
+    An FP8 weight is filled by FP8 data and its scale, or by a 16-bit tensor, which is quantized and counts as both.
+
+    Args:
+        quantizes: False: a 16-bit tensor for an FP8 weight is an error.
+
     Attributes:
         missing: checkpoint tensors not given yet, by their names here.
         filled: those given.
     """
 
-    def __init__(self, model: nn.Module):
-        self._names = TensorNames(model)
+    def __init__(self, model: nn.Module, quantizes: bool = True):
+        self._names, self._quantizes = TensorNames(model), quantizes
         self.missing = set(self._names.targets)
         self.filled: set[str] = set()
         self.device = str(next(iter(self._names.params.values())).device)
@@ -149,12 +165,19 @@ class WeightFiller:
         if self._names.is_unused(tensor.name):
             return
         param, shard_id, parts = self._names.find(tensor.name) or (None, None, [])
+        writes: list[tuple[Any, CheckpointTensor]] = [(param, tensor)]
+        if param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8():
+            parts = [*parts, *(f"{part}_scale" for part in parts)]
+            writes = quantized(param, tensor)
         if param is None or not self.missing.issuperset(parts):
             raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
-        if hasattr(param, "weight_loader"):
-            param.weight_loader(param, tensor, shard_id)
-        else:  # replicated on every rank
-            copy_checked(param, tensor)
+        for target, loaded in writes:
+            if hasattr(target, "group_size"):
+                loaded = loaded._replace(lazy=Scales(loaded.lazy, target.group_size))
+            if hasattr(target, "weight_loader"):
+                target.weight_loader(target, loaded, shard_id)
+            else:  # replicated on every rank
+                copy_checked(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
 
@@ -184,13 +207,21 @@ class WeightFiller:
             raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}.")
 
 
-def load_model(model: nn.Module, path: str) -> None:
-    """Fill ``model`` from the safetensors files in directory ``path``.
+def quantized(param: Any, tensor: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
+    """What to write for a 16-bit tensor: (data of an FP8 weight, ...), (its scale, ...)."""
+    if len(tensor.lazy.get_shape()) != 2:
+        return [(param, tensor)]  # its shape will be refused
+    both = Quantized(tensor.lazy, BLOCK if param.scale.group_size else 0, tensor.name, param.device)
+    return [(target, tensor._replace(lazy=both.part(i))) for i, target in enumerate((param, param.scale))]
+
+
+def load_model(model: Any, path: str) -> None:
+    """Fill ``model`` from the safetensors files in directory ``path``. ``model.fp8``: its ``FP8Weights``, or None.
 
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model)
+    filler = WeightFiller(model, quantizes=model.fp8 is None or not model.fp8.in_checkpoint)
     filler.fill_from_files(path)
     filler.check_complete(path)
 
@@ -211,11 +242,20 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD)."""
+    """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
+
+    FP8 weights are drawn in pieces, so that the device never holds them in another type.
+    """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)
     for name, param in params:
         if "norm" in name:
             param.fill_(1.0)
+        elif hasattr(param, "group_size"):
+            param.fill_(DUMMY_STD / DUMMY_FP8_STD)
+        elif param.dtype == E4M3:
+            for rows in param.split(DUMMY_ROWS):
+                drawn = torch.empty(rows.shape, dtype=torch.float32, device=param.device)
+                rows.copy_(drawn.normal_(0.0, DUMMY_FP8_STD, generator=generator))
         else:
             param.normal_(0.0, DUMMY_STD, generator=generator)

@@ -13,6 +13,7 @@ from nanovllm.engine.scheduler import PrefillBatch
 from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
 from nanovllm.runner.model_runner import StepHandle, StepOutput
+from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.prepare import prepare
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.sampling_tables import StagedTables
@@ -101,11 +102,11 @@ class Request:
 class FakeDevice:
     """Stands for the model runner: takes prepared steps, and keeps hashes of histories in its KV slots."""
 
-    def __init__(self, config, max_in_flight, requests, short_prefills):
+    def __init__(self, config, max_in_flight, requests, graphs):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
         self.block_size = config.kvcache_block_size
         max_blocks = -(-config.max_model_len // self.block_size)
-        self.short_sizes = [4, 8] if short_prefills else []
+        self.sizes = PrefillSizes((4,), ((6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         self.request_state = RequestState(config.max_num_seqs, max_blocks, torch.device("cpu"))
         tables = StagedTables(config.max_model_len, VOCAB)
         self.staged_writes = StagedWrites(config.max_num_seqs, max_blocks, tables)
@@ -140,7 +141,7 @@ class FakeDevice:
             for seq in batch.new_seqs:
                 if self.requests[seq.seq_id].targets is not None and not seq.num_completion_tokens:
                     assert seq.num_cached_tokens <= self.requests[seq.seq_id].first_target
-        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.short_sizes))
+        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.sizes))
         return StepHandle(self.request_state.sampled_tokens, batch, output, None)
 
     def reset(self):
@@ -154,7 +155,8 @@ class FakeDevice:
         step = unpack(header, torch.from_numpy(packed.copy()))
         assert len(set(step.indices.tolist())) == len(step.indices), "two writes of one element: the order is undefined"
         self.request_state.apply(step.indices, step.values)
-        run = {StepKind.DECODE: self._decode, StepKind.PREFILL: self._prefill, StepKind.SHORT_PREFILL: self._short}
+        run = {StepKind.DECODE: self._decode, StepKind.PREFILL: self._prefill, StepKind.SHORT_PREFILL: self._short,
+               StepKind.PADDED_PREFILL: self._padded}  # fmt: skip
         tokens, req_indices, prompt_logprobs = run[header.kind](header, step)
         self.last_token[req_indices] = tokens
         self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
@@ -212,12 +214,30 @@ class FakeDevice:
         states = [request.states[position].item() for request, position in owners]
         return self._outputs(header, step, owners, states)
 
+    def _padded(self, header, step):
+        """What fills up a prefill is checked, and cut off."""
+        self.seen.add("padded prefill")
+        num_tokens, num_seqs = self.batch.num_tokens, len(self.batch.seqs)
+        assert (header.num_tokens, header.num_seqs) in self.sizes.padded and header.num_targets == 0
+        assert (step.slot_mapping[num_tokens:] == -1).all() and (step.context_lens[num_seqs:] == 0).all()
+        assert (step.req_indices[num_seqs:] == self.request_state.padding_req_idx).all()
+        assert (step.cu_seqlens_q[num_seqs:] == num_tokens).all()
+        # the graph takes the last token of every sequence: the first are the ones that are sampled
+        assert (step.logits_indices == step.cu_seqlens_q[1 : header.num_logits + 1] - 1).all()
+        tokens = {name: getattr(step, name)[:num_tokens] for name in ("input_ids", "positions", "slot_mapping")}
+        lens = step.context_lens[:num_seqs]
+        step = step._replace(
+            **tokens, req_indices=step.req_indices[:num_seqs], context_lens=lens,
+            cu_seqlens_q=step.cu_seqlens_q[: num_seqs + 1], cu_seqlens_k=torch.cat([lens[:1] * 0, lens]).cumsum(0),
+        )  # fmt: skip
+        return self._prefill(header._replace(num_tokens=num_tokens, num_seqs=num_seqs), step)
+
     def _short(self, header, step):
         """Each token as a single-query sequence: first all are stored, then all attend."""
         self.seen.add("short prefill")
         batch, step = self.batch, StepInput(*(segment.numpy() for segment in step))
         num_tokens, size = batch.num_tokens, header.num_tokens
-        assert size in self.short_sizes and all(len(segment) == size for segment in step[2:7])
+        assert size in self.sizes.short and all(len(segment) == size for segment in step[2:7])
         assert header.max_seqlen_q == 1
         owners = [(self.requests[seq.seq_id], seq.req_idx, position)
                   for seq, start, stop in zip(batch.seqs, batch.starts, batch.stops, strict=True)

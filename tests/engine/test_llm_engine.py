@@ -7,6 +7,7 @@ import pytest
 from helpers import DEVICES, generate, gpu_param, greedy, prompt_of, record_calls, run_ahead, tokens_of
 
 from nanovllm import EngineError, RequestError
+from nanovllm.engine.request import Request
 
 # ---------------------------------------------------------------- limits
 
@@ -252,3 +253,18 @@ def test_two_threads(make_llm, reference):
         thread.join()
     assert len(outcomes) == 120 and set(outcomes) == {True, "refused"}
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_outputs_are_made_while_others_run(make_llm, reference, monkeypatch, late):
+    """2,048 of them took 25 ms after the last step. One whose text is late does not hold up the device."""
+    llm, running, output = make_llm(), [], Request.output
+    monkeypatch.setattr(Request, "output", lambda self: running.append(not llm.is_finished()) or output(self))
+    if late:
+        monkeypatch.setattr(Request, "has_text", property(lambda self: self.index == 1))
+    limits = [9, 2, 5, 3]
+    prompts = [prompt_of(5, seed=i) for i in range(4)]
+    assert generate(llm, prompts, [greedy(n) for n in limits]) == [
+        reference(prompt, n) for prompt, n in zip(prompts, limits, strict=True)
+    ]
+    assert running == ([True, False, False, False] if late else [True, True, True, False])

@@ -69,7 +69,7 @@ class Harness:
         max_num_seqs=3,
         max_num_batched_tokens=8,
         max_model_len=16,
-        short_prefills=False,
+        graphs=False,
     ):
         self.config = SimpleNamespace(
             kvcache_block_size=block_size,
@@ -85,7 +85,7 @@ class Harness:
         )
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
-        self.device = FakeDevice(self.config, max_in_flight, self.requests, short_prefills)
+        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs)
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
@@ -428,8 +428,8 @@ def happen(harness, arrival):
 
 THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
-    "short prefill", "at max_model_len", "stop", "length", "fork", "block copy", "unsampled beside sampled",
-    "hit below targets", "stop string", "prompt logprobs in chunks",
+    "short prefill", "padded prefill", "at max_model_len", "stop", "length", "fork", "block copy",
+    "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks",
     *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs
@@ -443,9 +443,9 @@ def test_random_histories(max_in_flight):
     seen = Counter(dict.fromkeys(things, 0))  # thing -> histories; they differ with the version of hypothesis
 
     @settings(max_examples=1200, derandomize=True, deadline=None, database=None)
-    @given(limits=limits, caching=st.booleans(), short=st.booleans(), arrivals=arrivals)
-    def one(limits, caching, short, arrivals):
-        harness = Harness(max_in_flight, caching, *limits, short)
+    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), arrivals=arrivals)
+    def one(limits, caching, graphs, arrivals):
+        harness = Harness(max_in_flight, caching, *limits, graphs)
         play(harness, arrivals)
         harness.run_to_end()
         seqs = harness.outputs.values()
@@ -553,6 +553,89 @@ def test_prefill_goes_first_in_order_of_arrival():
     assert isinstance(batch, PrefillBatch) and (batch.starts, batch.stops) == ([2], [4])
     batch = harness.step()
     assert isinstance(batch, DecodeBatch) and batch.seq_ids.tolist() == ids
+    harness.run_to_end()
+
+
+def test_freed_seats_are_filled_in_batches():
+    """Two seats of 512 were filled as soon as they were free: half of the time went to prefills of 60 tokens. Now the
+    free seats first miss as many tokens as a full step gives, here 8."""
+    harness = Harness(block_size=4, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=30)
+    ids = [harness.add([1, 2], max_tokens=n, ignore_eos=True) for n in (2, 3, 3, 5, 6, 20, 20, 20, *[10] * 7)]
+    kinds = []
+    while harness.scheduler.waiting:
+        batch = harness.step()
+        is_prefill = isinstance(batch, PrefillBatch)
+        kinds.append([seq.seq_id for seq in batch.new_seqs] if is_prefill else 8 - len(batch.req_indices))
+    # A step counts one at least: 1 + 1 + 3 are too few, 1 + 1 + 3 + 3 suffice. Then one seat misses the most it may.
+    assert kinds == [ids[:8], 0, 1, 3, 3, ids[8:12], 0, *[1] * 7, ids[12:13], 0, ids[13:]]
+    harness.run_to_end()
+
+
+def test_seats_that_become_free_seldom_are_filled_at_once():
+    """Nobody else would come to share the prefill."""
+    harness = Harness(block_size=4, num_blocks=64, max_num_seqs=3, max_model_len=30)
+    ids = [harness.add([1, 2], max_tokens=n, ignore_eos=True) for n in (5, 9, 14, 2, 2)]
+    entered = {}
+    while harness.scheduler.waiting:
+        batch = harness.step()
+        if isinstance(batch, PrefillBatch):
+            entered |= dict.fromkeys((seq.seq_id for seq in batch.new_seqs), harness.num_steps)
+    assert entered == {**dict.fromkeys(ids[:3], 1), ids[3]: 6, ids[4]: 8}
+    harness.run_to_end()
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@given(
+    max_num_seqs=st.integers(1, 9),
+    budget=st.integers(1, 20),
+    lengths=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 6), st.integers(0, 1)), min_size=1, max_size=40),
+)
+def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
+    """Sequences wait only where more of them wait than seats are free, and only until the free seats have missed
+    ``max_num_seqs`` tokens. They enter in order of arrival. Blocks suffice for all."""
+    harness = Harness(max_in_flight, True, 4, 9 * 5, max_num_seqs, budget, 20)
+    scheduler, arrivals, entered, missed = harness.scheduler, list(lengths), [], 0
+    schedule = scheduler.schedule
+
+    def checked_schedule():
+        nonlocal missed
+        seats, waiting = len(scheduler.table.free_req_indices), list(scheduler.waiting)
+        is_half_computed = bool(waiting) and waiting[0].req_idx >= 0
+        batch = schedule()
+        if isinstance(batch, DecodeBatch):
+            if waiting and seats:
+                assert len(waiting) > seats and not is_half_computed and missed < max_num_seqs
+            missed += max(1, seats)
+        elif batch is not None:
+            entered.extend(seq.seq_id for seq in batch.new_seqs)
+            missed = max_num_seqs if scheduler.table.free_req_indices else 0  # a full budget, or nobody waits
+        return batch
+
+    scheduler.schedule = checked_schedule
+    while arrivals or not harness.engine.is_finished() or harness.engine._in_flight:
+        while arrivals and arrivals[0][2] == 0:
+            length, max_tokens, _ = arrivals.pop(0)
+            harness.add([1 + i % 2 for i in range(length)], max_tokens=max_tokens, ignore_eos=True)
+        arrivals = [(arrivals[0][0], arrivals[0][1], arrivals[0][2] - 1), *arrivals[1:]] if arrivals else []
+        harness.step()
+    assert entered == sorted(entered)
+    harness.check_outputs()
+
+
+def test_a_half_computed_prompt_does_not_wait_for_seats():
+    """One becomes free between its chunks, and too few for the others that wait."""
+    harness = Harness(1, block_size=4, num_blocks=64, max_num_seqs=3, max_num_batched_tokens=4, max_model_len=30)
+    for n in (2, 20):
+        harness.add([1, 2], max_tokens=n, ignore_eos=True)
+    harness.step()
+    harness.step()  # in flight: the last token of the first
+    long, *_ = [harness.add([1] * 10, max_tokens=2, ignore_eos=True) for _ in range(3)]
+    for chunk in range(3):
+        assert len(harness.scheduler.table.free_req_indices) == 1
+        harness.step()
+        batch = harness.engine._in_flight[-1][0]
+        assert (batch.seqs[0].seq_id, batch.starts[0]) == (long, 4 * chunk)
     harness.run_to_end()
 
 

@@ -347,6 +347,16 @@ def test_prefill_of_one_token_is_decode():
     torch.testing.assert_close(by_prefill, by_decode, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("window", [0, 21])
+def test_prefill_padded(window):
+    """As in CUDA graphs: sequences without tokens, tokens of no sequence, and a bound that no sequence reaches."""
+    spans = [(20, 84), (1, 77), (40, 40), (0, 0), (0, 0)]
+    cache, (q, k, v, cu_seqlens, *rest), expected = check_prefill(spans, 4, 2, 32, 16, torch.float32, window)
+    padded = torch.cat([q, torch.full_like(q[:13], torch.nan)])
+    out = prefill.paged_prefill_attention(padded, k, v, cu_seqlens, *rest, 90, window=window)
+    check(cache, out[: len(q)], expected)
+
+
 def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     """The split into launches; the plain twin stands in for the kernel, which needs a Hopper GPU."""
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
@@ -467,3 +477,31 @@ def test_decode_in_a_cuda_graph_follows_new_contexts(pdl, monkeypatch):
             q.fill_(torch.nan)
         graph.replay()
         check(cache, result, oracle(reference.paged_decode_attention, source, *args[1:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(16, 8, 128), (14, 2, 64), (8, 4, 256)])
+def test_prefill_in_a_cuda_graph_follows_new_lengths(num_heads, num_kv_heads, head_size, window, monkeypatch):
+    """Captured with no sequence at all, as at start-up; replayed with one, with many, with padding."""
+    monkeypatch.undo()  # poisoning would be captured
+    contexts = [900, 1300, 64, 2000, 512, 30, 1, 0, 0, 0]
+    cache = PagedCache(contexts, num_kv_heads, head_size, 256, torch.bfloat16)
+    q = cache.queries(1024, num_heads, num_kv_heads)
+    cu_seqlens = torch.zeros(len(contexts) + 1, dtype=torch.int32, device=DEVICE)
+    args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
+    full = cache.context_lens.clone()
+    cache.context_lens.zero_()
+    prefill.paged_prefill_attention(*args, 512, window=window)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill.paged_prefill_attention(*args, 512, window=window)
+    for new in ([512, 200, 64, 100, 1, 30, 1], [1], [0, 0, 64], [32] * 5, [500, 500]):
+        num_seqs, num_tokens = len(new), sum(new)
+        cache.context_lens.zero_()[:num_seqs] = full[:num_seqs]
+        cu_seqlens.copy_(torch.tensor([0, *new] + [0] * (len(contexts) - num_seqs)).cumsum(0))
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = oracle(reference.paged_prefill_attention, q[:num_tokens], *args[1:], 512, window=window)
+        check(cache, out[:num_tokens], expected)
+    assert launch.zero_counters(1, q.device).count_nonzero() == 0

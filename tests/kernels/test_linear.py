@@ -131,12 +131,12 @@ def test_store_kvcache_twin_agrees_with_a_loop(num_tokens):
     assert torch.equal(caches.view_as(expected), expected)
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("data_dtype", [torch.float32, torch.float8_e4m3fn])
-def test_the_twins_honour_the_scale_of_a_weight(data_dtype, per_channel):
+def test_the_twins_honour_the_scale_of_a_weight(data_dtype, num_groups):
     x, data = randn(3, 32), randn(24, 32).to(data_dtype)
-    scale = rand(24, 1) if per_channel else rand(())
-    scaled = Weight(data.float() * scale)
+    scale = rand(24, num_groups)
+    scaled = Weight(data.float() * scale.repeat_interleave(32 // num_groups, dim=1))
     expected = x @ scaled.data.t()
     assert_close(reference.fused_linear(x, Weight(data, scale)), expected)
     one = torch.ones(24, device=DEVICE)
@@ -286,15 +286,6 @@ def test_fused_linear(shape, options):
 
 def test_fused_linear_in_16_bits():
     check_fused_linear(1, 24, 96, torch.bfloat16, norm=True, act_mul="silu")
-
-
-def test_the_kernels_refuse_the_scale_of_a_weight():
-    x, weight = randn(2, 32), Weight(randn(24, 32), rand(24, 1))
-    for num_tokens in (1, 2):
-        with pytest.raises(AssertionError, match=r"do not support Weight\.scale"):
-            dispatch.fused_linear(x[:num_tokens], weight)
-        with pytest.raises(AssertionError, match=r"do not support Weight\.scale"):
-            dispatch.qkv_linear(x[:num_tokens], weight, None, rand(32), EPS, None)
 
 
 def test_split_k_partials_are_input_and_residual_of_later_layers():

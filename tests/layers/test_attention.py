@@ -31,7 +31,7 @@ def test_more_query_heads_than_the_kernels_take():
     with refuses("the model has 32 query heads for each KV head, and the kernels take at most 16."):
         select_backend("triton", "cuda", torch.bfloat16, 128, 32)
     backend = select_backend("auto", "cuda", torch.bfloat16, 128, 32)
-    assert backend.ops is kernels.select("cpu") and not backend.capturable
+    assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
 
 
 def test_flash_attn_needs_16_bits():
@@ -42,7 +42,7 @@ def test_flash_attn_needs_16_bits():
 @pytest.mark.parametrize("device_type, name", [("cpu", "auto"), ("cpu", "sdpa"), ("cuda", "sdpa")])
 def test_plain_twins_are_the_backend_without_kernels(device_type, name):
     backend = select_backend(name, device_type, torch.float32, 32)
-    assert backend.ops is kernels.select("cpu") and not backend.capturable
+    assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
 
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 6, 2, 8

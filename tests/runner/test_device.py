@@ -154,6 +154,11 @@ def test_line_at_start(device, options, where, monkeypatch):
     )
 
 
+def test_line_at_start_of_fp8_weights():
+    line = describe(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
+    assert line.startswith("nanovllm: the demo model on the CPU (torch") and ", bfloat16 with FP8 weights; KV " in line
+
+
 def test_line_at_start_names_the_model(make_checkpoint):
     assert describe(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
 

@@ -1,15 +1,19 @@
-"""Prefills as short prefills: which ones, and their padding."""
+"""Prefills that replay a graph: which ones, and their padding."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm.engine.scheduler import PrefillBatch
 from nanovllm.engine.sequence import Sequence, SequenceTable
-from nanovllm.runner import prepare as prepare_module
-from nanovllm.runner.prepare import prepare, short_prefill_sizes
+from nanovllm.runner import prefill_graphs
+from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.prepare import prepare
 from nanovllm.runner.request_state import StagedWrites
 from nanovllm.runner.sampling_tables import StagedTables
-from nanovllm.runner.step import StepKind, unpack
+from nanovllm.runner.step import StepKind, pack, unpack
 
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS = 4, 6, 200
 
@@ -30,22 +34,56 @@ def prefill(*chunks):
     return PrefillBatch(seqs, starts, stops, seqs, req_indices, each, each.astype(np.int32), [], [], [])
 
 
-def prepared(batch, short_sizes):
+def prepared(batch, *sizes):
     staged = StagedWrites(MAX_NUM_SEQS, MAX_BLOCKS, StagedTables(BLOCK_SIZE * MAX_BLOCKS, vocab_size=1000))
-    header, packed = prepare(batch, staged, BLOCK_SIZE, short_sizes)
-    return header, {name: segment.tolist() for name, segment in unpack(header, packed)._asdict().items()}
+    header, packed = prepare(batch, staged, BLOCK_SIZE, PrefillSizes(*sizes, padding_req_idx=MAX_NUM_SEQS))
+    return header, unpack(header, packed)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 15, 16, 17, 31, 100, 255, 256, 10_000])
+def segments(step):
+    return {name: segment.tolist() for name, segment in step._asdict().items()}
+
+
+def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_size=1, captures_prefill=True, **shape):
+    """Qwen3-0.6B if nothing else is given."""
+    model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+             "head_dim": 128, "moe": None, **shape}  # fmt: skip
+    config = SimpleNamespace(
+        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
+        tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
+    )  # fmt: skip
+    return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 15, 16, 17, 31, 100, 255, 256, 511, 512, 3000, 10_000])
 def test_sizes(max_num_batched_tokens):
-    """Every prefill up to 256 tokens has a size; none is padded to twice the tokens a launch can have, 16 aside."""
-    sizes = short_prefill_sizes(max_num_batched_tokens)
-    assert sizes[0] == 16 and sizes == sorted(sizes)
-    assert sizes[-1] >= min(max_num_batched_tokens, 256) and all(n < 2 * max_num_batched_tokens for n in sizes[1:])
+    """Every prefill of few tokens has a size; none is padded to twice the tokens a launch can have, 16 aside."""
+    sizes = sizes_of(max_num_batched_tokens)
+    every = [*sizes.short, *dict(sizes.padded)]
+    assert every[0] == 16 and every == sorted(every) and sizes.largest == every[-1]
+    assert sizes.short[-1] >= min(max_num_batched_tokens, 256) and every[-1] >= min(max_num_batched_tokens, 4096)
+    assert all(size < 2 * max_num_batched_tokens for size in every[1:])
+
+
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32}
+
+
+def test_padded_sizes():
+    """Only where the host takes longer to launch the kernels than the device to run them."""
+    assert sizes_of().padded == ((512, 64), (1024, 128), (2048, 256), (4096, 256))
+    assert sizes_of(max_num_seqs=30).padded == ((512, 32), (1024, 32), (2048, 32), (4096, 32))
+    assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
+    assert sizes_of(**QWEN3_8B).padded == ((512, 64),)
+    assert sizes_of(**QWEN3_8B, tensor_parallel_size=2).padded == ((512, 64), (1024, 128))
+    moe = SimpleNamespace(top_k=8, expert_size=768, shared_size=0)
+    qwen3_30b_a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+                     "num_key_value_heads": 4, "moe": moe}  # fmt: skip
+    assert sizes_of(**qwen3_30b_a3b).padded == ((512, 64), (1024, 128), (2048, 256))
 
 
 def test_every_token_is_a_sequence():
-    header, step = prepared(prefill((0, 3), (5, 7)), short_sizes=[8, 16])
+    header, step = prepared(prefill((0, 3), (5, 7)), (8, 16))
+    step = segments(step)
     assert (header.kind, header.num_tokens, header.num_seqs, header.num_sampled) == (StepKind.SHORT_PREFILL, 8, 8, 2)
     padding = [MAX_NUM_SEQS] * 3
     assert step["input_ids"] == [0, 1, 2, 105, 106, 0, 0, 0]
@@ -56,20 +94,59 @@ def test_every_token_is_a_sequence():
     assert step["logits_indices"] == [2, 4] and step["sampled_req_indices"] == [5, 4]
 
 
-@pytest.mark.parametrize("short_sizes", [[], [4]])
-def test_without_a_size_for_it(short_sizes):
-    header, step = prepared(prefill((0, 3), (5, 7)), short_sizes)
+def test_padded():
+    """Packed as they are; tokens of no sequence follow, and sequences without a token."""
+    batch = prefill((0, 3), (5, 7))
+    header, step = prepared(batch, (4,), ((4, 4), (8, 1), (12, 4)))
+    assert (header.kind, header.num_tokens, header.num_seqs) == (StepKind.PADDED_PREFILL, 12, 4)
+    assert (header.num_sampled, header.num_logits) == (2, 2)
+    packed = segments(step)
+    assert packed["input_ids"] == [0, 1, 2, 105, 106] + [0] * 7
+    assert packed["positions"] == [0, 1, 2, 5, 6] + [0] * 7
+    assert packed["slot_mapping"] == [0, 1, 2, 4 * 11 + 1, 4 * 11 + 2] + [-1] * 7
+    assert packed["req_indices"] == [5, 4, MAX_NUM_SEQS, MAX_NUM_SEQS] and packed["context_lens"] == [3, 7, 0, 0]
+    assert packed["cu_seqlens_q"] == [0, 3, 5, 5, 5] and packed["cu_seqlens_k"] == []
+
+    inputs = PrefillInputs(PrefillSizes((16,), ((8, 1), (12, 4))), torch.zeros(7, 200, dtype=torch.int32), 800)
+    inputs.buffer.fill_(-7)  # of the launch before
+    inputs.write(unpack(header, torch.from_numpy(pack(header, step))))
+    input_ids, context = inputs.padded(12)
+    assert input_ids.tolist() == packed["input_ids"] and context.max_seqlen_q >= 3 and context.max_context == 800
+    for name in ("positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q"):
+        segment = getattr(context, name)
+        assert segment.tolist() == packed[name] and segment.data_ptr() % 16 == inputs.buffer.data_ptr() % 16
+    assert context.logits_indices[:2].tolist() == packed["logits_indices"] == [2, 4]
+    assert context.logits_indices[2:].tolist() == [4, 4]  # of the padding: some token
+
+
+@pytest.mark.parametrize("sizes", [(), ((4,),), ((), ((4, 4), (8, 1)))])
+def test_without_a_size_for_it(sizes):
+    header, step = prepared(prefill((0, 3), (5, 7)), *sizes)
     assert (header.kind, header.num_tokens, header.num_seqs, header.max_seqlen_q) == (StepKind.PREFILL, 5, 2, 3)
+    step = segments(step)
     assert step["context_lens"] == [3, 7] and step["cu_seqlens_q"] == [0, 3, 5] and step["cu_seqlens_k"] == [0, 3, 10]
 
 
 def test_long_contexts(monkeypatch):
     """Single-query attention reads the context once per token: with long contexts packed prefill is faster."""
-    monkeypatch.setattr(prepare_module, "MAX_SHORT_PREFILL_CONTEXTS", 630)
+    monkeypatch.setattr(prefill_graphs, "MAX_SHORT_CONTEXTS", 630)
     for chunk, kind in (
         ((0, 36), StepKind.SHORT_PREFILL),  # 0 + 1 + ... + 35 = 630
         ((0, 37), StepKind.PREFILL),
         ((32, 38), StepKind.SHORT_PREFILL),
         ((600, 602), StepKind.PREFILL),
     ):
-        assert prepared(prefill(chunk), short_sizes=[64])[0].kind == kind
+        assert prepared(prefill(chunk), (64,))[0].kind == kind
+        padded = prepared(prefill(chunk), (64,), ((64, 4),))[0].kind
+        assert padded == (kind if kind == StepKind.SHORT_PREFILL else StepKind.PADDED_PREFILL)
+
+
+def test_not_padded(monkeypatch):
+    """Sequences longer than the graph's grid, and prompts whose log-probabilities need every hidden state."""
+    sizes = (), ((64, 4),)
+    monkeypatch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 20)
+    assert prepared(prefill((0, 20), (30, 50)), *sizes)[0].kind == StepKind.PADDED_PREFILL
+    assert prepared(prefill((0, 20), (30, 51)), *sizes)[0].kind == StepKind.PREFILL
+    batch = prefill((0, 20))
+    batch.seqs[0].targets, batch.seqs[0].first_target = np.array([3, 4], np.int32), 1
+    assert prepared(batch, *sizes)[0].kind == StepKind.PREFILL

@@ -14,6 +14,7 @@ def segment(size, start):
     return np.arange(start, start + size, dtype=np.int32)
 
 
+PREFILLS = [StepKind.PREFILL, StepKind.SHORT_PREFILL, StepKind.PADDED_PREFILL]
 sizes_of = {
     "num_updates": st.integers(0, 5), "num_tokens": st.integers(1, 9), "num_seqs": st.integers(1, 4),
     "num_sampled": st.integers(0, 6), "num_logits": st.integers(0, 4), "num_adjustments": st.integers(0, 3),
@@ -23,13 +24,13 @@ sizes_of = {
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
-@given(sizes=st.fixed_dictionaries(sizes_of), short=st.booleans(), on_device=st.booleans())
-def test_prefill_there_and_back(sizes, short, on_device):
+@given(sizes=st.fixed_dictionaries(sizes_of), kind=st.sampled_from(PREFILLS), on_device=st.booleans())
+def test_prefill_there_and_back(sizes, kind, on_device):
     sizes["num_logits"] = min(sizes["num_logits"], sizes["num_sampled"])  # fewer where completions are forked
-    kind = StepKind.SHORT_PREFILL if short else StepKind.PREFILL
     header = StepHeader(kind, **sizes, max_seqlen_q=7, max_context=8, features=3, num_logprobs=2, num_prompt_logprobs=1)
     u, t, s, n, logits, a, m, w, p, c = (sizes[name] for name in sizes_of)
-    requests = (t, t, 0, 0) if short else (s, s, s + 1, s + 1)
+    packed_requests = (s, s, s + 1, s + 1 if kind == StepKind.PREFILL else 0)
+    requests = (t, t, 0, 0) if kind == StepKind.SHORT_PREFILL else packed_requests
     lengths = (u, u, t, t, t, *requests, logits, n, n if logits < n else 0, a, a, m, w, p, p, c, c)
     step = StepInput(*(segment(size, 100 * i) for i, size in enumerate(lengths)))
     there, packed = from_words(to_words(header, pack(header, step)))

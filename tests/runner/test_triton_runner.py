@@ -6,6 +6,7 @@ The kernels have tests of their own; these show that the layers hand them the ri
 import os
 
 import families
+import fp8_checkpoints
 import pytest
 from helpers import generate, greedy
 
@@ -46,6 +47,18 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch)
         monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
     families.make(tmp_path, case)
     prompts, options = [[5, 6, 7] * 7, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
+    expected = generate(make_llm(**options), prompts, greedy(3))
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    assert generate(make_llm(**options), prompts, greedy(3)) == expected
+
+
+def test_fp8_weights(tmp_path, make_llm, monkeypatch):
+    """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
+    model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
+    fp8_checkpoints.write(tmp_path, model, "qwen")
+    prompts, options = [[5, 6, 7]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
     expected = generate(make_llm(**options), prompts, greedy(3))
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)

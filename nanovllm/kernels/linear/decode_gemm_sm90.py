@@ -31,6 +31,7 @@ from .qkv_epilogue_sm90 import join_halves, load_cos_sin, load_norm_weight, load
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -68,6 +69,34 @@ def decode_gemm_config(x, weight, allow_split_k):
     return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
 
 
+def decode_gemm_fp8_config(x, weight, is_w8a8, allow_split_k):
+    """The same with an e4m3 weight, which x multiplies in e4m3 or in its 16 bits; None where the kernel does not run.
+
+    Where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs.
+    """
+    (num_tokens, num_channels), (num_features, num_groups) = x.shape, weight.scale.shape
+    max_programs = num_sms(x.device)
+    is_aligned = is_w8a8 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0)
+    if not is_aligned or num_groups not in (1, num_channels // 128) or num_channels % 128:
+        return None
+    min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
+        if block_m > 64 and not is_w8a8:
+            return None
+        num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
+        per_sm = triton.cdiv(num_programs, max_programs)
+        if per_sm == 1 or (num_tokens <= 64 and block_n == 128):
+            break
+    splits = (4, 2, 1) if allow_split_k else (1,)
+    split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_channels % (n * 128) == 0)
+    split_c = num_channels // split_k
+    block_c = 256 if num_groups == 1 and split_c % 256 == 0 and block_m < 64 else 128  # else registers run out
+    stage_bytes = (block_m * (1 if is_w8a8 else 2) + block_n) * block_c + (4 * block_n if num_groups > 1 else 0)
+    stages = min(split_c // block_c, PIPELINE_BYTES // min(per_sm, MAX_PROGRAMS_PER_SM) // stage_bytes)
+    max_elements = 8192 if is_w8a8 else 4096  # converted weights need registers
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= max_elements else 8)
+
+
 def supports_qkv(config, head_size):
     """Whether norm_rope_store can be the epilogue: a tile is one head or two, a warp holds whole rows."""
     is_whole_heads = head_size in (config.block_n, config.block_n // 2)
@@ -91,19 +120,69 @@ def output_features(tile, num_outputs, ACT_MUL: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon.jit
-def mma(weight_smem, x_smem, stage, acc, SWAP_AB: gl.constexpr):
-    """Add the product of one stage to acc, asynchronously."""
-    hopper.fence_async_shared()
-    if SWAP_AB:
-        return hopper.warpgroup_mma(weight_smem.index(stage), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+def e4m3_to_16_bits(x, dtype: gl.constexpr):
+    """Exact. To bf16: four values at a time, by bits, as conversions run at a fraction of the rate of logic."""
+    if dtype != gl.bfloat16:
+        return x.to(dtype)
+    # e4m3's bits, moved to where bf16 has its exponent and mantissa, are x * 2**-120, subnormal numbers included.
+    asm: gl.constexpr = """{
+        .reg .b32 low, high, sign_low, sign_high, scale;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 sign_low, low, 0x80008000;
+        and.b32 sign_high, high, 0x80008000;
+        shr.u32 low, low, 4;
+        shr.u32 high, high, 4;
+        lop3.b32 low, low, 0x07f007f0, sign_low, 0xea;
+        lop3.b32 high, high, 0x07f007f0, sign_high, 0xea;
+        mov.b32 scale, 0x7b807b80;
+        mul.rn.bf16x2 $0, low, scale;
+        mul.rn.bf16x2 $1, high, scale;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=4)
+
+
+@gluon.jit
+def mma(weight_smem, x_smem, stage, acc, acc_layout: gl.constexpr, SWAP_AB: gl.constexpr,
+        ACCUMULATE: gl.constexpr = True):  # fmt: skip
+    """Add the product of one stage to acc, asynchronously; without ACCUMULATE only the product.
+
+    An e4m3 weight and x of 16 bits: the weight is converted in registers, and is operand A.
+    """
+    if weight_smem.dtype != x_smem.dtype:
+        gl.static_assert(SWAP_AB)
+        layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+        weight = e4m3_to_16_bits(weight_smem.index(stage).load(layout), x_smem.dtype)
+        hopper.fence_async_shared()
+        x = x_smem.index(stage).permute((1, 0))
+        return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
     else:
-        return hopper.warpgroup_mma(x_smem.index(stage), weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        hopper.fence_async_shared()
+        if SWAP_AB:
+            weight, x = weight_smem.index(stage), x_smem.index(stage).permute((1, 0))
+            return hopper.warpgroup_mma(weight, x, acc, use_acc=ACCUMULATE, is_async=True)
+        else:
+            x, weight = x_smem.index(stage), weight_smem.index(stage).permute((1, 0))
+            return hopper.warpgroup_mma(x, weight, acc, use_acc=ACCUMULATE, is_async=True)
+
+
+@gluon.jit
+def promote(total, product, scale_smem, stage, NUM_GROUPS: gl.constexpr, SWAP_AB: gl.constexpr):
+    """total + the product of one stage times the scales of its group of channels."""
+    if NUM_GROUPS > 1:
+        if SWAP_AB:
+            product *= scale_smem.index(stage).load(gl.SliceLayout(1, product.type.layout))[:, None]
+        else:
+            product *= scale_smem.index(stage).load(gl.SliceLayout(0, product.type.layout))[None, :]
+    return total + product
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def decode_gemm_kernel(
     x_ptr,  # [M, C], tokens strided, written by the kernel before
     weight_ptr,  # [N, C] contiguous
+    x_scale_ptr,  # fp32 [M], written by the kernel before; only with x in e4m3
+    weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with NUM_GROUPS
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
     y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with HEAD_SIZE; written here
@@ -118,6 +197,7 @@ def decode_gemm_kernel(
     x_stride,
     residual_stride,
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
+    NUM_GROUPS: gl.constexpr,  # of channels with scales of an e4m3 weight: 1, or one a stage; 0: no scales
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
@@ -135,7 +215,12 @@ def decode_gemm_kernel(
     """One program: BLOCK_M tokens, BLOCK_N output features, C / SPLIT_K channels."""
     if USE_PDL:
         gdc_launch_dependents()
-    dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    x_dtype: gl.constexpr = x_ptr.dtype.element_ty
+    weight_dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    X_BYTES: gl.constexpr = x_dtype.primitive_bitwidth // 8
+    WEIGHT_BYTES: gl.constexpr = weight_dtype.primitive_bitwidth // 8
+    # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
+    PROMOTE: gl.constexpr = X_BYTES == 1 or NUM_GROUPS > 1
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     SPLIT_C: gl.constexpr = NUM_CHANNELS // SPLIT_K
@@ -144,17 +229,31 @@ def decode_gemm_kernel(
     PREFETCH: gl.constexpr = STEPS if RESIDENT else STAGES - 1  # steps in flight
     BUFFERS: gl.constexpr = STEPS if RESIDENT else STAGES
     # wgmma has M = 64 and N = 8 to 256: with fewer than 64 tokens the weight is operand A.
-    SWAP_AB: gl.constexpr = BLOCK_M < 64
+    SWAP_AB: gl.constexpr = BLOCK_M < 64 or X_BYTES != WEIGHT_BYTES
     MMA_M: gl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
     MMA_N: gl.constexpr = BLOCK_M if SWAP_AB else BLOCK_N
     WARPS_M: gl.constexpr = 4 * min(WARPS // 4, MMA_M // 64)
     WARPS_N: gl.constexpr = WARPS // WARPS_M
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 16])
-    LANES: gl.constexpr = min(16, BLOCK_C // 8)  # of a warp along C, 16 bytes each
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    weight_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
-    x_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_M, BLOCK_C], smem_layout)
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 32 // X_BYTES]
+    )
+    LANES: gl.constexpr = min(16, BLOCK_C * WEIGHT_BYTES // 16)  # of a warp along C, 16 bytes each
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // WEIGHT_BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    X_LANES: gl.constexpr = min(16, BLOCK_C * X_BYTES // 16)
+    x_load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // X_BYTES], [32 // X_LANES, X_LANES], [WARPS, 1], [1, 0])
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * WEIGHT_BYTES, 2)
+    x_smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * X_BYTES, 2)
+    weight_smem = gl.allocate_shared_memory(weight_dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
+    x_smem = gl.allocate_shared_memory(x_dtype, [BUFFERS, BLOCK_M, BLOCK_C], x_smem_layout)
+    scale_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    scale_smem_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale_smem = weight_smem  # replaced if there are scales
+    x_scale_smem = weight_smem
+    if NUM_GROUPS > 0:
+        SCALE_BUFFERS: gl.constexpr = BUFFERS if NUM_GROUPS > 1 else 1
+        scale_smem = gl.allocate_shared_memory(gl.float32, [SCALE_BUFFERS, BLOCK_N], scale_smem_layout)
+    if X_BYTES == 1:
+        x_scale_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], scale_smem_layout)
     VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
     store_layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
@@ -167,7 +266,18 @@ def decode_gemm_kernel(
     weight_ptrs = weight_ptr + features[:, None] * NUM_CHANNELS + c[None, :]
     for step in gl.static_range(PREFETCH):
         async_load(weight_smem.index(step), weight_ptrs + step * BLOCK_C)
-    token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, load_layout))
+    if NUM_GROUPS > 0:
+        scale_ptrs = weight_scale_ptr + NUM_GROUPS * output_features(tile, num_outputs, ACT_MUL, BLOCK_N, scale_layout)
+        if NUM_GROUPS > 1:
+            gl.static_assert(NUM_CHANNELS == NUM_GROUPS * BLOCK_C)
+            scale_ptrs += split * STEPS
+            for step in gl.static_range(PREFETCH):
+                async_load(scale_smem.index(step), scale_ptrs + step)
+        else:
+            async_load(scale_smem.index(0), scale_ptrs)
+    if X_BYTES != WEIGHT_BYTES:
+        c = split * SPLIT_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, x_load_layout))
+    token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_load_layout))
     x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
     if HEAD_SIZE > 0:
@@ -187,15 +297,42 @@ def decode_gemm_kernel(
         cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
     if USE_PDL:
         gdc_wait()
+    if X_BYTES == 1:
+        x_scale_token = first_token + gl.arange(0, BLOCK_M, layout=scale_layout)
+        async_load(x_scale_smem.index(0), x_scale_ptr + x_scale_token, mask=x_scale_token < num_tokens)
     for step in gl.static_range(PREFETCH):
         async_load(x_smem.index(step), x_ptrs + step * BLOCK_C, mask=x_mask)
         commit_group()
 
     acc = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
-    if RESIDENT:
+    if PROMOTE:
+        product = acc
+        weight_ptrs += PREFETCH * BLOCK_C
+        x_ptrs += PREFETCH * BLOCK_C
+        if NUM_GROUPS > 1:
+            scale_ptrs += PREFETCH
+        for step in range(STEPS):
+            # As below; the previous step has waited for its MMA. With RESIDENT nothing is loaded.
+            wait_group(PREFETCH - 1)
+            pending = mma(weight_smem, x_smem, step % BUFFERS, product, acc_layout, SWAP_AB, ACCUMULATE=False)
+            if step + PREFETCH < STEPS:
+                stage = (step + PREFETCH) % BUFFERS
+                async_load(weight_smem.index(stage), weight_ptrs)
+                async_load(x_smem.index(stage), x_ptrs, mask=x_mask)
+                weight_ptrs += BLOCK_C
+                x_ptrs += BLOCK_C
+                if NUM_GROUPS > 1:
+                    async_load(scale_smem.index(stage), scale_ptrs)
+                    scale_ptrs += 1
+            commit_group()
+            product = hopper.warpgroup_mma_wait(0, [pending])
+            acc = promote(acc, product, scale_smem, step % BUFFERS, NUM_GROUPS, SWAP_AB)
+    elif RESIDENT:
         for step in gl.static_range(STEPS):
             wait_group(STEPS - 1 - step)
-            acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
+            acc = mma(weight_smem, x_smem, step, acc, acc_layout, SWAP_AB)
+            if X_BYTES != WEIGHT_BYTES:  # ptxas finds no registers for two converted stages
+                acc = hopper.warpgroup_mma_wait(0, [acc])
     else:
         acc = hopper.warpgroup_mma_init(acc)
         weight_ptrs += PREFETCH * BLOCK_C
@@ -204,7 +341,7 @@ def decode_gemm_kernel(
             # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
             acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, [acc]))
             wait_group(PREFETCH - 1)
-            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
+            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, acc_layout, SWAP_AB)
             if step + PREFETCH < STEPS:
                 stage = (step + PREFETCH) % BUFFERS
                 async_load(weight_smem.index(stage), weight_ptrs)
@@ -212,8 +349,19 @@ def decode_gemm_kernel(
                 weight_ptrs += BLOCK_C
                 x_ptrs += BLOCK_C
             commit_group()
-    acc = hopper.warpgroup_mma_wait(0, [acc])
+    if not PROMOTE:
+        acc = hopper.warpgroup_mma_wait(0, [acc])
 
+    if NUM_GROUPS == 1:
+        if SWAP_AB:
+            acc *= scale_smem.index(0).load(gl.SliceLayout(1, acc_layout))[:, None]
+        else:
+            acc *= scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
+    if X_BYTES == 1:
+        if SWAP_AB:
+            acc *= x_scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
+        else:
+            acc *= x_scale_smem.index(0).load(gl.SliceLayout(1, acc_layout))[:, None]
     if HAS_BIAS:
         bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
         bias = gl.load(bias_ptr + output_features(tile, num_outputs, ACT_MUL, BLOCK_N, bias_layout)).to(gl.float32)
@@ -233,6 +381,7 @@ def decode_gemm_kernel(
     if SWAP_AB:
         acc = acc.permute((1, 0))
     if HEAD_SIZE > 0:
+        dtype: gl.constexpr = y_ptr.dtype.element_ty
         left, right = split_halves(acc)
         if has_rope:
             left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
@@ -254,14 +403,20 @@ def decode_gemm_kernel(
         gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None):
+def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None, weight_scale=None,
+                x_scale=None, dtype=None):  # fmt: skip
     """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
+
+    With weight_scale fp32 [N, G] the weight is e4m3, and x of 16 bits, or e4m3 with x_scale fp32 [M] and a result of
+    `dtype`.
 
     With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     num_outputs = num_features // 2 if act_mul else num_features
+    num_groups = 0 if weight_scale is None else weight_scale.shape[1]
+    dtype = x.dtype if x_scale is None else dtype
     *epilogue_args, num_heads, num_kv_heads = epilogue or (None,) * 8 + (0, 0)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if config.split_k > 1:
@@ -269,17 +424,19 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilo
         y = torch.empty((config.split_k, num_tokens, num_outputs), dtype=torch.float32, device=x.device)
     else:
         shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, head_size)
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        y = torch.empty(shape, dtype=dtype, device=x.device)
+    assert weight_scale is None or weight_scale.is_contiguous()
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     adds_residual = residual is not None and config.split_k == 1
     launch(
         decode_gemm_kernel,
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
-        x, weight, bias, residual if adds_residual else None, y, *epilogue_args,
+        x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y, *epilogue_args,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
-        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual, ACT_MUL=act_mul,
-        SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c,
-        STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual,
+        ACT_MUL=act_mul, SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_C=config.block_c, STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
         HAS_NORM=epilogue_args[0] is not None, num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return SplitKPartials(residual, y) if config.split_k > 1 else y

@@ -8,12 +8,16 @@ The twins are in reference.py.
     1,024 and up  prefill_gemm_sm90.py on Hopper, where its epilogue saves a kernel (QKV: 2,048 and up,
                   where few SMs idle during the last tiles)
     otherwise     cuBLAS between separate kernels
+
+A weight with scales goes to fp8.py, which multiplies e4m3 on Hopper, and elsewhere a single token's; otherwise it is
+dequantized at each call, which is right, and slow.
 """
 
 import torch
 import torch.nn.functional as F
 
 from ..launch import compile_only
+from . import fp8
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
@@ -33,7 +37,11 @@ MAX_IDLE_CHANNELS_QKV = 400
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
-    weight = unscaled(weight)
+    if weight.scale is not None:
+        if fp8.supports(x, weight):
+            return fp8.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
+        weight = fp8.dequantized(weight, fp8.dtype_of(x))
+    weight = weight.data
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if len(x) == 1:
@@ -56,7 +64,11 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
-    data = unscaled(weight)
+    if weight.scale is not None:
+        if fp8.supports(x, weight):
+            return fp8.qkv_linear(x, weight, bias, norm_weight, eps, epilogue)
+        weight = fp8.dequantized(weight, fp8.dtype_of(x))
+    data = weight.data
     if len(x) > 1:
         if norm_weight is not None:
             x, norm_weight = rms_norm(x, norm_weight, eps), None
@@ -72,11 +84,6 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
             ):
                 return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
-
-
-def unscaled(weight):
-    assert weight.scale is None, "the Triton kernels do not support Weight.scale yet"
-    return weight.data
 
 
 def decode_config(x, weight, allow_split_k=False):

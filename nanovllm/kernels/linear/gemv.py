@@ -6,6 +6,8 @@ Bound by reading the weight. A program loads its first BLOCK_C channels before g
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
 
+A weight in e4m3 is multiplied in fp32 too, and its scales, of all channels or of groups of them, multiply the sums.
+
 N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul.
 """
 
@@ -31,6 +33,10 @@ def gemv_config(num_features, num_channels, itemsize):
     """Tuned by coordinate descent over a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
     num_bytes = num_features * num_channels * itemsize
     block_c = max(8, triton.next_power_of_2(num_channels))
+    if itemsize == 1:  # not tuned; more features share the conversion of x, fewer bytes a thread avoid spills
+        if num_channels <= 1024:
+            return GemvConfig(4, max(16, block_c), 4)
+        return GemvConfig(4, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
     if num_features >= 12 * num_channels:  # an LM head
         if num_channels <= 1024:
             return GemvConfig(4, block_c, 1)
@@ -81,16 +87,36 @@ def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
+def load_group_scale(
+    scale_ptr, features, exists, first_c,
+    NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Scales [BLOCK_N, BLOCK_C / VECTOR] of the vectors from channel first_c on; with one group [BLOCK_N]."""
+    if NUM_GROUPS > 1:
+        GROUP: tl.constexpr = NUM_CHANNELS // NUM_GROUPS
+        tl.static_assert(GROUP % VECTOR == 0)
+        c = first_c + tl.arange(0, BLOCK_C // VECTOR) * VECTOR
+        mask = exists[:, None] & (c < NUM_CHANNELS)[None, :]
+        return tl.load(scale_ptr + features[:, None] * NUM_GROUPS + (c // GROUP)[None, :], mask=mask, other=0.0)
+    elif NUM_GROUPS == 1:
+        return tl.load(scale_ptr + features, mask=exists, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,  # [1, C], written by the kernel before
     weight_ptr,  # [N, C] contiguous
     bias_ptr,  # [N], only with HAS_BIAS
+    weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with NUM_GROUPS
     norm_weight_ptr,  # [C], only with HAS_NORM
     residual_ptr,  # [1, I], only with HAS_RESIDUAL
     y_ptr,  # [1, I], written here
     num_outputs,
     eps,
     NUM_CHANNELS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -107,11 +133,12 @@ def gemv_kernel(
     tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
-    VECTOR: tl.constexpr = 8
+    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty.primitive_bitwidth == 8 else 8
     features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
     weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
     weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+    scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
     norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
     offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
@@ -126,14 +153,23 @@ def gemv_kernel(
         if HAS_NORM:
             squares += tl.sum(x * x, axis=1)
             x *= norm_weight
-        step_weight = weight
+        step_weight, step_scale = weight, scale
         c += BLOCK_C
         if step + 1 < STEPS:
             weight_ptrs += BLOCK_C
             weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+            if NUM_GROUPS > 1:
+                scale = load_group_scale(
+                    weight_scale_ptr, features, exists, (step + 1) * BLOCK_C, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
+                )
             norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-        acc += tl.sum(x[None, :, :] * step_weight.to(tl.float32), axis=2)
+        dot = tl.sum(x[None, :, :] * step_weight.to(tl.float32), axis=2)
+        if NUM_GROUPS > 1:
+            dot *= step_scale
+        acc += dot
     y = tl.sum(acc, axis=1)
+    if NUM_GROUPS == 1:
+        y *= scale
     if HAS_NORM:
         y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
     if HAS_BIAS:
@@ -144,9 +180,11 @@ def gemv_kernel(
     tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
 
 
-def gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
-    """reference.fused_linear of one token, x [1, C], with a plain tensor as weight [N, C]."""
+def gemv(x, weight, bias, norm_weight, eps, residual, act_mul, weight_scale=None):
+    """reference.fused_linear of one token, x [1, C]; weight [N, C], e4m3 with weight_scale [N, G]."""
     num_features, num_channels = weight.shape
+    num_groups = 0 if weight_scale is None else weight_scale.shape[1]
+    assert weight_scale is None or (weight_scale.is_contiguous() and weight_scale.dtype == torch.float32)
     assert x.shape == (1, num_channels) and x.stride(1) == 1 and weight.is_contiguous()
     config = gemv_config(num_features, num_channels, weight.element_size())
     num_outputs = num_features // 2 if act_mul else num_features
@@ -156,8 +194,8 @@ def gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
         options = options | {"maxnreg": config.max_registers}
     launch(
         gemv_kernel, (triton.cdiv(num_features, config.block_n),),
-        x, weight, bias, norm_weight, residual, y, num_outputs, eps,
-        NUM_CHANNELS=num_channels, HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None,
+        x, weight, bias, weight_scale, norm_weight, residual, y, num_outputs, eps,
+        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None, ACT_MUL=act_mul,
         BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **options,
     )  # fmt: skip

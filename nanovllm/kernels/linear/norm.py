@@ -1,6 +1,6 @@
-"""Triton: RMSNorm, and the reduction of split-K partials into the residual before it.
+"""Triton: RMSNorm, and the reduction of split-K partials into the residual before it; quantization of tokens to e4m3.
 
-Owns `rms_norm` and `SplitKPartials`. Knows nothing of layers. The twin is in reference.py.
+Owns `rms_norm`, `quantize_tokens` and `SplitKPartials`. Knows nothing of layers. The twins are in reference.py.
 
 T tokens, C channels, S programs that shared the channels of a split-K GEMM.
 """
@@ -12,6 +12,15 @@ import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from .reference import QuantizedTokens
+
+
+@triton.jit
+def quantize(x, AXIS: tl.constexpr):
+    """x along AXIS as e4m3, and the scales: the largest magnitude becomes 448."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), 1e-12)
+    scaled = tl.minimum(tl.maximum(x * (448.0 / amax), -448.0), 448.0)
+    return scaled.to(tl.float8e4nv), amax / 448.0
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -19,10 +28,13 @@ def rms_norm_kernel(
     x_ptr,  # [T, C], tokens strided
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
+    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
     num_tokens,
     x_stride,
     num_channels,
     eps,
+    HAS_NORM: tl.constexpr,  # otherwise only quantized
+    QUANTIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -31,13 +43,18 @@ def rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     offs_c = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
     mask = (token < num_tokens) & (offs_c < num_channels)
-    weight = tl.load(weight_ptr + offs_c, mask=offs_c < num_channels, other=0.0)
+    if HAS_NORM:
+        weight = tl.load(weight_ptr + offs_c, mask=offs_c < num_channels, other=0.0)
     pdl_wait(USE_PDL)
-    x = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
-    wide = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
-    normalized = (wide * rstd).to(x.dtype)
-    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    y = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
+    if HAS_NORM:
+        wide = y.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
+        normalized = (wide * rstd).to(y.dtype)
+        y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(y.dtype)
+    if QUANTIZE:
+        y, scale = quantize(y.to(tl.float32), 1)
+        tl.store(scale_ptr + token, scale, mask=token < num_tokens)
     tl.store(y_ptr + token * num_channels + offs_c, y, mask=mask)
 
 
@@ -47,9 +64,11 @@ def add_rms_norm_kernel(
     residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
+    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
     partials_stride,
     residual_stride,
     eps,
+    QUANTIZE: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -74,6 +93,9 @@ def add_rms_norm_kernel(
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
     normalized = (wide * rstd).to(before.dtype)
     y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
+    if QUANTIZE:
+        y, scale = quantize(y.to(tl.float32), 0)
+        tl.store(scale_ptr + token + tl.arange(0, 1), scale)
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
 
 
@@ -94,33 +116,54 @@ class SplitKPartials:
         return self.residual[tokens]
 
 
-def rms_norm(x, weight, eps):
-    """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`."""
+def rms_norm(x, weight, eps, quantized=False):
+    """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`.
+
+    `quantized`: the result as QuantizedTokens.
+    """
     if isinstance(x, SplitKPartials):
-        return add_rms_norm(x.partials, x.residual, weight, eps)
+        return add_rms_norm(x.partials, x.residual, weight, eps, quantized)
+    assert weight.is_contiguous()
+    return _rms_norm(x, weight, eps, quantized)
+
+
+def quantize_tokens(x):
+    """See reference.quantize_tokens; x [T, C]."""
+    return _rms_norm(x, None, 0.0, quantized=True)
+
+
+def _rms_norm(x, weight, eps, quantized):
     num_tokens, num_channels = x.shape
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    y = torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1
+    y, scale = _result(x, num_tokens, num_channels, quantized)
     block_c = triton.next_power_of_2(num_channels)
     block_t = max(1, 1024 // block_c)
     launch(
-        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),), x, weight, y, num_tokens, x.stride(0), num_channels, eps,
-        BLOCK_T=block_t, BLOCK_C=block_c, num_warps=min(16, max(1, block_t * block_c // 256)),
-        **launch_options(x.device),
+        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
+        x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
+        QUANTIZE=quantized, BLOCK_T=block_t, BLOCK_C=block_c,
+        num_warps=min(16, max(1, block_t * block_c // 256)), **launch_options(x.device),
     )  # fmt: skip
-    return y
+    return QuantizedTokens(y, scale) if quantized else y
 
 
-def add_rms_norm(partials, residual, weight, eps):
-    """residual += partials.sum(0), in place; returns rms_norm(residual)."""
+def add_rms_norm(partials, residual, weight, eps, quantized=False):
+    """residual += partials.sum(0), in place; returns rms_norm(residual), with `quantized` as QuantizedTokens."""
     split_k, num_tokens, num_channels = partials.shape
     assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
-    y = torch.empty((num_tokens, num_channels), dtype=residual.dtype, device=residual.device)
+    y, scale = _result(residual, num_tokens, num_channels, quantized)
     block_c = triton.next_power_of_2(num_channels)
     launch(
         add_rms_norm_kernel, (num_tokens,),
-        partials, residual, weight, y, num_tokens * num_channels, residual.stride(0), eps,
+        partials, residual, weight, y, scale, num_tokens * num_channels, residual.stride(0), eps, QUANTIZE=quantized,
         NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
         **launch_options(residual.device),
     )  # fmt: skip
-    return y
+    return QuantizedTokens(y, scale) if quantized else y
+
+
+def _result(x, num_tokens, num_channels, quantized):
+    if not quantized:
+        return torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device), None
+    data = torch.empty((num_tokens, num_channels), dtype=torch.float8_e4m3fn, device=x.device)
+    return data, torch.empty(num_tokens, dtype=torch.float32, device=x.device)

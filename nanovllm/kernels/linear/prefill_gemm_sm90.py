@@ -15,6 +15,10 @@ In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
 or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
 
+x and weight may be e4m3, with a scale per token and per output feature. Hopper sums e4m3 products in some 14 bits, so
+those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one half of the columns after the
+other, for registers; meanwhile the other consumer's MMA runs.
+
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
 
@@ -37,7 +41,7 @@ CONSUMER_WARPS = gl.constexpr(4)
 CONSUMER_M = gl.constexpr(64)  # tokens of a consumer
 BLOCK_M = gl.constexpr(NUM_CONSUMERS.value * CONSUMER_M.value)
 BLOCK_N = gl.constexpr(256)
-BLOCK_C = gl.constexpr(64)  # channels of a stage: 128 bytes, a line of the swizzled layout
+LINE_BYTES = gl.constexpr(128)  # of the channels of a stage: a line of the swizzled layout
 STORE_N = gl.constexpr(64)  # columns of a TMA store
 SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -58,6 +62,7 @@ def produce(pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAG
     num_tokens, num_tiles_n, num_steps = shape
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     HALF: gl.constexpr = BLOCK_N // 2
+    BLOCK_C: gl.constexpr = x_smem.shape[2]
     n = 0  # steps over all tiles
     for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
@@ -66,7 +71,7 @@ def produce(pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAG
             stage = n % STAGES
             c = step * BLOCK_C
             mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_C * 2)
+            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * LINE_BYTES)
             for i in gl.static_range(NUM_CONSUMERS):
                 x = x_smem.index(stage * NUM_CONSUMERS + i)
                 tma_load(x_desc, [(tile_m * NUM_CONSUMERS + i) * CONSUMER_M, c], full.index(stage), x)
@@ -101,12 +106,27 @@ def store_output(y_desc, staging, token, column, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features, HAS_BIAS: gl.constexpr):
+    """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
+    x_scale_ptr, weight_scale_ptr = scales
+    total = gl.convert_layout(total, layout, assert_trivial=True)
+    token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, layout))
+    feature = first_feature + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
+    total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
+    total *= gl.load(weight_scale_ptr + feature, mask=feature < num_features, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += gl.load(bias_ptr + feature, mask=feature < num_features, other=0.0).to(gl.float32)[None, :]
+    return total
+
+
+@gluon.jit
 def qkv_epilogue(
-    acc, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
+    units, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
     CONSUMER: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """norm_rope_store of an accumulator of two units, of q, k or v each."""
+    """norm_rope_store of the two units of a tile, of q, k or v each."""
     _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr = epilogue
     Q_UNITS: gl.constexpr = NUM_HEADS * HEAD_SIZE // UNIT
     KV_UNITS: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // UNIT
@@ -114,7 +134,6 @@ def qkv_epilogue(
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
     d = gl.arange(0, STORE_N, layout=gl.SliceLayout(0, store_layout))
     slot = gl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(gl.int64)
-    units = split_halves(acc)
     for i in gl.static_range(2):
         unit = 2 * tile_n + i
         left, right = split_halves(units[i])
@@ -145,15 +164,21 @@ def qkv_epilogue(
 
 @gluon.jit
 def consume(
-    pipeline, staging, y_desc, shape, epilogue,
+    pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
     CONSUMER: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps = shape
+    num_features = num_tiles_n * BLOCK_N
+    if HEAD_SIZE > 0:  # the last tile may lack its second unit
+        num_features = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE
     bias_ptr, _, _, _, cos_sin_ptr, positions_ptr, _, _, _ = epilogue
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    IS_FP8: gl.constexpr = x_smem.dtype.primitive_bitwidth == 8
+    HALF: gl.constexpr = BLOCK_N // 2
+    fp8_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
     n = 0  # steps over all tiles
     for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
@@ -163,38 +188,69 @@ def consume(
             position = load_positions(
                 positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE, CONSUMER_M, CONSUMER_WARPS
             )
-        acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
-        if HAS_BIAS:
-            feature = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
-            bias = gl.load(bias_ptr + feature, mask=feature < (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, other=0.0)
-            acc += bias.to(gl.float32)[None, :]
-        for step in range(num_steps):
-            stage = n % STAGES
-            mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-            x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
-            acc = hopper.warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
-            # One MMA stays in flight; the stage of the previous one is empty.
-            acc = hopper.warpgroup_mma_wait(1, [acc])
+        if IS_FP8:
+            total_1 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
+            total_2 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
+            product = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
+            for _step in range(num_steps):
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
+                weight = weight_smem.index(stage)
+                pending = hopper.warpgroup_mma(
+                    x, weight.slice(0, HALF).permute((1, 0)), product, use_acc=False, is_async=True
+                )
+                product = hopper.warpgroup_mma_wait(0, [pending])
+                total_1 += product
+                pending = hopper.warpgroup_mma(
+                    x, weight.slice(HALF, HALF).permute((1, 0)), product, use_acc=False, is_async=True
+                )
+                product = hopper.warpgroup_mma_wait(0, [pending])
+                thread_barrier()
+                mbarrier.arrive(empty.index(stage))
+                total_2 += product
+                n += 1
+        else:
+            acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
+            if HAS_BIAS:
+                feature = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
+                bias = gl.load(bias_ptr + feature, mask=feature < (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, other=0.0)
+                acc += bias.to(gl.float32)[None, :]
+            for step in range(num_steps):
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
+                acc = hopper.warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+                # One MMA stays in flight; the stage of the previous one is empty.
+                acc = hopper.warpgroup_mma_wait(1, [acc])
+                thread_barrier()
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
+                n += 1
+            if HEAD_SIZE > 0:
+                cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)  # overlaps the last MMA
+            acc = hopper.warpgroup_mma_wait(0, [acc])
             thread_barrier()
-            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
-            n += 1
-        if HEAD_SIZE > 0:
-            cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)  # overlaps the last MMA
-        acc = hopper.warpgroup_mma_wait(0, [acc])
-        thread_barrier()
-        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
 
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
+            if IS_FP8:
+                feature = tile_n * tile_stride
+                left = scaled(total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, HAS_BIAS)
+                feature += half_stride
+                right = scaled(total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, HAS_BIAS)
+                if HEAD_SIZE > 0:
+                    cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
+            else:
+                left, right = split_halves(acc)
             if HEAD_SIZE > 0:
                 qkv_epilogue(
-                    acc, cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
+                    (left, right), cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
                     CONSUMER, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
                 )  # fmt: skip
             else:
-                gate, up = split_halves(acc)
-                z = sigmoid_argument(gate, ACT_MUL)
-                y_1, y_2 = split_halves(gate * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * up)
+                z = sigmoid_argument(left, ACT_MUL)
+                y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right)
                 stage_output(staging, y_1, y_2, CONSUMER)
                 store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
     tma_store_wait(0)
@@ -202,7 +258,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_tiles_n", "num_steps"])
 def prefill_gemm_kernel(
-    x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C]
+    x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C], of 128 bytes a row
     weight_desc,  # [N, C], [BLOCK_N / 2, BLOCK_C]
     y_desc,  # [M, I], with HEAD_SIZE q [M, H * D], [CONSUMER_M, STORE_N]; written here
     num_tokens,
@@ -210,6 +266,8 @@ def prefill_gemm_kernel(
     num_steps,
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
+    x_scale_ptr,  # fp32 [M], only with e4m3
+    weight_scale_ptr,  # fp32 [N], only with e4m3
     bias_ptr,  # [N], only with HAS_BIAS
     q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
     eps,
@@ -229,10 +287,12 @@ def prefill_gemm_kernel(
     if USE_PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_desc.dtype
-    smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BLOCK_C: gl.constexpr = LINE_BYTES * 8 // dtype.primitive_bitwidth
+    smem_layout: gl.constexpr = gl.NVMMASharedLayout(LINE_BYTES, dtype.primitive_bitwidth, 2)
+    y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * NUM_CONSUMERS, CONSUMER_M, BLOCK_C], smem_layout)
     weight_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_C], smem_layout)
-    staging = gl.allocate_shared_memory(dtype, [2 * NUM_CONSUMERS, CONSUMER_M, STORE_N], smem_layout)
+    staging = gl.allocate_shared_memory(y_desc.dtype, [2 * NUM_CONSUMERS, CONSUMER_M, STORE_N], y_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -244,6 +304,7 @@ def prefill_gemm_kernel(
 
     pipeline = (x_smem, weight_smem, full, empty)
     shape = (num_tokens, num_tiles_n, num_steps)
+    scales = (x_scale_ptr, weight_scale_ptr)
     epilogue = (
         bias_ptr, q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr,
         v_cache_ptr,
@@ -253,11 +314,11 @@ def prefill_gemm_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                pipeline, staging, y_desc, shape, epilogue,
+                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
                 ZERO, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
             )),
             (consume, (
-                pipeline, staging, y_desc, shape, epilogue,
+                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, epilogue,
                 ONE, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
             )),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
@@ -272,11 +333,11 @@ def supports(x, weight, is_qkv=False):
     num_features, num_channels = weight.shape
     return (
         is_sm90(x.device)
-        and x.element_size() == 2
+        and (x.element_size() == 2 or num_channels % LINE_BYTES.value == 0)
         and x.dtype == weight.dtype
-        and num_channels % BLOCK_C.value == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
+        and num_channels % (LINE_BYTES.value // 2) == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
         and x.stride(1) == 1
-        and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() % 16 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and weight.is_contiguous()
     )
 
@@ -288,8 +349,10 @@ def idle_channels(x, weight):
     return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
 
 
-def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None):
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, weight_scale=None, x_scale=None, dtype=None):
     """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
+
+    x and weight in e4m3: with weight_scale fp32 [N, 1] and x_scale fp32 [M], and a result of `dtype`.
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
     """
@@ -299,18 +362,20 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None):
     assert (act_mul is None) == (epilogue is not None) and (bias is None or epilogue is not None)
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
     num_outputs = num_features // 2 if epilogue is None else num_heads * head_size
-    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
+    block_c = LINE_BYTES.value // x.element_size()
+    y = torch.empty((num_tokens, num_outputs), dtype=x.dtype if x_scale is None else dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
-        _descriptor(x, CONSUMER_M.value, BLOCK_C.value), _descriptor(weight, half_n, BLOCK_C.value),
-        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // BLOCK_C.value,
+        _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),
+        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
         half_n if epilogue is None else BLOCK_N.value, num_features // 2 if epilogue is None else half_n,
-        bias, *epilogue_args, ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
+        x_scale, weight_scale, bias, *epilogue_args, ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))
 
 
 def _descriptor(x, *block):
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), gl.NVMMASharedLayout(128, 16, 2))
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)

@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: F401
 
-with pytest.raises(ValueError, match=r"quantization='awq' is not supported; nanovllm allows None\."):
+with pytest.raises(ValueError, match=r"quantization='awq' must be None or 'fp8'\."):
     LLM(model=sys.argv[1], quantization="awq")
 with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean 'quantization'\?"):
     LLM(model=sys.argv[1], quantisation=None)

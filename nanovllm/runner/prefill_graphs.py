@@ -1,0 +1,161 @@
+"""Prefills that replay a CUDA graph: their sizes, their padding, and their inputs at the address that graphs read.
+
+The host takes half a millisecond to launch a layer's kernels one by one. Where the device computes a layer faster, a
+prefill is padded to a captured size. Two kinds:
+
+    SHORT_PREFILL   up to 256 tokens. Each is a sequence of one query token, as in decode.
+    PADDED_PREFILL  more tokens, of sequences that are short enough. They stay packed; empty sequences fill them up.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.context import Context
+from nanovllm.runner.step import StepHeader, StepInput, StepKind
+
+SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
+PADDED_SIZES = (512, 1024, 2048, 4096)
+MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
+# Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
+MAX_PADDED_SEQLEN = 512
+# Tokens times weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
+MAX_LAYER_WORK = 1 << 37
+
+
+class PrefillSizes(NamedTuple):
+    """Captured sizes, ascending. None at all: every prefill is launched kernel by kernel.
+
+    Attributes:
+        short: tokens.
+        padded: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the segments behind.
+        padding_req_idx: the padding request slot.
+    """
+
+    short: tuple[int, ...] = ()
+    padded: tuple[tuple[int, int], ...] = ()
+    padding_req_idx: int = 0
+
+    @classmethod
+    def of(cls, config: Config, backend: AttentionBackend) -> "PrefillSizes":
+        limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
+        work = layer_weights(config) // config.tensor_parallel_size
+        num_seqs = min(-(-config.max_num_seqs // 4) * 4, 256)  # the attention kernel for Hopper takes 256 a launch
+        short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
+        padded = tuple(
+            (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= MAX_LAYER_WORK
+        )
+        return cls(short, padded if backend.captures_prefill else (), config.max_num_seqs)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest size."""
+        return max((*self.short, *(size for size, _ in self.padded)), default=0)
+
+    def fit(self, header: StepHeader, step: StepInput) -> tuple[StepHeader, StepInput]:
+        """A prefill padded to a captured size; as it is, if there is none for it."""
+        short = next((size for size in self.short if size >= header.num_tokens), None)
+        if short is not None and int(step.positions.sum()) <= MAX_SHORT_CONTEXTS:
+            return as_short_prefill(header, step, short, self.padding_req_idx)
+        if header.max_seqlen_q <= MAX_PADDED_SEQLEN and not header.num_targets:  # targets need all hidden states
+            for size, num_seqs in self.padded:
+                if size >= header.num_tokens and num_seqs >= header.num_seqs:
+                    return as_padded_prefill(header, step, size, num_seqs, self.padding_req_idx)
+        return header, step
+
+
+def layer_weights(config: Config) -> int:
+    """Weights that a token passes in a layer, roughly."""
+    model, C = config.model_config, config.model_config.hidden_size
+    units = model.intermediate_size
+    if model.moe is not None:
+        units = model.moe.top_k * model.moe.expert_size + model.moe.shared_size
+    return C * (2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim + 3 * units)
+
+
+def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    return np.pad(values, (0, size - len(values)), constant_values=value)
+
+
+def as_short_prefill(header: StepHeader, step: StepInput, size: int,
+                     padding_req_idx: int) -> tuple[StepHeader, StepInput]:
+    """The same prefill with each token as a sequence of its own, padded to ``size`` of them.
+
+    Every layer stores all keys and values of a launch before it attends, so a token's context is complete.
+    """
+    header = header._replace(kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
+    step = step._replace(
+        input_ids=pad(step.input_ids, size),
+        positions=pad(step.positions, size),
+        slot_mapping=pad(step.slot_mapping, size, -1),
+        req_indices=pad(np.repeat(step.req_indices, np.diff(step.cu_seqlens_q)), size, padding_req_idx),
+        context_lens=pad(step.positions + 1, size),
+        cu_seqlens_q=(),
+        cu_seqlens_k=(),
+    )
+    return header, step
+
+
+def as_padded_prefill(header: StepHeader, step: StepInput, size: int, num_seqs: int,
+                      padding_req_idx: int) -> tuple[StepHeader, StepInput]:
+    """The same prefill with ``size`` tokens, the last of no sequence, and ``num_seqs`` sequences, the last without a
+    token."""
+    header = header._replace(kind=StepKind.PADDED_PREFILL, num_tokens=size, num_seqs=num_seqs)
+    step = step._replace(
+        input_ids=pad(step.input_ids, size),
+        positions=pad(step.positions, size),
+        slot_mapping=pad(step.slot_mapping, size, -1),
+        req_indices=pad(step.req_indices, num_seqs, padding_req_idx),
+        context_lens=pad(step.context_lens, num_seqs),
+        cu_seqlens_q=pad(step.cu_seqlens_q, num_seqs + 1, step.cu_seqlens_q[-1]),
+        cu_seqlens_k=(),
+    )
+    return header, step
+
+
+class PrefillInputs:
+    """Segments of a padded prefill on the device, one behind the other from a fixed address on.
+
+    Args:
+        sizes: of the graphs that read them.
+        block_tables: int32 [R + 1, max_blocks], of the request state.
+        max_context: ``max_model_len``.
+    """
+
+    def __init__(self, sizes: PrefillSizes, block_tables: torch.Tensor, max_context: int):
+        num_ints = [5 * size for size in sizes.short] + [3 * size + 3 * n + 1 for size, n in sizes.padded]
+        # Zeros: warm-up runs the embedding, which needs valid ids.
+        self.buffer = torch.zeros(max(num_ints, default=0), dtype=torch.int32, device=block_tables.device)
+        self._num_seqs = dict(sizes.padded)
+        self._block_tables, self._max_context = block_tables, max_context
+
+    def write(self, step: StepInput) -> None:
+        segments = [step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens]
+        if len(step.cu_seqlens_q):
+            segments.append(step.cu_seqlens_q)
+        torch.cat(segments, out=self.buffer[: sum(map(len, segments))])
+
+    def short(self, size: int) -> tuple[torch.Tensor, Context]:
+        """``size`` tokens, each attending as a single-query sequence."""
+        segments = self.buffer[: 5 * size].view(5, size)
+        input_ids, positions, slots, req_indices, context_lens = segments.unbind()
+        return input_ids, Context(
+            positions, slots, req_indices, context_lens, self._block_tables, self._max_context
+        )  # fmt: skip
+
+    def padded(self, size: int) -> tuple[torch.Tensor, Context]:
+        """``size`` packed tokens. The last of every sequence is sampled from; an empty one has that of the sequence
+        before, and attends nothing."""
+        n = self._num_seqs[size]
+        lengths = [size, size, size, n, n, n + 1]
+        input_ids, positions, slots, req_indices, context_lens, cu_seqlens_q = (
+            self.buffer[: sum(lengths)].split(lengths)
+        )  # fmt: skip
+        return input_ids, Context(
+            positions, slots, req_indices, context_lens, self._block_tables, self._max_context,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=min(size, MAX_PADDED_SEQLEN),
+            logits_indices=cu_seqlens_q[1:].long() - 1,
+        )  # fmt: skip

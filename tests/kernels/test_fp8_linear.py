@@ -1,0 +1,302 @@
+"""Linear layers with an e4m3 weight against their twins; the poison and the interpreter as in test_linear.py.
+
+The twin multiplies x in its own type. Where the kernels quantize x (W8A8), the expected result is computed in fp32 from
+the same quantized x, so that the tolerance need not cover the rounding to e4m3 and a wrong scale shows.
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from nanovllm.kernels.launch import is_sm90  # noqa: E402
+from nanovllm.kernels.linear import dispatch, fp8, gemv, norm, reference  # noqa: E402
+from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, QuantizedTokens, Weight  # noqa: E402
+
+EPS = 1e-6
+E4M3 = torch.float8_e4m3fn
+OPTIONS = [
+    dict(),
+    dict(norm=True, bias=True),
+    dict(norm=True, act_mul="silu"),
+    dict(residual=True),
+    dict(norm=True, bias=True, act_mul="gelu_tanh", residual=True),
+]
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def rand(*shape, dtype=torch.float32):
+    return torch.rand(*shape, device=DEVICE).to(dtype)
+
+
+def make_weight(num_features, num_channels, num_groups):
+    """Scales that differ by a factor of up to 4 between features and groups."""
+    scale = (rand(num_features, num_groups) * 1.5 + 0.5) / num_channels**0.5
+    return Weight(randn(num_features, num_channels).to(E4M3), scale)
+
+
+def make_options(num_tokens, num_features, num_channels, dtype, norm=False, bias=False, act_mul=None, residual=False):
+    return dict(
+        bias=randn(num_features, dtype=dtype) if bias else None,
+        norm_weight=rand(num_channels, dtype=dtype) if norm else None,
+        eps=EPS,
+        residual=randn(num_tokens, num_features // 2 if act_mul else num_features, dtype=dtype) if residual else None,
+        act_mul=act_mul,
+    )
+
+
+def widened(values):
+    return {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def assert_near(actual, expected, tolerance):
+    """Every element within `tolerance` of the largest; a wrong scale of a row or a group is off by far more."""
+    error = (actual.float() - expected.float()).abs().max().item()
+    assert error <= tolerance * expected.float().abs().max().item(), error
+
+
+def values(quantized):
+    return quantized.data.float() * quantized.scale[:, None]
+
+
+def assert_quantized(actual, expected):
+    """Scales equal but for the last bits; values equal, or neighbours in e4m3 where the norm's rounding differs."""
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=2e-2, atol=0)
+    a, e = values(actual), values(expected)
+    # Triton's interpreter loses the carry of a mantissa that is rounded up to the next power of two: half the value.
+    halved = (2 * a - e).abs() <= 0.15 * e.abs() if DEVICE == "cpu" else False
+    near = (a - e).abs() <= 0.15 * e.abs() + 2**-9 * expected.scale[:, None]
+    assert (near | halved).all()
+    assert (actual.data.float() == expected.data.float()).float().mean() > 0.85
+
+
+def test_the_twin_of_quantization_rounds_to_the_nearest_e4m3():
+    x = torch.tensor([[896.0, -2.0, 100.0, 0.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
+    data, scale = reference.quantize_tokens(x)
+    assert data.float().tolist() == [[448.0, -1.0, 48.0, 0.0], [0.0] * 4]  # 50 lies half way: to even
+    assert scale[0] == 2 and scale[1] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_tokens_that_e4m3_represents_are_quantized_exactly(num_tokens, num_channels, dtype):
+    data = (randn(num_tokens, num_channels) * 30).to(E4M3).float()
+    data[:, -1] = 448
+    scale = torch.exp2(torch.arange(num_tokens, device=DEVICE) - 2.0)
+    x = torch.full((num_tokens, num_channels + 6), 1e4, device=DEVICE, dtype=dtype)
+    x[:, 3 : 3 + num_channels] = (data * scale[:, None]).to(dtype)
+    actual = norm.quantize_tokens(x[:, 3 : 3 + num_channels])
+    assert actual.data.dtype == E4M3 and torch.equal(actual.data.float(), data) and torch.equal(actual.scale, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens, num_channels", [(1, 64), (5, 100), (3, 1030)])
+def test_rms_norm_quantizes(num_tokens, num_channels, dtype):
+    x, weight = randn(num_tokens, num_channels, dtype=dtype), rand(num_channels, dtype=dtype)
+    assert_quantized(
+        norm.rms_norm(x, weight, EPS, quantized=True), reference.quantize_tokens(reference.rms_norm(x, weight, EPS))
+    )
+    partials = randn(2, num_tokens, num_channels)
+    total = (x.float() + partials.sum(0)).to(dtype)
+    expected = reference.quantize_tokens(reference.rms_norm(total, weight, EPS))
+    assert_quantized(norm.rms_norm(SplitKPartials(x, partials), weight, EPS, quantized=True), expected)
+    torch.testing.assert_close(x, total)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_features, num_channels, num_groups", [(24, 96, 1), (38, 1100, 1), (70, 384, 3)])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_fused_linear(num_tokens, num_features, num_channels, num_groups, options):
+    """One token: the GEMV. More: without Hopper the weight is dequantized."""
+    options = make_options(num_tokens, num_features, num_channels, torch.float32, **options)
+    x, weight = randn(num_tokens, num_channels), make_weight(num_features, num_channels, num_groups)
+    expected = reference.fused_linear(x, weight, **options)
+    assert_near(dispatch.fused_linear(x, weight, **options), expected, 1e-5)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_gemv_in_several_steps(num_groups, monkeypatch):
+    """A step shares its first group with the step before; features and channels fill no tile."""
+    monkeypatch.setattr(gemv, "gemv_config", lambda *_: gemv.GemvConfig(16, 64, 4))
+    options = make_options(1, 72, 288, torch.float32, norm=True, bias=True, act_mul="silu", residual=True)
+    x, weight = randn(1, 288), make_weight(72, 288, num_groups)
+    assert_near(dispatch.fused_linear(x, weight, **options), reference.fused_linear(x, weight, **options), 1e-5)
+
+
+def make_epilogue(num_tokens, num_heads, num_kv_heads, head_size, dtype, has_norm=True):
+    angles = torch.rand(512, head_size // 2, device=DEVICE) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
+    slots[::7] = -1
+    weights = ((randn(2, head_size) / 4 + 1).to(dtype)) if has_norm else (None, None)
+    caches = torch.full((2, 2, 256, num_kv_heads, head_size), 7.0, device=DEVICE, dtype=dtype)
+    return QKVEpilogue(*weights, EPS, cos_sin, positions, slots, *caches, num_heads, num_kv_heads)
+
+
+def twin_of_qkv(x, weight, bias, norm_weight, epilogue):
+    wide = {name: value for name, value in epilogue._asdict().items()}
+    for name in ("q_weight", "k_weight", "k_cache", "v_cache"):
+        wide[name] = None if wide[name] is None else wide[name].float()
+    wide = QKVEpilogue(**wide)
+    bias, norm_weight = (None if tensor is None else tensor.float() for tensor in (bias, norm_weight))
+    return reference.qkv_linear(x.float(), weight, bias, norm_weight, EPS, wide), wide.k_cache, wide.v_cache
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_qkv_linear(num_tokens, num_groups):
+    x, weight, norm_weight = randn(num_tokens, 64), make_weight(80, 64, num_groups), rand(64)
+    epilogue = make_epilogue(num_tokens, 3, 1, 16, torch.float32)
+    expected = twin_of_qkv(x, weight, None, norm_weight, epilogue)
+    q = dispatch.qkv_linear(x, weight, None, norm_weight, EPS, epilogue)
+    for actual, exact in zip((q, epilogue.k_cache, epilogue.v_cache), expected, strict=True):
+        assert_near(actual, exact, 1e-5)
+
+
+def test_fp8_is_chosen_by_device_and_shape(monkeypatch):
+    x, weight = randn(4, 256, dtype=torch.bfloat16), make_weight(64, 256, 2)
+    assert DEVICE == "cuda" or (fp8.supports(x[:1], weight) and not fp8.supports(x, weight))
+    monkeypatch.setattr(fp8, "is_sm90", lambda device: True)
+    has_gluon = fp8.decode_gemm_sm90 is not None
+    assert fp8.supports(x, weight) == has_gluon
+    assert not fp8.supports(x.float(), weight)
+    assert not fp8.supports(x[:, :192], make_weight(64, 192, 1))
+    many = x.expand(300, 4, 256)[:, 0]
+    assert fp8.supports(many, make_weight(64, 256, 1)) and not fp8.supports(many, weight)
+    if has_gluon:
+        monkeypatch.setattr(fp8.decode_gemm_sm90, "num_sms", lambda device: 132)
+        monkeypatch.setattr(fp8, "num_sms", lambda device: 132)
+        monkeypatch.setattr(fp8, "MAX_TOKENS_W8A16", 2)
+        assert [fp8.choose(x[:n], weight)[0] for n in (2, 3)] == [False, True]
+        assert fp8.choose(many, make_weight(64, 256, 1)) == (True, None)
+
+
+# Gluon, on Hopper.
+
+
+def sm90_module(name):
+    module = pytest.importorskip(f"nanovllm.kernels.linear.{name}", exc_type=ImportError)
+    if not is_sm90(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    return module
+
+
+def check_decode_gemm(config, num_tokens, num_features, num_channels, num_groups, is_w8a8, dtype, **options):
+    """16-bit results of fp32 sums: 2 to the -8, and with e4m3 products some 14 bits of each sum of a stage."""
+    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
+    options = make_options(num_tokens, num_features, num_channels, dtype, **options)
+    del options["norm_weight"], options["eps"]
+    x = randn(num_tokens, num_channels, dtype=dtype) * torch.exp2(torch.arange(num_tokens, device=DEVICE) % 5)[:, None]
+    x = x.to(dtype)
+    weight = make_weight(num_features, num_channels, num_groups)
+    data, scale, rounded = x, None, x
+    if is_w8a8:
+        data, scale = reference.quantize_tokens(x)
+        rounded = values(QuantizedTokens(data, scale))
+    expected = reference.fused_linear(rounded.float(), weight, **widened(options))
+    y = decode_gemm_sm90.decode_gemm(
+        config, data, weight.data, options["bias"], options["residual"], options["act_mul"],
+        weight_scale=weight.scale, x_scale=scale, dtype=dtype,
+    )  # fmt: skip
+    if isinstance(y, SplitKPartials):
+        dispatch.rms_norm(y, torch.ones(num_features, dtype=dtype, device=DEVICE), EPS)
+        y = y.residual
+    assert y.dtype == dtype and y.shape == expected.shape
+    error = (y.float() - expected).abs()
+    # row by row: the tokens' sizes differ
+    allowed = 8e-3 * expected.abs() + (2e-3 if dtype == torch.bfloat16 else 1e-3) * expected.abs().amax(1, keepdim=True)
+    assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times what is allowed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_w8a8", [False, True])
+@pytest.mark.parametrize("num_features, num_channels", [(192, 512), (1000, 1024)])
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 33, 64, 100, 200])
+def test_decode_gemm(num_tokens, num_features, num_channels, is_w8a8, dtype):
+    """Every tile, more stages than steps and fewer, several splits; features and tokens that fill no tile."""
+    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
+    tiles = [(16, 64, 128, 4), (32, 128, 128, 8), (64, 64, 128, 4), (64, 128, 128, 8)]
+    tiles += [(16, 64, 256, 4), (128, 128, 128, 8), (64, 128, 128, 4)] if is_w8a8 else [(16, 64, 256, 4)]
+    for block_m, block_n, block_c, num_warps in tiles:
+        for num_groups in (1,) if block_c == 256 else (1, num_channels // 128):
+            for split_k, stages in ((1, 2), (1, 4), (2, 2), (2, 3)):
+                config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
+                shape = (config, num_tokens, num_features, num_channels, num_groups, is_w8a8, dtype)
+                check_decode_gemm(*shape, residual=True)
+                if split_k == 1:
+                    check_decode_gemm(*shape)
+                    check_decode_gemm(*shape, bias=True, residual=True, act_mul="silu")
+
+
+def check_quantized_linear(num_tokens, num_features, num_channels, num_groups, dtype, **options):
+    """dispatch.fused_linear, where x may have been quantized after its norm."""
+    options = make_options(num_tokens, num_features, num_channels, dtype, **options)
+    x, weight = randn(num_tokens, num_channels, dtype=dtype), make_weight(num_features, num_channels, num_groups)
+    exact = reference.fused_linear(x.float(), weight, **widened(options))
+    rounded = x if options["norm_weight"] is None else reference.rms_norm(x, options["norm_weight"], EPS)
+    rounded = values(reference.quantize_tokens(rounded))
+    expected = reference.fused_linear(rounded, weight, **widened(options | dict(norm_weight=None)))
+    y = dispatch.fused_linear(x, weight, **options, allow_split_k=True)
+    if isinstance(y, SplitKPartials):
+        dispatch.rms_norm(y, torch.ones(num_features, dtype=dtype, device=DEVICE), EPS)
+        y = y.residual
+
+    def distance(other):
+        return ((y.float() - other).square().mean() / other.square().mean()).sqrt().item()
+
+    # Either type of product; a norm rounded elsewhere changes some of x by one step of e4m3, hence a norm of errors.
+    assert y.dtype == dtype and min(distance(exact), distance(expected)) < 8e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 31, 64, 65, 100, 129, 200, 256, 257, 300, 1024, 1500])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_fused_linear_at_model_size(num_tokens, is_grouped):
+    for num_features, num_channels, options in (
+        (6144, 4096, dict(norm=True)),
+        (4096, 4096, dict(residual=True)),
+        (24576, 4096, dict(norm=True, act_mul="silu")),
+        (4096, 12288, dict(residual=True)),
+        (6144, 1024, dict(norm=True, act_mul="gelu_tanh")),
+        (1024, 3072, dict(residual=True, bias=True)),
+        (1000, 2560, dict(norm=True, bias=True)),
+    ):
+        num_groups = num_channels // 128 if is_grouped else 1
+        check_quantized_linear(num_tokens, num_features, num_channels, num_groups, torch.bfloat16, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(16, 8, 128), (32, 8, 64), (5, 1, 128)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 60, 100, 129, 256, 300, 2048])
+def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_size, is_grouped):
+    num_channels = 1024
+    width = (num_heads + 2 * num_kv_heads) * head_size
+    weight = make_weight(width, num_channels, num_channels // 128 if is_grouped else 1)
+    x, norm_weight = randn(num_tokens, num_channels, dtype=torch.bfloat16), rand(num_channels, dtype=torch.bfloat16)
+    for has_norm, bias in ((True, None), (False, randn(width, dtype=torch.bfloat16))):
+        epilogue = make_epilogue(min(num_tokens, 512), num_heads, num_kv_heads, head_size, torch.bfloat16, has_norm)
+        if num_tokens > 512:
+            more = num_tokens // 512
+            positions = epilogue.positions.repeat(more)
+            slots = torch.cat((epilogue.slot_mapping, torch.full_like(epilogue.positions, -1).repeat(more - 1)))
+            epilogue = epilogue._replace(positions=positions, slot_mapping=slots)
+        exact = twin_of_qkv(x, weight, bias, norm_weight, epilogue)
+        rounded = values(reference.quantize_tokens(reference.rms_norm(x, norm_weight, EPS)))
+        quantized = twin_of_qkv(rounded, weight, bias, None, epilogue)
+        q = dispatch.qkv_linear(x, weight, bias, norm_weight, EPS, epilogue)
+        for actual, *twins in zip((q, epilogue.k_cache, epilogue.v_cache), exact, quantized, strict=True):
+            errors = [((actual.float() - twin).square().mean() / twin.square().mean()).sqrt().item() for twin in twins]
+            assert min(errors) < 1e-2, errors

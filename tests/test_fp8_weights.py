@@ -1,0 +1,544 @@
+"""FP8 weights: published checkpoints against transformers on the dequantized weights; quantized while loading against
+the plain formula; every refusal. 60 s."""
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+
+import families
+import fp8_checkpoints
+import pytest
+import torch
+from fp8_checkpoints import FORMS, SIZES, compressed
+from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
+from safetensors.torch import load_file, save_file
+from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
+
+from nanovllm import LLM, CheckpointError, ConfigError, EngineError
+from nanovllm.as_vllm.options import to_nanovllm
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.linear.reference import Weight
+from nanovllm.models.decoder import CausalLM
+from nanovllm.utils.checkpoint import read_model_config
+from nanovllm.utils.fp8 import quantize
+from nanovllm.utils.loader import init_dummy_weights, load_model
+
+E4M3 = torch.float8_e4m3fn
+PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
+# merged in the checkpoint; tied; interleaved; biases; a factor of what is added; renamed tensors
+CASES = ("qwen3", "llama-tied-biased", "phi3", "ernie4.5", "glm4", "granite", "gemma3")
+PAIRS = [(case, "qwen") for case in CASES] + [("qwen3", form) for form in FORMS] + [
+    ("phi3", "channel"), ("phi3", "auto_fp8"), ("glm4", "channel"), ("granite", "tensor"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """published(case, form) -> (path of an FP8 checkpoint, of its dequantized weights, transformers' model of them)."""
+    made = {}
+
+    def make(case, form):
+        if (case, form) not in made:
+            path, plain = (str(tmp_path_factory.mktemp(f"{case}-{form}-{kind}")) for kind in ("fp8", "plain"))
+            more = {"layer_types": families.MIXED[1:3]} if case == "gemma3" else {}
+            model = families.make(path, case, **SIZES | more)
+            tensors = fp8_checkpoints.write(path, model, form)
+            assert sum(tensor.dtype == E4M3 for tensor in tensors.values()) >= 8
+            model.save_pretrained(plain)
+            made[case, form] = path, plain, model
+        return made[case, form]
+
+    return make
+
+
+@pytest.mark.parametrize(("case", "form"), sorted(set(PAIRS)))
+def test_logits(case, form, published):
+    path, _, model = published(case, form)
+    assert error(logits_of(path), hf_logits(model, IDS)) < TOLERANCE
+
+
+def test_transformers_reads_the_checkpoint(tmp_path):
+    """It dequantizes where there is no GPU; it wants whole blocks."""
+    from transformers import Qwen3ForCausalLM
+
+    sizes = SIZES | dict(hidden_size=256, intermediate_size=384, head_dim=64)
+    fp8_checkpoints.write(tmp_path, families.make(tmp_path, "qwen3", **sizes), "qwen")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map="cpu").eval()
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+
+
+def built(path, tp=SINGLE_RANK, **changes):
+    """The model of a checkpoint on one rank, filled."""
+    config = replace(read_model_config(path), **changes)
+    model = CausalLM(config, None, tp)
+    for param in model.parameters():
+        param.view(torch.uint8).fill_(0x7F)  # NaN in e4m3; what is not loaded shows
+    load_model(model, path)
+    return model
+
+
+def dequantized(model):
+    """Parameters by name, FP8 ones as the products read them."""
+    params = dict(model.named_parameters())
+    return {
+        name: Weight(param, params.get(f"{name}_scale")).dequantize(torch.float32)
+        for name, param in params.items() if not name.endswith("_scale")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "form"), [
+    ("qwen3", "qwen"), ("qwen3", "channel"), ("qwen3", "tensor"), ("phi3", "deepseek"), ("phi3", "auto_fp8"),
+    ("glm4", "block"), ("granite", "qwen"), ("granite", "channel"),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_has_its_shard(case, form, size, published):
+    """As the loader of 16-bit weights shards them; with four ranks blocks are cut, and KV heads replicated."""
+    path, plain, _ = published(case, form)
+    for rank in range(size):
+        tp = TPGroup(rank, size, None)
+        got, want = dequantized(built(path, tp)), dequantized(built(plain, tp))
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
+
+
+def test_two_ranks(published, make_llm):
+    path, _, model = published("qwen3", "qwen")
+    prompts = [IDS[:17], IDS[5:30]]
+    one, two = (
+        generate(make_llm(model=path, max_model_len=256, tensor_parallel_size=size), prompts, greedy(8))
+        for size in (1, 2)
+    )  # fmt: skip
+    assert one == two == [
+        hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
+        for prompt, tokens in zip(prompts, one, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "skipped"), [
+    ("qwen", ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
+    ("channel", ["re:.*\\.0\\.mlp.*", "model.layers.1.self_attn.o_proj"]),
+    ("modelopt", ["*layers.1.self_attn*"]),
+    ("auto_fp8", ["layers.0"]),
+])  # fmt: skip
+def test_layers_left_out(form, skipped, tmp_path):
+    model = families.make(tmp_path, "qwen3", **SIZES)
+    linears = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
+    names = {  # by hand
+        "qwen": skipped,
+        "channel": [*(f"model.layers.0.mlp.{x}" for x in linears["mlp"]), "model.layers.1.self_attn.o_proj"],
+        "modelopt": [f"model.layers.1.self_attn.{x}" for x in linears["self_attn"]],
+        "auto_fp8": [f"model.layers.0.{part}.{x}" for part, xs in linears.items() for x in xs],
+    }[form]
+
+    def change(tensors, config):
+        for key in ("modules_to_not_convert", "ignored_layers", "ignore"):
+            if key in config["quantization_config"]:
+                config["quantization_config"][key] = ["lm_head", *skipped]
+
+    tensors = fp8_checkpoints.write(tmp_path, model, form, names, change)
+    assert not any(tensors[f"{name}.weight"].dtype == E4M3 for name in names)
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+    config = read_model_config(str(tmp_path))
+    assert config.quantized() == config  # LLM(quantization="fp8") changes nothing
+
+
+def test_every_kind_of_layer_is_compiled():
+    config = families_config("Qwen3ForCausalLM", BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
+    kinds = config.one_layer_of_each_kind()
+    assert (kinds.num_hidden_layers, kinds.fp8.layers) == (3, tuple(config.fp8.layers[i] for i in (0, 1, 3)))
+    assert len(set(kinds.fp8.layers)) == 2
+
+
+def test_hf_quant_config(published, tmp_path):
+    """ModelOpt's older checkpoints have a file of their own instead of ``quantization_config``."""
+    path, _, model = published("qwen3", "modelopt")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+    quantization["quant_algo"] = "NVFP4"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    with pytest.raises(CheckpointError, match=r"quantization_config: quant_algo='NVFP4' is not supported\. Supported"):
+        read_model_config(str(tmp_path))
+
+
+def test_vision_prefix():
+    """Names in the list may have a prefix that the family renames."""
+    raw = {**fp8_checkpoints.deepseek(None), "modules_to_not_convert": ["language_model.model.layers.1.mlp"]}
+    skips_by_regex = compressed("channel", ["re:language_model\\.model\\.layers\\.1\\.mlp"])
+    for quantization in (raw, skips_by_regex):
+        config = families_config("Gemma3ForConditionalGeneration", quantization)
+        assert config.fp8_block(1, "mlp.down_proj") is None and config.fp8_block(0, "mlp.down_proj") is not None
+
+
+def families_config(architecture, quantization, **more):
+    from nanovllm.model_config import ModelConfig
+
+    raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
+    return ModelConfig.from_json({**raw, "torch_dtype": "bfloat16"})
+
+
+# ---------------------------------------------------------------- refusals
+
+GROUPS = compressed("channel")["config_groups"]
+BLOCKS = fp8_checkpoints.deepseek(None)
+
+
+def in_group(part, **changes):
+    config = copy.deepcopy(compressed("channel"))
+    config["config_groups"]["group_0"][part].update(changes)
+    return config
+
+
+@pytest.mark.parametrize(("quantization", "what"), [
+    ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
+    ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+    ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method='bitsandbytes'"),
+    ({"bits": 4}, "quant_method=None"),
+    ("fp8", "'fp8'"),
+    ({**BLOCKS, "fmt": "e5m2"}, "fmt='e5m2'"),
+    ({**BLOCKS, "weight_block_size": [64, 128]}, "weight_block_size=[64, 128]"),
+    ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+    ({**BLOCKS, "dequantize": True}, "dequantize=True"),
+    ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "'lm_head' for the modules to leave out (not a list of names)"),
+    ({**BLOCKS, "modules_to_not_convert": ["model.layers.1.self_attn.k_proj"]},
+     "leaving out model.layers.1.self_attn.k_proj, but not all of self_attn.q_proj, self_attn.k_proj, "
+     "self_attn.v_proj,"),
+    ({**compressed("channel"), "format": "pack-quantized"}, "format='pack-quantized'"),
+    ({**compressed("channel"), "format": "int-quantized"}, "format='int-quantized'"),
+    (in_group("weights", num_bits=4), "config_groups.group_0.weights.num_bits=4"),
+    (in_group("weights", type="int"), "config_groups.group_0.weights.type='int'"),
+    (in_group("weights", strategy="group"), "config_groups.group_0.weights.strategy='group'"),
+    (in_group("weights", symmetric=False), "config_groups.group_0.weights.symmetric=False"),
+    (in_group("weights", block_structure=[64, 64]), "config_groups.group_0.weights.block_structure=[64, 64]"),
+    (in_group("input_activations", type="int"), "config_groups.group_0.input_activations.type='int'"),
+    ({**compressed("channel"), "config_groups": {}}, "config_groups={} (not one group)"),
+    ({**compressed("channel"), "config_groups": {"g": {**GROUPS["group_0"], "targets": ["re:.*mlp.*"]}}},
+     "config_groups.g.targets=['re:.*mlp.*']"),
+    ({**compressed("channel"), "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme.type='int'"),
+    ({**compressed("channel"), "transform_config": {"R1": 1}}, "transform_config={'R1': 1}"),
+    ({**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
+     "sparsity_config.format='sparse-24-bitmask'"),
+    ({**compressed("channel"), "ignore": ["re:("]}, "the regular expression 're:(' (missing ), unterminated"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+], ids=str)  # fmt: skip
+def test_refused_configs(quantization, what):
+    with pytest.raises(CheckpointError) as info:
+        families_config("Qwen3ForCausalLM", quantization)
+    text = str(info.value)
+    assert text.startswith(f"config.json: quantization_config: {what}")
+    if "regular" not in what:
+        assert f"{what} is not supported. Supported are FP8 weights (e4m3) with a scale per tensor" in text
+    assert text.endswith("or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads.")
+
+
+def test_mixtures_of_experts(tmp_path):
+    families.make(tmp_path, "qwen3-moe")
+    text = "is not available for mixtures of experts yet; load the 16-bit checkpoint without it."
+    with pytest.raises(ConfigError) as info:
+        LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, quantization="fp8")
+    assert str(info.value) == f"quantization='fp8' {text}"
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(CheckpointError) as info:
+        families_config("Qwen3MoeForCausalLM", BLOCKS, **{k: v for k, v in config.items() if "expert" in k})
+    assert str(info.value) == f"config.json: quantization_config: FP8 {text}"
+
+
+O_PROJ = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(("form", "edit", "text"), [
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight": t[f"{O_PROJ}.weight"].bfloat16()}),
+     f"tensor '{O_PROJ}.weight' is of bfloat16, expected float8_e4m3fn. quantization_config in config.json does not "
+     "leave it out."),
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight": t[f"{O_PROJ}.weight"].view(torch.int8)}),
+     f"tensor '{O_PROJ}.weight' is of int8, expected float8_e4m3fn."),
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight": t[f"{O_PROJ}.weight"].float().to(torch.float8_e5m2)}),
+     f"tensor '{O_PROJ}.weight' is of float8_e5m2, expected float8_e4m3fn."),
+    ("qwen", lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(E4M3)}),
+     "tensor 'lm_head.weight' is of float8_e4m3fn, expected floats. This layer is not FP8 here."),
+    ("qwen", lambda t: t.update({"lm_head.weight_scale_inv": torch.ones(1, 2)}),
+     "tensor 'lm_head.weight_scale_inv' is twice there, or unknown to the model."),
+    ("qwen", lambda t: t.pop(f"{O_PROJ}.weight_scale_inv"),
+     f"1 tensors are missing, among them {O_PROJ}.weight_scale."),
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(3, 1)}),
+     f"tensor '{O_PROJ}.weight_scale_inv' has shape [3, 1], expected [1] or [192, 1] or [192, 1] or [2, 1]."),
+    ("channel", lambda t: t.update({f"{O_PROJ}.weight_scale": torch.ones(2, 1)}),
+     f"tensor '{O_PROJ}.weight_scale' has shape [2, 1], expected [1] or [192, 1]."),
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
+     f"tensor '{O_PROJ}.weight_scale_inv' is of uint8, expected floats."),
+    ("qwen", lambda t: t.update({f"{O_PROJ}.weight_zero_point": torch.ones(2, 1)}),
+     f"tensor '{O_PROJ}.weight_zero_point' is twice there, or unknown to the model."),
+])  # fmt: skip
+def test_refused_tensors(form, edit, text, published, tmp_path):
+    path, _, _ = published("qwen3", form)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as info:
+        built(str(tmp_path))
+    assert text in str(info.value)
+
+
+def test_fp8_without_a_config(published, tmp_path):
+    path, _, _ = published("qwen3", "qwen")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is of float8_e4m3fn, expected floats|unknown to the model"):
+        built(str(tmp_path))
+
+
+# ---------------------------------------------------------------- quantized while loading
+
+
+def rowwise(weight):
+    """The plain formula: (data, scale [N, 1])."""
+    scale = (weight.abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
+    return (weight / scale).to(E4M3), scale
+
+
+def test_quantize():
+    weight = torch.randn(7, 300)
+    weight[3] = 0
+    data, scale = quantize(weight.bfloat16())
+    want = rowwise(weight.bfloat16().float())
+    assert torch.equal(data.float(), want[0].float()) and torch.equal(scale, want[1])
+    data, scale = quantize(weight, 128)
+    assert scale.shape == (7, 3)
+    for group in range(3):
+        channels = slice(128 * group, 128 * group + 128)
+        want = rowwise(weight[:, channels])
+        assert torch.equal(data[:, channels].float(), want[0].float())
+        assert torch.equal(scale[:, group : group + 1], want[1])
+
+
+@pytest.fixture(scope="module")
+def rounded(make_checkpoint, tmp_path_factory):
+    """(path of the tiny checkpoint, transformers with its linear weights quantized by the plain formula)."""
+    path = make_checkpoint()
+    reference = Reference(path)
+    quantize_linears(reference.model)
+    return path, reference
+
+
+def quantize_linears(model):
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if fp8_checkpoints.LINEAR.fullmatch(name):
+                data, scale = rowwise(param.float())
+                param.copy_(data.float() * scale)
+
+
+def test_online(rounded, make_llm):
+    path, reference = rounded
+    llm = make_llm(model=path, quantization="fp8")
+    completions, logits = generate_with_logits(llm, PROMPTS, 8)
+    for prompt, tokens, got in zip(PROMPTS, completions, logits, strict=True):
+        assert error(got, reference.logits(prompt + tokens)[0, len(prompt) - 1 : -1]) < TOLERANCE
+    kinds = {name.rpartition(".")[0].split(".")[-1] for name, param in llm.model_runner.model.named_parameters()
+             if param.dtype == E4M3}  # fmt: skip
+    assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("case", ["phi3", "glm4", "granite", "llama-tied-biased"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_online_shards(case, size, tmp_path):
+    """Ranks have the scales of a single one: those of whole rows. Of two ranks, the 16-bit loader says the shards."""
+    model = families.make(tmp_path, case, **SIZES)
+    path, plain = str(tmp_path), str(tmp_path / "plain")
+    quantize_linears(model)
+    model.save_pretrained(plain)
+    fp8 = read_model_config(path).quantized().fp8
+    for rank in range(size):
+        tp = TPGroup(rank, size, None)
+        got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
+
+
+def test_the_keyword_of_vllm():
+    assert to_nanovllm({"quantization": "fp8"})["quantization"] == "fp8"
+    assert "quantization" not in to_nanovllm({"quantization": None})
+
+
+def test_dummy_weights():
+    """As those of 16 bits: N(0, 0.02), the same for the same seed."""
+    config = families_config("Qwen3ForCausalLM", None).quantized()
+    models = [CausalLM(config, None, SINGLE_RANK) for _ in range(2)]
+    for model in models:
+        init_dummy_weights(model, 3)
+    first, second = map(dequantized, models)
+    for name, param in first.items():
+        assert torch.equal(param, second[name])
+        if "norm" not in name:
+            assert abs(param.mean()) < 1e-3 and abs(param.std() - 0.02) < 1e-3
+
+
+# ---------------------------------------------------------------- updates, sleep
+
+
+@pytest.fixture(scope="module")
+def trained(rounded):
+    """transformers' parameters after a training step, and the model of their quantized values."""
+    _, reference = rounded
+    new = copy.deepcopy(reference)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        for param in new.model.parameters():
+            param.mul_(1 + 0.3 * torch.randn_like(param))
+    weights = {name: param.detach().clone() for name, param in new.model.named_parameters()}
+    quantize_linears(new.model)
+    return weights, new
+
+
+def expected(reference):
+    return [reference.greedy(prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_update_in_16_bits(size, rounded, trained, make_llm):
+    """Weights of a trainer are quantized as those of the checkpoint were; sleeping keeps them."""
+    weights, new = trained
+    llm = make_llm(model=rounded[0], quantization="fp8", tensor_parallel_size=size)
+    assert generate(llm, PROMPTS, greedy(8)) == expected(rounded[1])
+    addresses = [param.data_ptr() for param in llm.model_runner.model.parameters()]
+    names = llm.update_weights(weights)
+    assert {name for name in names if not name.endswith("_scale")} == weights.keys()
+    assert [param.data_ptr() for param in llm.model_runner.model.parameters()] == addresses
+    assert generate(llm, PROMPTS, greedy(8)) == expected(new) != expected(rounded[1])
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert generate(llm, PROMPTS, greedy(8)) == expected(new)
+    llm.sleep(level=2)
+    llm.wake_up()
+    with pytest.raises(EngineError, match=r"dropped by sleep\(level=2\): 39 tensors are undefined"):
+        llm.generate(PROMPTS, greedy(8))
+    llm.update_weights(weights.items() if size == 1 else in_fp8(weights))
+    assert generate(llm, PROMPTS, greedy(8)) == expected(new)
+
+
+def in_fp8(weights):
+    """As a checkpoint with a scale for each output feature would have them."""
+    pairs = {}
+    for name, weight in weights.items():
+        pairs[name] = weight
+        if fp8_checkpoints.LINEAR.fullmatch(name):
+            pairs[name], pairs[f"{name}_scale"] = rowwise(weight)
+    return pairs
+
+
+def test_update_in_fp8(rounded, trained, make_llm):
+    """Data and scales are taken as they are, together or not at all."""
+    weights, new = trained
+    llm = make_llm(model=rounded[0], quantization="fp8")
+    pairs = in_fp8(weights)
+    llm.update_weights(pairs)
+    assert generate(llm, PROMPTS, greedy(8)) == expected(new)
+    name = f"{O_PROJ}.weight"
+    for half, other in ((name, f"{name}_scale"), (f"{name}_scale", name)):
+        with pytest.raises(CheckpointError, match=f"update_weights: {other} is missing; data and scale of an FP8 weig"):
+            llm.update_weights({half: pairs[half]}, partial=True)
+        with pytest.raises(EngineError, match="failed half way"):
+            llm.generate(PROMPTS, greedy(8))
+        llm.update_weights(pairs)
+    llm.update_weights({name: pairs[name], f"{name}_scale": pairs[f"{name}_scale"]}, partial=True)
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv' has shape \[1, 2\], expected \[1\] or \[64, 1\]\."):
+        llm.update_weights({f"{name}_scale_inv": torch.ones(1, 2)}, partial=True)
+    with pytest.raises(CheckpointError, match=f"tensor '{name}_scale' is twice there"):
+        llm.update_weights([(name, weights[name]), (f"{name}_scale", pairs[f"{name}_scale"])], partial=True)
+    llm.update_weights(weights)
+    assert generate(llm, PROMPTS, greedy(8)) == expected(new)
+
+
+def test_update_of_blocks(published, make_llm):
+    """A published engine takes 16 bits too, with a scale for each 128 channels of a feature."""
+    path, _, model = published("qwen3", "qwen")
+    llm, ids = make_llm(model=path, max_model_len=256), IDS[:30]
+    _, (before,) = generate_with_logits(llm, [ids], 1)
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in new.parameters():
+            param.mul_(1.1)
+    llm.update_weights(dict(new.named_parameters()))
+    with torch.no_grad():
+        for name, param in new.named_parameters():
+            if fp8_checkpoints.LINEAR.fullmatch(name):
+                parts = [rowwise(part) for part in param.split(128, dim=1)]
+                param.copy_(torch.cat([data.float() * scale for data, scale in parts], dim=1))
+    _, (after,) = generate_with_logits(llm, [ids], 1)
+    assert error(after, hf_logits(new, ids)[-1:]) < TOLERANCE < error(after, before)
+    llm.update_weights(path)
+    assert torch.equal(generate_with_logits(llm, [ids], 1)[1][0], before)
+    assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight_scale.shape == (192, 320 // 64)
+
+
+# ---------------------------------------------------------------- accuracy
+
+
+def test_the_demo_model_answers_as_before():
+    """Prompts, and sums that training never saw."""
+    from test_demo_model import check_answers, check_held_out_sums
+
+    with LLM(device="cpu", quantization="fp8", quiet=True) as llm:
+        check_answers(llm)
+        check_held_out_sums(llm, 100)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "qwen", "tensor"])
+def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
+    """Quantized while loading (None), and published."""
+    if form is None:
+        families.make(tmp_path, "qwen3", **SIZES)
+        changes = {"fp8": read_model_config(str(tmp_path)).quantized().fp8}
+        path = str(tmp_path)
+    else:
+        path, changes = published("qwen3", form)[0], {}
+    on_cpu = built(path, **changes)
+    with torch.device("cuda"):
+        on_gpu = built(path, **changes)
+    for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
+        assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+def test_memory_while_loading(tmp_path):
+    """The device never holds the 16-bit model: at most the FP8 one, and some tensors in 16 and 32 bits."""
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
+    families.make(tmp_path, "qwen3", **sizes, layer_types=None).bfloat16().save_pretrained(tmp_path)
+    fp8 = read_model_config(str(tmp_path)).quantized().fp8
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = built(str(tmp_path), fp8=fp8)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    assert num_bytes < 0.55 * 2 * sum(p.numel() for name, p in model.named_parameters() if not name.endswith("_scale"))
+    largest = 4 * 1024 * 4096
+    assert torch.cuda.max_memory_allocated() - before < num_bytes + 8 * largest < 1.9 * num_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, {"enforce_eager": True}, {"dtype": "float16"}))
+def test_the_gpu_answers_the_same(options):
+    from test_demo_model import check_answers, check_held_out_sums
+
+    with LLM(device="cuda", quantization="fp8", num_kvcache_blocks=256, quiet=True, **options) as llm:
+        check_answers(llm)
+        check_held_out_sums(llm)
