@@ -3,7 +3,7 @@
     python benchmarks/all_reduce.py [--ranks 2] [--hidden 4096]
 
 Mean time of one all-reduce within a CUDA graph of many, on the slowest rank. Ends in one line of JSON. The constants
-``MAX_BYTES`` and ``SIZE_CLASSES`` of ``nanovllm/distributed/peer_memory.py`` come from here.
+``MAX_BYTES``, ``SIZE_CLASSES`` and ``PUSH_...`` of ``nanovllm/distributed/peer_memory.py`` come from here.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 NUM_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 SHAPES = ((8, 1024), (16, 2048), (32, 2048), (32, 4096), (64, 2048), (64, 4096), (128, 4096))  # programs, block
+PUSH_SHAPES = ((64, 1), (128, 4), (256, 4), (512, 8), (1024, 8))  # 32-bit words of a program, its warps
 REPEATS = 50
 
 
@@ -51,13 +52,21 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     columns: dict[str, TPGroup] = {}
+
+    def connect(name: str) -> None:
+        path = os.path.join(directory, name)
+        os.makedirs(path, exist_ok=True)
+        columns[name] = TPGroup.connect(rank, size, device, path, 60.0)
+
+    peer_memory.PUSH_BYTES = 0
     for programs, block in SHAPES:
         peer_memory.SIZE_CLASSES = ((largest, programs, block),)
-        path = os.path.join(directory, f"{programs}-{block}")
-        os.makedirs(path, exist_ok=True)
-        columns[f"{programs}x{block}"] = TPGroup.connect(rank, size, device, path, 60.0)
+        connect(f"{programs}x{block}")
     some = next(iter(columns.values()))
     columns = {"NCCL": TPGroup(rank, size, some.backend), **columns}
+    peer_memory.PUSH_BYTES = largest
+    for peer_memory.PUSH_BLOCK, peer_memory.PUSH_WARPS in PUSH_SHAPES:
+        connect(f"p{peer_memory.PUSH_BLOCK}/{peer_memory.PUSH_WARPS}")
     results: dict[str, dict[int, float]] = {name: {} for name in columns}
     if rank == 0:
         peers = "connected" if some.peers else "NOT AVAILABLE: every column is NCCL"

@@ -1,7 +1,8 @@
 """Peer memory: one-shot all-reduce and all-gather over NVLink, for tensors so small that NCCL's latency dominates.
 
-Owns memory that the GPUs of one host read directly (torch's symmetric memory, without multicast) and its rendezvous.
-The kernel is in ``kernels/all_reduce.py``; it can be captured in CUDA graphs, since it counts epochs on the device.
+Owns memory that the GPUs of one host access directly (torch's symmetric memory, without multicast), its rendezvous, and
+the choice of protocol by size. The kernels are in ``kernels/all_reduce.py``; they can be captured in CUDA graphs, since
+they count epochs on the device.
 """
 
 import logging
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 # (gathers were not measured); (bytes, programs, block): few programs exchange fewer signals, many move more bytes.
 MAX_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
 SIZE_CLASSES = ((64 << 10, 16, 2048), (256 << 10, 32, 4096), (4 << 20, 64, 4096))
+PUSH_BYTES = 64 << 10  # of the largest tensor that is summed by pushing, a multiple of 4 * PUSH_BLOCK
+PUSH_BLOCK, PUSH_WARPS = 256, 4  # 32-bit words and warps of a program
+PUSH_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class SizeClass(NamedTuple):
@@ -31,22 +35,33 @@ class SizeClass(NamedTuple):
     block: int  # elements per program and iteration
 
 
+class PushClass(NamedTuple):
+    """The push kernel's arguments for tensors of at most ``num_bytes``."""
+
+    num_bytes: int
+    buffers: torch.Tensor  # i64[size], address of each rank's buffer, i64[2, size, num_bytes / 4]
+    epochs: torch.Tensor  # i64[programs], launches so far
+    block: int
+    num_warps: int
+
+
 class PeerMemory:
-    """One rank's symmetric memory: the signal pads of all size classes, then their buffers."""
+    """One rank's symmetric memory: the signal pads of all size classes, their buffers, the buffer for pushed words."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
-        from nanovllm.kernels.all_reduce import one_shot
+        from nanovllm.kernels.all_reduce import one_shot, push_all_reduce
 
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it would be set up, and never used
-        self._kernel, self._name, self._rank, self._size = one_shot, name, rank, size
+        self._one_shot, self._push, self._name, self._rank, self._size = one_shot, push_all_reduce, name, rank, size
         self._store = store = RenumberedStore(store)
         self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
         self._process_group._set_group_name(name)
         c10d._register_process_group(name, self._process_group)
         pad_bytes = 8 * size * sum(programs for _, programs, _ in SIZE_CLASSES)
-        memory_bytes = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
+        push_at = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
+        memory_bytes = push_at + 2 * size * 2 * PUSH_BYTES  # every 32-bit word with 32 bits of epoch
         self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device).zero_()
-        torch.cuda.synchronize()  # signal pads are zero before another rank can reach them
+        torch.cuda.synchronize()  # signals and epochs are zero before another rank can reach them
         try:
             self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
         except RuntimeError as error:
@@ -62,6 +77,8 @@ class PeerMemory:
             epochs = torch.zeros(programs, dtype=torch.int64, device=device)
             self._size_classes.append(SizeClass(num_bytes, buffers, signal_pads, epochs, block))
             pad, buffer = pad + 8 * size * programs, buffer + 2 * num_bytes
+        epochs = torch.zeros(PUSH_BYTES // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
+        self._push_class = PushClass(PUSH_BYTES, (addresses + push_at).to(device), epochs, PUSH_BLOCK, PUSH_WARPS)
 
     @classmethod
     def connect(cls, backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
@@ -88,21 +105,28 @@ class PeerMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, a new tensor."""
-        return self._launch(x, torch.empty_like(x), gather=False)
+        out, c = torch.empty_like(x), self._push_class
+        if x.nbytes > c.num_bytes or x.dtype not in PUSH_DTYPES or (x.nbytes | x.data_ptr()) % 4:
+            return self._launch(x, out, gather=False)
+        return self._push(
+            x, out, c.buffers, c.epochs, self._abort_flag, c.num_bytes // 4, self._rank, self._size,
+            block=c.block, num_warps=c.num_warps,
+        )  # fmt: skip
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...]."""
         return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Launch the largest all-reduce of each size class, for `parallel_compile`."""
-        for num_bytes, buffers, *_ in self._size_classes:
+        """Launch the largest pushed all-reduce and that of each size class, for `parallel_compile`."""
+        device = self._push_class.buffers.device
+        for num_bytes in (self._push_class.num_bytes, *(c.num_bytes for c in self._size_classes)):
             num_elements = min(num_bytes, MAX_BYTES[self._size]) // dtype.itemsize
-            self.all_reduce(torch.empty(num_elements, dtype=dtype, device=buffers.device))
+            self.all_reduce(torch.empty(num_elements, dtype=dtype, device=device))
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         c = next(c for c in self._size_classes if x.nbytes <= c.num_bytes)
-        return self._kernel(
+        return self._one_shot(
             x, out, c.buffers, c.signal_pads, c.epochs, self._abort_flag, c.num_bytes // x.itemsize,
             self._rank, self._size, gather=gather, block=c.block,
         )  # fmt: skip

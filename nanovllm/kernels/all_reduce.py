@@ -1,7 +1,8 @@
 """Triton: one-shot all-reduce and all-gather of small tensors through peer memory (NVLink).
 
-Owns the protocol between the ranks' kernels. Does not know how the memory is shared (``distributed/peer_memory.py``);
-its twins are any all-reduce and all-gather.
+Owns two protocols between the ranks' kernels: `one_shot` signals and reads (two round trips), `push_all_reduce` stores
+each word together with its epoch in the other ranks' memory (one trip, twice the bytes). Does not know how the memory
+is shared (``distributed/peer_memory.py``); its twins are any all-reduce and all-gather.
 """
 
 import triton
@@ -98,6 +99,135 @@ def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, w
         one_shot_kernel, (programs,),
         x, out, buffers, signal_pads, epochs, abort_flag, x.numel(), capacity,
         RANK=rank, WORLD=world, PROGRAMS=programs, BLOCK=block, POLLS=1 << 16, THREADS=32 * num_warps, GATHER=gather,
+        num_warps=num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def sum_over_ranks(
+    x,  # i32[...], this rank's words: two values of 16 bits, or one of 32 bits
+    offs,  # [...], place of each word in the buffers
+    exists, stores,  # bool[...] or None: words that are sent and awaited, and those of them this element stores
+    epoch,  # i64, scalar or [...]: number of this launch for these words; bit 62: aborted
+    buffers_ptr,  # i64[WORLD], address of each rank's buffer, i64[2, WORLD, capacity]: words from each source rank
+    abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
+    capacity, dtype: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr, POLLS: tl.constexpr = 65536,
+):  # fmt: skip
+    """Push words into all ranks' buffers, each 32 bits together with the 32-bit epoch; poll this rank's buffer until
+    every word has the epoch. Returns the sums by rank, i32[...], and epoch, with bit 62 set if aborted.
+
+    Data and epoch of a word arrive together: 64-bit accesses are single, also as elements of a 128-bit access (PTX,
+    "Vector data-types"). So nothing else need be ordered: .wt stores and volatile loads are relaxed, system scope.
+
+    A word has the same launches on all ranks, in the same order, and no more than one in flight on a rank. Double
+    buffering is safe: a rank stores epoch n + 2 after its launch n + 1, which received the words of n + 1 from every
+    rank, sent after that rank's launch n (griddepcontrol.wait), which has read epoch n. Each launch of a word stores
+    it, so where n is awaited there is n - 2 or (n <= 2) zero: the epoch may wrap around.
+
+    The tensors have at least THREADS elements. If threads held copies of one, each loaded for itself, some might see
+    the word, leave the loop, and leave the others behind at its barrier.
+    """
+    tl.static_assert(dtype.is_floating())
+    tl.static_assert(x.numel >= THREADS)
+    received = _buffer(buffers_ptr, RANK, tl.int64)
+    words = (epoch << 32) | (x.to(tl.int64) & 0xFFFFFFFF)
+    half = (epoch & 1) * WORLD * capacity
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            target = _buffer(buffers_ptr, rank, tl.int64) + half + RANK * capacity + offs
+            tl.store(target, words, mask=stores, cache_modifier=".wt")
+
+    low = tl.zeros(x.shape, tl.float32)
+    high = tl.zeros(x.shape, tl.float32)
+    for rank in tl.static_range(WORLD):
+        part = x
+        if rank != RANK:
+            source = received + half + rank * capacity + offs
+            words = tl.load(source, mask=exists, volatile=True)
+            missing = _is_missing(words, exists, epoch)
+            polls = 0
+            while missing:
+                words = tl.load(source, mask=exists, volatile=True)
+                missing = _is_missing(words, exists, epoch)
+                polls += 1
+                if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
+                    # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
+                    if tl.max(tl.load(abort_flag_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
+                        missing = False
+                        epoch |= 1 << 62  # this and later launches do not wait any more
+            part = words.to(tl.int32)
+        if dtype.primitive_bitwidth == 16:
+            low += part.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            high += (part >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        else:
+            low += part.to(dtype, bitcast=True)
+    if dtype.primitive_bitwidth == 16:
+        return pack(low.to(dtype), high.to(dtype)), epoch
+    else:
+        return low.to(tl.int32, bitcast=True), epoch
+
+
+@triton.jit
+def _is_missing(words, exists, epoch):
+    """Whether a word does not have its epoch; False once aborted."""
+    missing = ((words >> 32).to(tl.int32) != epoch.to(tl.int32)) & (epoch < 1 << 62)
+    if exists is not None:
+        missing &= exists
+    return tl.max(tl.ravel(missing.to(tl.int32)), 0) != 0
+
+
+@triton.jit
+def pack(low, high):
+    """Two values of 16 bits as one word i32."""
+    return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def push_kernel(
+    x_ptr,  # [2 * num_words] of 16 bits, or [num_words] of 32 bits
+    out_ptr,  # like x, written here
+    buffers_ptr,  # as in sum_over_ranks
+    epochs_ptr,  # i64[capacity / BLOCK], launches of each program so far, incremented here
+    abort_flag_ptr,
+    num_words, capacity,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, POLLS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK words, and pushes them all even where x has fewer: so they share one epoch."""
+    pdl_launch_dependents(USE_PDL)
+    program = tl.program_id(0)
+    offs = program * BLOCK + tl.arange(0, BLOCK)
+    exists = offs < num_words
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, mask=exists, other=0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    total, epoch = sum_over_ranks(
+        x, offs, None, None, epoch, buffers_ptr, abort_flag_ptr, capacity, x_ptr.dtype.element_ty,
+        RANK, WORLD, THREADS, POLLS,
+    )  # fmt: skip
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, total, mask=exists)
+    tl.store(epochs_ptr + program, epoch)
+
+
+def push_all_reduce(x, out, buffers, epochs, abort_flag, capacity, rank, world, block=256, num_warps=4):
+    """out = sum of x over ranks, any shape, contiguous, of 16-bit or 32-bit floats; a multiple of 4 bytes.
+
+    Every rank has the same launches in the same order.
+
+    Args:
+        buffers: i64[world] on the device, address of each rank's buffer, i64[2, world, capacity], zero at first.
+        epochs: i64[capacity / block], zero at first.
+        abort_flag: as in `one_shot`.
+        capacity: largest number of 32-bit words of x, a multiple of `block`.
+    """
+    num_words = x.nbytes // 4
+    assert x.nbytes % 4 == 0 and num_words <= capacity == block * epochs.numel()
+    launch(
+        push_kernel, (triton.cdiv(num_words, block),),
+        x, out, buffers, epochs, abort_flag, num_words, capacity,
+        RANK=rank, WORLD=world, BLOCK=block, THREADS=32 * num_warps, POLLS=1 << 16,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
