@@ -42,13 +42,14 @@ class PrefillSizes(NamedTuple):
     @classmethod
     def of(cls, config: Config, backend: AttentionBackend) -> "PrefillSizes":
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
-        work = layer_weights(config) // config.tensor_parallel_size
+        work = layer_weights(config)
         num_seqs = min(-(-config.max_num_seqs // 4) * 4, 256)  # the attention kernel for Hopper takes 256 a launch
         short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
         padded = tuple(
             (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= MAX_LAYER_WORK
         )
-        return cls(short, padded if backend.captures_prefill else (), config.max_num_seqs)
+        is_tried = config.tensor_parallel_size == 1  # with collectives in the graphs of prefills not yet
+        return cls(short, padded if backend.captures_prefill and is_tried else (), config.max_num_seqs)
 
     @property
     def largest(self) -> int:

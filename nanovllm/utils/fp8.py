@@ -52,7 +52,8 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
     for rows in (slice(start, start + num_rows) for start in range(0, len(weight), num_rows)):
         wide = weight[rows].float()
         groups = F.pad(wide, (0, -C % size)).unflatten(1, (-1, size))
-        scale[rows] = (groups.abs().amax(dim=2) / MAX).clamp_(min=MIN_SCALE)
+        # not / MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
+        scale[rows] = (groups.abs().amax(dim=2) * (1 / MAX)).clamp_(min=MIN_SCALE)
         spread = scale[rows].repeat_interleave(size, dim=1)[:, :C] if block else scale[rows]
         data[rows] = (wide / spread).to(E4M3)
     return data, scale

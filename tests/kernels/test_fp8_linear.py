@@ -183,6 +183,14 @@ def test_fp8_is_chosen_by_device_and_shape(monkeypatch):
         assert fp8.decode_config(x, weight) is not None and fp8.decode_config(many, make_weight(64, 256, 1)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, E4M3])
+def test_the_prefill_gemm_takes_numbers_of_16_and_8_bits(dtype, monkeypatch):
+    prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
+    monkeypatch.setattr(prefill_gemm_sm90, "is_sm90", lambda device: True)
+    x, weight = (torch.zeros(size, 256, device=DEVICE, dtype=dtype) for size in (2048, 512))
+    assert prefill_gemm_sm90.supports(x, weight) == (dtype != torch.float32)
+
+
 # Gluon, on Hopper.
 
 

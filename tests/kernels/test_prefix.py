@@ -181,7 +181,7 @@ def test_in_a_cuda_graph_that_follows_new_groups(pdl, monkeypatch):
     assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("gqa_group", [1, 4])
 def test_fp8_cache(gqa_group, dtype):
     """Keys' scales in the scores, values' at the end: of what the prefix left as of a sequence's own tokens."""

@@ -74,7 +74,7 @@ def test_padded_sizes():
     assert sizes_of(max_num_seqs=30).padded == ((512, 32), (1024, 32), (2048, 32), (4096, 32))
     assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
     assert sizes_of(**QWEN3_8B).padded == ((512, 64),)
-    assert sizes_of(**QWEN3_8B, tensor_parallel_size=2).padded == ((512, 64), (1024, 128))
+    assert sizes_of(tensor_parallel_size=2) == (sizes_of().short, (), 512)
     moe = SimpleNamespace(top_k=8, expert_size=768, shared_size=0)
     qwen3_30b_a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                      "num_key_value_heads": 4, "moe": moe}  # fmt: skip

@@ -402,7 +402,7 @@ def supports(x, weight, is_qkv=False):
     num_features, num_channels = weight.shape
     return (
         is_sm90(x.device)
-        and (x.element_size() == 2 or num_channels % LINE_BYTES.value == 0)
+        and (x.element_size() == 2 or (x.element_size() == 1 and num_channels % LINE_BYTES.value == 0))
         and x.dtype == weight.dtype
         and num_channels % (LINE_BYTES.value // 2) == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
         and x.stride(1) == 1
