@@ -9,7 +9,7 @@ from nanovllm.utils.checkpoint import DEMO_MODEL
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SNIPPETS = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import ray" not in text]
 
 
 def without_hub_models(snippet: str) -> str:
