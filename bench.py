@@ -235,6 +235,7 @@ def main(argv: list[str] | None = None) -> None:
         "device": device_name(args.device, args.tensor_parallel_size),
         "dtype": args.dtype,
         "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.enforce_eager,
         "engines": engines,

@@ -103,7 +103,9 @@ def _read_fp8(raw: dict[str, Any]) -> tuple[int, Any]:
     _require(raw, fmt=(None, "e4m3"), activation_scheme=(None, "dynamic", "static"), kv_cache_scheme=(None, "static"),
              weight_block_size=(None, [BLOCK, BLOCK]))  # fmt: skip
     block = BLOCK if raw.get("weight_block_size") else 0
-    return block, raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
+    skipped = [raw.get(name) or [] for name in ("modules_to_not_convert", "ignored_layers")]
+    wrong = [names for names in skipped if not isinstance(names, list)]
+    return block, wrong[0] if wrong else [name for names in skipped for name in names]
 
 
 def _read_compressed_tensors(raw: dict[str, Any]) -> tuple[int, Any]:
@@ -111,7 +113,7 @@ def _read_compressed_tensors(raw: dict[str, Any]) -> tuple[int, Any]:
     _only(raw, "quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme",
           "global_compression_ratio", "version", "sparsity_config")  # fmt: skip
     formats = "float-quantized", "naive-quantized"
-    _require(raw, format=formats, quantization_status=(None, "compressed"))
+    _require(raw, format=formats, quantization_status=(None, "compressed", "frozen"))
     sparsity = raw.get("sparsity_config") or {}
     _require(sparsity, "sparsity_config.", format=(None, "dense"))
     _check_kv_cache(raw.get("kv_cache_scheme"))
@@ -148,7 +150,7 @@ def _read_modelopt(raw: dict[str, Any]) -> tuple[int, Any]:
 
 
 def _check_kv_cache(scheme: Any) -> None:
-    """Scales of FP8 keys and values are in ``UNUSED_TENSORS``; other forms may have other tensors."""
+    """Scales of FP8 keys and values are ``KV_SCALES``; other forms may have other tensors."""
     if scheme is None:
         return
     if not isinstance(scheme, dict):

@@ -21,6 +21,7 @@ PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2), prompt_of
 
 def scales_of(llm):
     """fp32 [layers, 2, K]."""
+    llm.model_runner.residency.require_ready()  # an update measures them when they are needed
     return torch.stack([layer.self_attn.attn.kv_scale for layer in llm.model_runner.model.model.layers])
 
 
@@ -121,6 +122,7 @@ def test_scales_are_measured_by_the_weights(make_llm, tiny):
     first.set_kv_scale("k", torch.tensor(0.3))
     second.set_kv_scale("v", torch.tensor([0.5, 0.7]))
     llm.update_weights({"model.layers.1.self_attn.v_proj.weight": 0 * weight}, partial=True)
+    scales_of(llm)
     assert first.kv_scale[0].tolist() == pytest.approx([0.3, 0.3]) and torch.equal(first.kv_scale[1], before[0, 1])
     assert second.kv_scale[1].tolist() == pytest.approx([0.5, 0.7])
 

@@ -1,7 +1,8 @@
 """A tokenizer from ``tokenizer.json`` and its neighbours, without importing transformers, which takes seconds.
 
-Owns what transformers 5 makes of these files: ids, text and chats are the same. Where that is not certain (other
-classes, tokens that only Python code adds, inputs that its versions treat differently), transformers does the work.
+Owns what transformers 5.17 and later make of these files: ids, text and chats are the same. Where that is not certain
+(other classes, tokens that only Python code adds, inputs that its versions treat differently), transformers does the
+work.
 """
 
 import json
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+OLDEST_TRANSFORMERS = (5, 17)  # whose pipelines are these; with older ones transformers does the work
 AS_IS = "TokenizersBackend"  # transformers' class that takes the whole pipeline of tokenizer.json
 # Model type in config.json -> the class that transformers takes: None, the one that tokenizer_config.json names
 CLASSES: dict[str | None, str | None] = {
@@ -88,7 +90,7 @@ def load_fast(model_path: str) -> FastTokenizer | None:
     files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
     config, legacy_special, legacy_added, model = (_read_json(folder / name) for name in files)
     name = _class_name(folder, config, model)
-    if name is None or int(version("transformers").split(".")[0]) < 5:  # older ones build other pipelines
+    if name is None or tuple(map(int, version("transformers").split(".")[:2])) < OLDEST_TRANSFORMERS:
         return None
     from tokenizers import AddedToken, Tokenizer
 

@@ -23,6 +23,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
 
+MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
@@ -134,8 +136,8 @@ class Scheduler:
 
         A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
         free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
-        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
-        counts one token at least: where seats become free too seldom for a second one to come, the first is filled.
+        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). No seat
+        waits for more than ``MAX_WAIT_STEPS``, nor where a second one comes too seldom: a step counts some tokens anyway.
         """
         num_free = len(self.table.free_req_indices)
         return (
@@ -230,7 +232,8 @@ class Scheduler:
         for seq in seqs_with_new_block:
             self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
         table.num_scheduled[req_indices] = lengths + 1
-        self._missed_tokens += max(1, len(table.free_req_indices))  # 1: see _waits_for_seats
+        at_least = max(1, len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_seats
+        self._missed_tokens += max(at_least, len(table.free_req_indices))
         return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 
     def preempt(self, seq: Sequence) -> None:

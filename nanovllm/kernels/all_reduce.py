@@ -108,12 +108,11 @@ def one_shot(x, out, buffers, signal_pads, epochs, abort_flag, capacity, rank, w
 def sum_over_ranks(
     x,  # i32[...], this rank's words: two values of 16 bits, or one of 32 bits
     offs,  # [...], place of each word in the buffers
-    exists, stores,  # bool[...] or None: words that are sent and awaited, and those of them this element stores
-    epoch,  # i64, scalar or [...]: number of this launch for these words; bit 62: aborted
+    epoch,  # i64, number of this launch for these words; bit 62: aborted
     buffers_ptr,  # i64[WORLD], address of each rank's buffer, i64[2, WORLD, capacity]: words from each source rank
     abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
     capacity, dtype: tl.constexpr,
-    RANK: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr, POLLS: tl.constexpr = 65536,
+    RANK: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr, POLLS: tl.constexpr,
 ):  # fmt: skip
     """Push words into all ranks' buffers, each 32 bits together with the 32-bit epoch; poll this rank's buffer until
     every word has the epoch. Returns the sums by rank, i32[...], and epoch, with bit 62 set if aborted.
@@ -137,7 +136,7 @@ def sum_over_ranks(
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             target = _buffer(buffers_ptr, rank, tl.int64) + half + RANK * capacity + offs
-            tl.store(target, words, mask=stores, cache_modifier=".wt")
+            tl.store(target, words, cache_modifier=".wt")
 
     low = tl.zeros(x.shape, tl.float32)
     high = tl.zeros(x.shape, tl.float32)
@@ -145,12 +144,12 @@ def sum_over_ranks(
         part = x
         if rank != RANK:
             source = received + half + rank * capacity + offs
-            words = tl.load(source, mask=exists, volatile=True)
-            missing = _is_missing(words, exists, epoch)
+            words = tl.load(source, volatile=True)
+            missing = _is_missing(words, epoch)
             polls = 0
             while missing:
-                words = tl.load(source, mask=exists, volatile=True)
-                missing = _is_missing(words, exists, epoch)
+                words = tl.load(source, volatile=True)
+                missing = _is_missing(words, epoch)
                 polls += 1
                 if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
                     # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
@@ -170,11 +169,9 @@ def sum_over_ranks(
 
 
 @triton.jit
-def _is_missing(words, exists, epoch):
+def _is_missing(words, epoch):
     """Whether a word does not have its epoch; False once aborted."""
     missing = ((words >> 32).to(tl.int32) != epoch.to(tl.int32)) & (epoch < 1 << 62)
-    if exists is not None:
-        missing &= exists
     return tl.max(tl.ravel(missing.to(tl.int32)), 0) != 0
 
 
@@ -204,7 +201,7 @@ def push_kernel(
     x = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, mask=exists, other=0)
     epoch = tl.load(epochs_ptr + program) + 1
     total, epoch = sum_over_ranks(
-        x, offs, None, None, epoch, buffers_ptr, abort_flag_ptr, capacity, x_ptr.dtype.element_ty,
+        x, offs, epoch, buffers_ptr, abort_flag_ptr, capacity, x_ptr.dtype.element_ty,
         RANK, WORLD, THREADS, POLLS,
     )  # fmt: skip
     tl.store(out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, total, mask=exists)

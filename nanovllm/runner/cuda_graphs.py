@@ -30,7 +30,8 @@ class CUDAGraphs:
 
     def _capture(self, kind: Hashable, size: int, run: Callable[[int], torch.Tensor]) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: another engine of the process may allocate meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run(size)
         self._graphs[kind, size] = graph, output
 

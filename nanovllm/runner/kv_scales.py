@@ -48,14 +48,17 @@ def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) ->
 
 
 def calibrate(runner: "ModelRunner") -> None:
-    """Set each layer's ``kv_scale`` in place, unless the checkpoint gives it; nothing without an FP8 KV cache.
+    """Set each layer's ``kv_scale`` in place, unless the weights just loaded gave it; nothing without an FP8 KV cache.
 
     Needs the weights, not the KV cache, whose content no longer fits the scales.
     """
     if runner.kv_dtype != FP8:
         return
     model, layers, device = runner.model, attention_layers(runner.model), runner.device
-    if all(all(layer.kv_scale_is_given) for layer in layers):
+    is_given = [layer.kv_scale_is_given for layer in layers]
+    for layer in layers:
+        layer.kv_scale_is_given = [False, False]  # the next weights may come without
+    if all(map(all, is_given)):
         return
     num_tokens = min(CALIBRATION_TOKENS, runner.config.max_num_batched_tokens, runner.config.max_model_len)
     num_blocks = -(-num_tokens // runner.block_size)
@@ -78,9 +81,9 @@ def calibrate(runner: "ModelRunner") -> None:
             layer.k_cache, layer.v_cache = k_cache, v_cache
     scales = (largest * (HEADROOM / 448)).log2().ceil().exp2()
     scales.masked_fill_((largest == 0) | ~largest.isfinite(), 1.0)
-    for layer, measured in zip(layers, scales.unbind(1), strict=True):
+    for layer, given, measured in zip(layers, is_given, scales.unbind(1), strict=True):
         for i in range(2):
-            if not layer.kv_scale_is_given[i]:
+            if not given[i]:
                 layer.kv_scale[i] = measured[i]
 
 

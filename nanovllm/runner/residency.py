@@ -47,13 +47,14 @@ class Residency:
         self.asleep: set[str] = set()
         self.undefined: set[str] = set()
         self._why_undefined = ""
+        self._needs_calibration = False
         self._num_calls = 0
         self._num_written = 0  # tensors, by the last ``load``
         # of parameters and buffers that sleep: storage, size in bytes, its bytes on the host (none if dropped)
         self._sleeping: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []
 
     def require_ready(self) -> None:
-        """Raises EngineError where no request can run."""
+        """Rank 0, before a request runs. Raises EngineError where none can."""
         if self.asleep:
             raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}); call wake_up() first.")
         if self.undefined:
@@ -62,6 +63,9 @@ class Residency:
                 f"{self._why_undefined}: {len(self.undefined)} tensors are undefined, among them {some}. Call "
                 "update_weights with all of them first."
             )
+        if self._needs_calibration:  # once for all the updates before, which may be of a tensor each
+            self.call("calibrate")
+            self._needs_calibration = False
 
     # ------------------------------------------------------------ ranks
 
@@ -129,7 +133,8 @@ class Residency:
                     f"{source}: {len(missing)} tensors are missing, among them {some}; give all of them, or "
                     "partial=True."
                 )
-            if halves := half_given(written, WeightFiller(self._runner.model).missing):
+            halves = half_given(written, before, WeightFiller(self._runner.model).missing)
+            if halves and not partial:
                 raise CheckpointError(
                     f"{source}: {halves[0]} is missing; data and scale of an FP8 weight go together. Give both, or the "
                     "weight in 16 bits."
@@ -138,9 +143,9 @@ class Residency:
             if not written and not self._num_written:
                 self.undefined, self._why_undefined = before, why
             raise
-        self.undefined, self._why_undefined = before - written, why
-        if not self.undefined and self._runner.kv_dtype == FP8:
-            self.call("calibrate")
+        self.undefined = (before - written) | set(halves)
+        self._why_undefined = why or "an FP8 weight got its data or its scale alone"
+        self._needs_calibration = self._runner.kv_dtype == FP8
         return written
 
     @torch.inference_mode()
@@ -284,9 +289,10 @@ def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
     return chunks
 
 
-def half_given(written: set[str], known: set[str]) -> list[str]:
-    """Names not written of data, or scales, of FP8 weights whose other half is written."""
-    others = {f"{name}_scale" for name in written} | {name.removesuffix("_scale") for name in written}
+def half_given(written: set[str], undefined: set[str], known: set[str]) -> list[str]:
+    """Names not written of data, or scales, of FP8 weights whose other half is written, and was not ``undefined``."""
+    new = written - undefined
+    others = {f"{name}_scale" for name in new} | {name.removesuffix("_scale") for name in new}
     return sorted((others & known) - written)
 
 

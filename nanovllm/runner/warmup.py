@@ -50,7 +50,7 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
         hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
         for features in (0, warmup_features):
             runner.sample(hidden, state.batch_req_indices[:size], features)
-    for size in grouped_sizes(runner.decode_sizes) if runner.backend.shares_prefixes else ():
+    for size in grouped_sizes(runner.decode_sizes) if runner.staged_writes.groups.enabled else ():
         runner.model(*runner.decode_inputs(size, config.max_model_len, is_grouped=True))
     for size in runner.prefill_sizes.short:
         runner.model(*runner.prefill_inputs.short(size))

@@ -649,6 +649,21 @@ def test_a_half_computed_prompt_does_not_wait_for_seats():
     harness.run_to_end()
 
 
+def test_a_seat_waits_for_64_steps_at_most():
+    """128 seats, one becomes free, two wait: no other comes, so the first is filled all the same."""
+    harness = Harness(0, block_size=16, num_blocks=2000, max_num_seqs=128, max_num_batched_tokens=4096, max_model_len=99)
+    for i in range(128):
+        harness.add([1, 2], max_tokens=3 if i == 0 else 90, ignore_eos=True)
+    late = [harness.add([1, 2], max_tokens=2, ignore_eos=True) for _ in range(2)]
+    num_steps = 0
+    while late[0] in [seq.seq_id for seq in harness.scheduler.waiting]:
+        is_free = bool(harness.scheduler.table.free_req_indices)
+        harness.step()
+        num_steps += is_free
+    assert 60 < num_steps <= 66
+    harness.run_to_end()
+
+
 def test_the_last_to_come_is_preempted_and_comes_back_first():
     harness = Harness(caching=False, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
     ids = [harness.add([1, 2], max_tokens=5, ignore_eos=True) for _ in range(3)]

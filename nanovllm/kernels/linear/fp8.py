@@ -3,7 +3,8 @@
 Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. On Hopper each token
 is quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: from one token on
 it is the fastest there (docs/experiments.md), and so a token's result does not depend on how many others there are.
-Knows nothing of layers. The twins are in reference.py, and do not quantize x.
+(It does with scales of 128 channels and more than 256 tokens: layers do not say yet which features share theirs, so
+such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
 
     1 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
     otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
@@ -72,6 +73,8 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if not supports_w8a8(x, weight):
+        if isinstance(x, SplitKPartials):
+            x, norm_weight = rms_norm(x, norm_weight, eps), None
         return gemv(x, weight.data, bias, norm_weight, eps, residual, act_mul, weight.scale)
     adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
@@ -187,9 +190,11 @@ def product(x, x_scale, weight, bias, dtype):
         return prefill_gemm_sm90.prefill_gemm(
             x, weight.data, bias=bias, weight_scale=weight.scale, x_scale=x_scale, dtype=dtype
         )
+    # torch before 2.10 writes nothing but bf16 here
+    bias = None if bias is None else bias.to(torch.bfloat16)
     return torch._scaled_mm(
-        x, weight.data.t(), scale_a=x_scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=dtype
-    )
+        x, weight.data.t(), scale_a=x_scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
+    ).to(dtype)
 
 
 @triton.jit

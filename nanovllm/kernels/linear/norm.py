@@ -19,7 +19,9 @@ from .reference import QuantizedTokens
 def quantize(x, AXIS: tl.constexpr):
     """x along AXIS as e4m3, and the scales: the largest magnitude becomes 448."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), 1e-12)
-    scaled = tl.minimum(tl.maximum(x * (448.0 / amax), -448.0), 448.0)
+    all_nan: tl.constexpr = tl.PropagateNan.ALL
+    scaled = tl.maximum(x * (448.0 / amax), -448.0, propagate_nan=all_nan)
+    scaled = tl.minimum(scaled, 448.0, propagate_nan=all_nan)
     return scaled.to(tl.float8e4nv), amax / 448.0
 
 
