@@ -136,8 +136,8 @@ class Scheduler:
 
         A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
         free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
-        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). No seat
-        waits for more than ``MAX_WAIT_STEPS``, nor where a second one comes too seldom: a step counts some tokens anyway.
+        constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
+        counts some tokens at least, so that no seat waits for long where no other comes.
         """
         num_free = len(self.table.free_req_indices)
         return (
@@ -232,7 +232,7 @@ class Scheduler:
         for seq in seqs_with_new_block:
             self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
         table.num_scheduled[req_indices] = lengths + 1
-        at_least = max(1, len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_seats
+        at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_seats
         self._missed_tokens += max(at_least, len(table.free_req_indices))
         return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
 

@@ -651,7 +651,7 @@ def test_a_half_computed_prompt_does_not_wait_for_seats():
 
 def test_a_seat_waits_for_64_steps_at_most():
     """128 seats, one becomes free, two wait: no other comes, so the first is filled all the same."""
-    harness = Harness(0, block_size=16, num_blocks=2000, max_num_seqs=128, max_num_batched_tokens=4096, max_model_len=99)
+    harness = Harness(0, block_size=16, num_blocks=2000, max_num_seqs=128, max_num_batched_tokens=512, max_model_len=99)
     for i in range(128):
         harness.add([1, 2], max_tokens=3 if i == 0 else 90, ignore_eos=True)
     late = [harness.add([1, 2], max_tokens=2, ignore_eos=True) for _ in range(2)]
