@@ -33,10 +33,12 @@ class TPGroup:
     peers: PeerMemory | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float) -> "TPGroup":
+    def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float,
+                max_sum_bytes: int = 0) -> "TPGroup":
         """Rendezvous in an empty directory, which all ranks share; returns once all are connected.
 
         A CUDA device must be torch's current device. ``timeout_s`` also limits each collective on the CPU.
+        ``max_sum_bytes``: of the largest sum beside other work (``PushedSums``), on two GPUs.
         """
         peers, timeout = None, timedelta(seconds=timeout_s)
         store = dist.FileStore(os.path.join(directory, "store"), size)
@@ -53,7 +55,7 @@ class TPGroup:
                     del os.environ[name]
             backend.allreduce([torch.zeros(1, device=device)]).wait()  # creates the communicator
             torch.cuda.synchronize()
-            peers = PeerMemory.connect(backend, store, rank, size, device, name=directory)
+            peers = PeerMemory.connect(backend, store, rank, size, device, directory, max_sum_bytes)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # loopback only

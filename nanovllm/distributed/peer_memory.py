@@ -2,7 +2,7 @@
 
 Owns memory that the GPUs of one host access directly (torch's symmetric memory, without multicast), its rendezvous, and
 the choice of protocol by size. The kernels are in ``kernels/all_reduce.py``; they can be captured in CUDA graphs, since
-they count epochs on the device.
+they count epochs on the device. Part of the memory is for large sums beside other work (``pushed_sums.py``).
 """
 
 import logging
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from nanovllm.distributed.pushed_sums import PushedSums, region_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +48,14 @@ class PushClass(NamedTuple):
 
 
 class PeerMemory:
-    """One rank's symmetric memory: the signal pads of all size classes, their buffers, the buffer for pushed words."""
+    """One rank's symmetric memory: the signal pads of all size classes, their buffers, the buffer for pushed words.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
+    Attributes:
+        sums: sums of up to ``max_sum_bytes`` beside other work; None without, or with more than two ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any,
+                 max_sum_bytes: int = 0):
         from nanovllm.kernels.all_reduce import one_shot, push_all_reduce
 
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it would be set up, and never used
@@ -59,7 +66,10 @@ class PeerMemory:
         c10d._register_process_group(name, self._process_group)
         pad_bytes = 8 * size * sum(programs for _, programs, _ in SIZE_CLASSES)
         push_at = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
-        memory_bytes = push_at + 2 * size * 2 * PUSH_BYTES  # every 32-bit word with 32 bits of epoch
+        sums_at = push_at + 2 * size * 2 * PUSH_BYTES  # every 32-bit word with 32 bits of epoch
+        sums_at = -(-sums_at // 512) * 512
+        sums_bytes = region_bytes(max_sum_bytes) if max_sum_bytes and size == 2 else 0
+        memory_bytes = sums_at + sums_bytes
         self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device).zero_()
         torch.cuda.synchronize()  # signals and epochs are zero before another rank can reach them
         try:
@@ -79,10 +89,15 @@ class PeerMemory:
             pad, buffer = pad + 8 * size * programs, buffer + 2 * num_bytes
         epochs = torch.zeros(PUSH_BYTES // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
         self._push_class = PushClass(PUSH_BYTES, (addresses + push_at).to(device), epochs, PUSH_BLOCK, PUSH_WARPS)
+        self.sums: PushedSums | None = None
+        if sums_bytes:
+            peers = self._handle.get_buffer(1 - rank, (sums_bytes,), torch.uint8, sums_at)
+            self.sums = PushedSums(self._memory[sums_at:], peers, self._abort_flag)
+            torch.cuda.synchronize()
 
     @classmethod
     def connect(cls, backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
-                name: str) -> "PeerMemory | None":
+                name: str, max_sum_bytes: int = 0) -> "PeerMemory | None":
         """Peer memory on every rank, or None on every rank. ``backend``: a connected ProcessGroupNCCL."""
 
         def on_all_ranks(able: bool) -> bool:
@@ -95,7 +110,7 @@ class PeerMemory:
             return None
         peers = None
         try:
-            peers = cls(store, rank, size, device, name)
+            peers = cls(store, rank, size, device, name, max_sum_bytes)
         except (RuntimeError, ImportError, AttributeError) as error:
             logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
         return peers if on_all_ranks(peers is not None) else None
@@ -137,6 +152,7 @@ class PeerMemory:
 
     def close(self) -> None:
         c10d._unregister_process_group(self._name)
+        self.sums = None
         del self._handle, self._memory
 
 

@@ -108,7 +108,7 @@ class Workers:
         self.wait_until(lambda: len(answers()) == self._size - 1)
         return answers()
 
-    def connect(self, device: Any) -> "TPGroup":
+    def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
         from nanovllm.distributed.group import TPGroup
 
@@ -117,7 +117,8 @@ class Workers:
 
         def rendezvous() -> None:
             try:
-                connected.set_result(TPGroup.connect(0, self._size, device, self._directory, STEP_TIMEOUT_S))
+                limits = STEP_TIMEOUT_S, max_sum_bytes
+                connected.set_result(TPGroup.connect(0, self._size, device, self._directory, *limits))
             except BaseException as error:
                 connected.set_exception(error)
 
@@ -262,12 +263,12 @@ class Worker:
         self.channel = Channel(memory, rank, size)
         self._pipe, self._directory = pipe, directory
 
-    def connect(self, device: Any) -> "TPGroup":
+    def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Report "up" and connect. Slow work that needs no other rank comes before: in here all ranks wait."""
         from nanovllm.distributed.group import TPGroup
 
         self.report("up")
-        return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S)
+        return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes)
 
     def report(self, state: Any, *details: Any) -> None:
         """Tell rank 0: "up", "ready", an answer (number, ...), or "failed" with time and traceback.

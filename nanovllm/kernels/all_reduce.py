@@ -1,8 +1,9 @@
 """Triton: one-shot all-reduce and all-gather of small tensors through peer memory (NVLink).
 
 Owns two protocols between the ranks' kernels: `one_shot` signals and reads (two round trips), `push_all_reduce` stores
-each word together with its epoch in the other ranks' memory (one trip, twice the bytes). Does not know how the memory
-is shared (``distributed/peer_memory.py``); its twins are any all-reduce and all-gather.
+each word together with its epoch in the other ranks' memory (one trip, twice the bytes); and `wait_for_epoch`, the wait
+for what another rank's copy engine has written. Does not know how the memory is shared
+(``distributed/peer_memory.py``); the twins of the sums are any all-reduce and all-gather.
 """
 
 import triton
@@ -228,3 +229,42 @@ def push_all_reduce(x, out, buffers, epochs, abort_flag, capacity, rank, world, 
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def wait_kernel(
+    flag_ptr,  # i64[1], written by another rank's copy engine
+    aborted_ptr,  # i64[1], set here: this and later launches do not wait
+    abort_flag_ptr,  # i64[1], pinned host memory
+    epoch,
+    POLLS: tl.constexpr, THREADS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One program. What the flag announces was written before it, so the kernels behind this one may read it."""
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    aborted = tl.load(aborted_ptr)
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    polls = 0
+    while (seen != epoch) & (aborted == 0):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
+            # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
+            if tl.max(tl.load(abort_flag_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
+                aborted += 1
+    tl.store(aborted_ptr, aborted)
+
+
+def wait_for_epoch(flag, epoch, aborted, abort_flag):
+    """Let the stream wait until flag == epoch; until the host sets `abort_flag`, from which on nothing waits.
+
+    Args:
+        flag: i64[1] on this device.
+        epoch: a small positive integer.
+        aborted: i64[1] on this device, zero at first; shared by all waits.
+        abort_flag: as in `one_shot`.
+    """
+    launch(
+        wait_kernel, (1,), flag, aborted, abort_flag, epoch,
+        POLLS=1 << 16, THREADS=32, num_warps=1, **launch_options(flag.device),
+    )  # fmt: skip

@@ -173,7 +173,7 @@ class RowParallelLinear(ReplicatedLinear):
             param.mul_(self.scale)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
-                residual: torch.Tensor | None = None) -> torch.Tensor:
+                residual: torch.Tensor | None = None, leaves_sum: bool = False) -> torch.Tensor:
         """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
         y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
-        return self.tp.all_reduce(y) if self.all_reduce and self.tp.size > 1 else y
+        return self.tp.all_reduce(y) if self.all_reduce and self.tp.size > 1 and not leaves_sum else y

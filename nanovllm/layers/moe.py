@@ -117,4 +117,4 @@ class SparseMoE(nn.Module):
         )  # fmt: skip
         if shared is not None:
             y = y + shared
-        return y if self.tp.size == 1 else self.tp.all_reduce(y)
+        return y if self.tp.size == 1 or context.leaves_sums else self.tp.all_reduce(y)

@@ -35,9 +35,11 @@ def hidden_norm(config: ModelConfig, wanted: bool) -> RMSNorm | None:
 
 
 def add_to_residual(linear: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor,
-                    post_norm: RMSNorm | None) -> torch.Tensor:
-    """residual + linear(x), or residual + post_norm(linear(x)), [T, C]."""
-    return linear(x, residual=residual) if post_norm is None else post_norm.add_to(residual, linear(x))
+                    post_norm: RMSNorm | None, leaves_sum: bool = False) -> torch.Tensor:
+    """residual + linear(x), or residual + post_norm(linear(x)), [T, C]; this rank's summand with ``leaves_sum``."""
+    if post_norm is None:
+        return linear(x, residual=residual, leaves_sum=leaves_sum)
+    return post_norm.add_to(residual, linear(x))
 
 
 def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:
@@ -90,7 +92,7 @@ class SelfAttention(nn.Module):
         q = self.qkv_proj(residual, norm, epilogue, self.full_qk_norms)
         if logits_indices is not None:
             q, residual, context = q[logits_indices], residual[logits_indices], context.last_tokens_only()
-        return add_to_residual(self.o_proj, self.attn(q, context), residual, self.post_norm)
+        return add_to_residual(self.o_proj, self.attn(q, context), residual, self.post_norm, context.leaves_sums)
 
 
 class MLP(nn.Module):
@@ -108,7 +110,7 @@ class MLP(nn.Module):
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> residual + mlp(norm(residual)), [T, C]."""
         gated = self.gate_up_proj(residual, norm=norm, act_fn=self.act_fn)
-        return add_to_residual(self.down_proj, gated, residual, self.post_norm)
+        return add_to_residual(self.down_proj, gated, residual, self.post_norm, context.leaves_sums)
 
 
 class DecoderLayer(nn.Module):

@@ -35,6 +35,7 @@ from nanovllm.runner.memory import (
     no_room,
     num_blocks_that_fit,
 )
+from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
 from nanovllm.runner.prepare import prepare, prepare_masks
 from nanovllm.runner.request_state import RequestState, StagedWrites
@@ -148,6 +149,7 @@ class ModelRunner:
         self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
         self.residency = Residency(self)
+        self.micro_batches = MicroBatches(config, tp, self.device)
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():
@@ -302,7 +304,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
         """Launch a step on this rank; None for a guided step, which ``StepKind.SAMPLE`` completes."""
-        step = unpack(header, self._to_device(packed))
+        step = unpack(header, self.to_device(packed))
         if header.num_updates:
             self.request_state.apply(step.indices, step.values)
         if header.num_adjustments:
@@ -313,7 +315,8 @@ class ModelRunner:
             assert self._guided is not None
             (header, computed), self._guided = self._guided, None
         else:
-            computed = self.run_decode(header) if header.kind == StepKind.DECODE else self.run_prefill(header, step)
+            is_decode = header.kind == StepKind.DECODE
+            computed = self.run_decode(header) if is_decode else self.run_prefill(header, step, packed)
             if header.features & GUIDED:
                 self._guided = header, computed
                 return None
@@ -328,7 +331,7 @@ class ModelRunner:
         output.event.record()  # type: ignore[union-attr]
         return output
 
-    def _to_device(self, packed: np.ndarray) -> torch.Tensor:
+    def to_device(self, packed: np.ndarray) -> torch.Tensor:
         on_host = torch.from_numpy(packed)
         if self.device.type == "cpu" or not len(packed):
             return on_host
@@ -353,7 +356,7 @@ class ModelRunner:
         hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, is_grouped=True))
         return self.graphs.output(StepKind.DECODE, size).copy_(hidden)  # type: ignore[union-attr]
 
-    def run_prefill(self, header: StepHeader, step: StepInput) -> "Computed":
+    def run_prefill(self, header: StepHeader, step: StepInput, packed: np.ndarray) -> "Computed":
         logits_indices = step.logits_indices.long()
         if header.kind != StepKind.PREFILL:
             assert self.graphs is not None
@@ -363,6 +366,8 @@ class ModelRunner:
         elif header.num_targets:
             every = self.model(*self.packed_prefill_inputs(header, step, None))
             hidden = every[logits_indices]
+        elif self.micro_batches.takes(header):
+            hidden = self.micro_batches.run(self, header, packed)
         else:
             hidden = self.model(*self.packed_prefill_inputs(header, step, logits_indices))
         if header.num_block_copies:

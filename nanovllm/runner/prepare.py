@@ -104,6 +104,7 @@ def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
         num_targets=len(targets[0]),
         num_prompt_logprobs=max(staged.num_alternatives(seq.sampling_params.prompt_logprobs) for seq in batch.seqs),
         num_block_copies=len(copies),
+        can_split=not batch.unsampled and not len(targets[0]),  # unsampled ones come last, whatever they precede
     )
     header, step = sizes.fit(header, step)
     return header, pack(header, step)

@@ -38,6 +38,8 @@ class StepHeader(NamedTuple):
         num_targets: prompt tokens whose log-probabilities are reported, with ``num_prompt_logprobs`` alternatives.
         num_block_copies: KV blocks that forked completions copy.
         num_groups: groups of sequences with a shared prefix in a decode step; 0: attention is plain.
+        can_split: 1 where no sequence of a prefill reads KV blocks that this launch writes for a later one, and nothing
+            needs all hidden states: it may run as micro-batches.
     """
 
     kind: int
@@ -57,6 +59,7 @@ class StepHeader(NamedTuple):
     num_prompt_logprobs: int = 0
     num_block_copies: int = 0
     num_groups: int = 0
+    can_split: int = 0
 
 
 HEADER_SIZE = len(StepHeader._fields)

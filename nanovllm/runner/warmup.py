@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from nanovllm.runner.graph_sizes import grouped_sizes
@@ -45,7 +46,10 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
             StepKind.PREFILL, num_updates=0, num_sampled=1, num_logits=1, num_tokens=num_tokens, num_seqs=1,
             max_seqlen_q=num_tokens, max_context=context,
         )  # fmt: skip
-        runner.run_prefill(header, step)
+        runner.run_prefill(header, step, np.empty(0, np.int32))
+        if num_tokens == WARMUP_SIZES[-1] and runner.micro_batches.min_tokens is not None:
+            inputs = runner.packed_prefill_inputs(header, step, step.logits_indices.long())
+            runner.micro_batches.forward(runner.model.model, [inputs, inputs])
     for size in runner.decode_sizes:
         hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
         for features in (0, warmup_features):

@@ -30,6 +30,7 @@ def start_runner(config: Config) -> "ModelRunner":
     """
     from nanovllm.runner.device import describe, select_device
     from nanovllm.runner.kv_scales import warn_of_outliers
+    from nanovllm.runner.micro_batches import max_sum_bytes
     from nanovllm.runner.model_runner import ModelRunner
 
     warn_of_outliers(config)
@@ -41,7 +42,7 @@ def start_runner(config: Config) -> "ModelRunner":
         workers = Workers(size, worker_main, config)
         try:
             with workers.guard():
-                runner = ModelRunner(config, workers.connect(device), workers=workers)
+                runner = ModelRunner(config, workers.connect(device, max_sum_bytes(config, device)), workers=workers)
                 workers.wait_for_state("ready")
         except BaseException:
             workers.dismiss()
@@ -68,13 +69,14 @@ def worker_main(worker: Worker, config: Config) -> None:
     import torch
 
     from nanovllm.runner.device import select_device
+    from nanovllm.runner.micro_batches import max_sum_bytes
     from nanovllm.runner.model_runner import ModelRunner
 
     device = select_device(config.device, worker.rank, worker.size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    runner = ModelRunner(config, worker.connect(device), channel=worker.channel)
+    runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
     worker.report("ready")
     runner.loop(worker.report)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank

@@ -1,0 +1,172 @@
+"""Prefills of many tokens on several ranks as two micro-batches, so that sums over ranks run beside products.
+
+Owns the split of a prefill and the order in which the halves take turns::
+
+    layer n:    attention A | attention B | MLP A       | MLP B       | layer n + 1: attention A ...
+    summed up:              | attention A | attention B | MLP A       | MLP B
+
+The halves are prefills like any other, of which B goes on where A ends: a sequence may have its first tokens in A and
+the rest in B, whose attention reads the keys that A has stored in that layer. Knows nothing of how a sum gets to the
+other rank (``distributed/pushed_sums.py``; on the CPU they are computed at once, for the tests).
+"""
+
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.distributed.group import TPGroup
+from nanovllm.layers.context import Context
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.device import select_dtype
+from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+# Fewest tokens of a prefill that is split, by device type. Below, the host launches two halves more slowly than the
+# device computes them. None on the CPU, where nothing runs beside anything.
+MIN_TOKENS: dict[str, int | None] = {"cuda": 4096, "cpu": None}
+TILE = 128  # tokens of a tile in the prefill's GEMMs
+# Layers that the host may be ahead of the device: 30 entries each of the 1,024 of a stream's launch queue. In a launch
+# that waits for a free entry the host would hold the GIL, which the watch over the workers needs.
+MAX_LAYERS_AHEAD = 12
+
+Half = tuple[StepHeader, StepInput]
+
+
+def min_tokens(config: Config, device_type: str) -> int | None:
+    """Fewest tokens of a prefill that is split; None: none ever is."""
+    size, fewest = config.tensor_parallel_size, MIN_TOKENS[device_type]
+    if fewest is None or config.max_num_batched_tokens < fewest or config.model_config.family.post_norm:
+        return None  # a norm of results needs the sum at once
+    return fewest if size == 2 or (size > 2 and device_type == "cpu") else None
+
+
+def max_sum_bytes(config: Config, device: torch.device) -> int:
+    """Of the largest sum of a micro-batch; 0: none is split."""
+    if min_tokens(config, device.type) is None:
+        return 0
+    itemsize = select_dtype(config.dtype, config.model_config.dtype, device).itemsize
+    return max_half(config.max_num_batched_tokens) * config.model_config.hidden_size * itemsize
+
+
+# ------------------------------------------------------------ the split
+
+
+def cut_of(cu_seqlens_q: np.ndarray) -> int:
+    """The token at which the second half begins: where a sequence does, if that is near the middle."""
+    num_tokens = int(cu_seqlens_q[-1])
+    border = int(cu_seqlens_q[np.abs(2 * cu_seqlens_q - num_tokens).argmin()])
+    if abs(2 * border - num_tokens) <= num_tokens // 8:
+        return border
+    middle = num_tokens // 2
+    return middle // TILE * TILE or middle
+
+
+def max_half(num_tokens: int) -> int:
+    """Most tokens of a half."""
+    return num_tokens // 2 + max(num_tokens // 16, TILE) + 1
+
+
+def split(header: StepHeader, step: StepInput) -> tuple[Half, Half]:
+    """A prefill, its segments numpy arrays, as two. They have the segments that the model reads, and no others."""
+    cut = cut_of(step.cu_seqlens_q)
+    return part(step, 0, cut), part(step, cut, header.num_tokens)
+
+
+def part(step: StepInput, begin: int, end: int) -> Half:
+    """The packed tokens begin .. end - 1 as a prefill of their own."""
+    tokens, starts = slice(begin, end), step.cu_seqlens_q[:-1]
+    first, last = (int(i) for i in np.searchsorted(starts, (begin + 1, end)))
+    seqs = slice(first - 1, last)  # those with tokens in here; the first may have begun before, the last may go on
+    ends = step.cu_seqlens_q[1:][seqs]
+    cu_seqlens_q = np.append(begin, np.minimum(ends, end)) - begin
+    context_lens = step.context_lens[seqs] - np.maximum(ends - end, 0)
+    logits = step.logits_indices[(step.logits_indices >= begin) & (step.logits_indices < end)]
+    half = StepInput(
+        (), (), step.input_ids[tokens], step.positions[tokens], step.slot_mapping[tokens], step.req_indices[seqs],
+        context_lens, cu_seqlens_q, np.append(0, np.cumsum(context_lens)), logits - begin,
+    )  # fmt: skip
+    header = StepHeader(
+        StepKind.PREFILL, num_updates=0, num_sampled=0, num_tokens=end - begin, num_seqs=len(context_lens),
+        max_seqlen_q=int(np.diff(cu_seqlens_q).max()), max_context=int(context_lens.max()), num_logits=len(logits),
+    )  # fmt: skip
+    return header, half
+
+
+# ------------------------------------------------------------ the forward pass
+
+
+class Summed:
+    """A sum that was computed at once; the twin of ``PendingSum``."""
+
+    def __init__(self, total: torch.Tensor):
+        self.total = total
+
+    def wait(self) -> torch.Tensor:
+        return self.total
+
+
+class MicroBatches:
+    """One rank's: which prefills are split, and their forward pass."""
+
+    def __init__(self, config: Config, tp: TPGroup, device: torch.device):
+        self._tp, self._device = tp, device
+        self._sums = None if tp.peers is None else tp.peers.sums
+        self.min_tokens = min_tokens(config, device.type)
+        if device.type == "cuda" and self._sums is None:
+            self.min_tokens = None
+
+    def takes(self, header: StepHeader) -> bool:
+        is_long = self.min_tokens is not None and header.num_tokens >= self.min_tokens
+        return is_long and header.kind == StepKind.PREFILL and bool(header.can_split)
+
+    def run(self, runner: "ModelRunner", header: StepHeader, packed: np.ndarray) -> torch.Tensor:
+        """The hidden states [N, C] of a prefill's ``logits_indices``. ``packed``: its segments, on the host."""
+        headers, steps = zip(*split(header, unpack(header, packed)), strict=True)
+        halves = [pack(*half) for half in zip(headers, steps, strict=True)]
+        on_device = runner.to_device(np.concatenate(halves)).split([len(half) for half in halves])
+        inputs = []
+        for half, words in zip(headers, on_device, strict=True):
+            step = unpack(half, words)
+            inputs.append(runner.packed_prefill_inputs(half, step, step.logits_indices.long()))
+        return self.forward(runner.model.model, inputs)
+
+    def forward(self, model: Decoder, inputs: list[tuple[torch.Tensor, Context]]) -> torch.Tensor:
+        """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""
+        contexts = [replace(context, leaves_sums=True) for _, context in inputs]
+        sums: list[Any] = [Summed(model.embed_tokens(input_ids)) for input_ids, _ in inputs]
+        events: deque[torch.cuda.Event] = deque()
+        for layer in model.layers:
+            is_last = layer is model.layers[-1]
+            for half, context in enumerate(contexts):
+                indices = context.logits_indices if is_last else None
+                y = layer.self_attn(sums[half].wait(), layer.input_layernorm, context, indices)
+                sums[half] = self._begin(y, half, is_last)
+            for half, context in enumerate(contexts):
+                y = layer.mlp(sums[half].wait(), layer.post_attention_layernorm, context)
+                sums[half] = self._begin(y, half, is_last)
+            self._keep_up(events)
+        return torch.cat([model.norm(total.wait()) for total in sums])
+
+    def _begin(self, y: torch.Tensor, half: int, is_last: bool) -> Any:
+        """Sum up a rank's summands; in the last layer, whose few tokens are not worth a copy, at once."""
+        if self._sums is None or is_last:
+            return Summed(self._tp.all_reduce(y))
+        return self._sums.begin(y, half)
+
+    def _keep_up(self, events: deque[torch.cuda.Event]) -> None:
+        """Wait until the device is at most MAX_LAYERS_AHEAD layers behind; without blocking in the driver."""
+        if self._device.type == "cpu":
+            return
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        if len(events) > MAX_LAYERS_AHEAD:
+            event = events.popleft()
+            while not event.query():
+                time.sleep(1e-4)

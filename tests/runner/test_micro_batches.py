@@ -1,0 +1,178 @@
+"""Prefills as two micro-batches: the split against a naive list of tokens, and outputs that do not depend on it."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from families import make
+from helpers import generate, generate_with_logits, greedy, prompt_of, record_calls
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.runner import micro_batches
+from nanovllm.runner import worker as worker_module
+from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, split
+from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
+
+FEWEST = 24  # tokens of a prefill that is split, in these tests
+
+
+def random_prefill(rng):
+    """One long sequence, or many; with cached prefixes; sampled ones first."""
+    num_seqs = rng.choice((1, 2, 3, 10, 40))
+    lengths = np.array([rng.choice((1, 2, 17, 200, 900)) for _ in range(num_seqs)], np.int32)
+    if lengths.sum() < 2:
+        lengths += 1
+    starts = np.array([rng.choice((0, 0, 16, 500)) for _ in range(num_seqs)], np.int32)
+    cu_seqlens_q = np.append(0, np.cumsum(lengths, dtype=np.int32))
+    num_tokens, num_logits = int(cu_seqlens_q[-1]), rng.choice((0, num_seqs, num_seqs - 1))
+    positions = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+    step = StepInput(
+        (), (), np.arange(num_tokens) + 7, positions, np.arange(num_tokens) * 3, np.arange(num_seqs) + 100,
+        starts + lengths, cu_seqlens_q, np.append(0, np.cumsum(starts + lengths)), cu_seqlens_q[1 : num_logits + 1] - 1,
+    )  # fmt: skip
+    header = StepHeader(
+        StepKind.PREFILL, 0, num_sampled=0, num_tokens=num_tokens, num_seqs=num_seqs, num_logits=num_logits,
+        max_seqlen_q=int(lengths.max()), max_context=int((starts + lengths).max()), can_split=1,
+    )  # fmt: skip
+    return header, step
+
+
+def tokens_of(header, step):
+    """What each packed token is, and whom it attends: (id, position, slot, request, keys, is sampled from)."""
+    step = StepInput(*(np.asarray(segment).tolist() for segment in step))
+    tokens, sampled = [], set(step.logits_indices)
+    for s in range(header.num_seqs):
+        begin, end = step.cu_seqlens_q[s : s + 2]
+        for i in range(begin, end):
+            keys = step.context_lens[s] - (end - i - 1)
+            assert keys == step.positions[i] + 1
+            tokens.append((step.input_ids[i], step.positions[i], step.slot_mapping[i], step.req_indices[s], keys,
+                           i in sampled))  # fmt: skip
+    return tokens
+
+
+def test_halves_have_the_tokens_of_the_whole():
+    rng, cuts_inside = random.Random(0), 0
+    for _ in range(150):
+        header, step = random_prefill(rng)
+        halves = [(part, unpack(part, pack(part, half))) for part, half in split(header, step)]  # segments fit
+        assert sum((tokens_of(*half) for half in halves), []) == tokens_of(header, step)
+        for part, half in halves:
+            assert 0 < part.num_tokens <= max_half(header.num_tokens)
+            assert part.num_seqs == len(half.context_lens) == len(half.req_indices)
+            assert part.max_seqlen_q == np.diff(half.cu_seqlens_q).max() and np.diff(half.cu_seqlens_q).min() > 0
+            assert part.max_context == half.context_lens.max()
+            assert half.cu_seqlens_k.tolist() == [0, *np.cumsum(half.context_lens)]
+            # the sequences that are sampled from come first
+            assert half.logits_indices.tolist() == (half.cu_seqlens_q[1:] - 1)[: part.num_logits].tolist()
+        (_, a), (_, b) = halves
+        cuts_inside += a.req_indices[-1] == b.req_indices[0]
+    assert 15 < cuts_inside < 135
+
+
+def test_a_cut_is_at_a_border_near_the_middle_else_at_a_tile():
+    assert cut_of(np.array([0, 2048, 4096, 6144, 8192])) == 4096
+    assert cut_of(np.array([0, 4000, 8192])) == 4000
+    assert cut_of(np.array([0, 3000, 8192])) == 4096
+    assert cut_of(np.array([0, 8100])) == 3968  # 31 tiles of 128
+    assert cut_of(np.array([0, 40])) == 20
+
+
+# ------------------------------------------------------------------------------------------- outputs
+
+
+def splits_prefills(worker, config):
+    micro_batches.MIN_TOKENS["cpu"] = FEWEST
+    worker_module.worker_main(worker, config)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(model, is_split, ...) -> two ranks on the CPU, and the headers of what rank 0 splits."""
+    made = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def start(model, is_split, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_split:
+                patch.setitem(micro_batches.MIN_TOKENS, "cpu", FEWEST)
+                patch.setattr(worker_module, "worker_main", splits_prefills)
+            defaults = {"kvcache_block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+            made.append(LLM(
+                model, device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, quiet=True,
+                **{**defaults, **options},
+            ))  # fmt: skip
+        splits = []
+        run = MicroBatches.run
+        made[-1].model_runner.micro_batches.run = lambda runner, header, packed: (
+            splits.append(split(header, unpack(header, packed))) or run(runner.micro_batches, runner, header, packed)
+        )
+        return made[-1], splits
+
+    yield start
+    for llm in made:
+        llm.exit()
+    torch.set_num_threads(before)
+
+
+PROMPTS = [
+    prompt_of(150),  # in three chunks, each split inside the sequence
+    *(prompt_of(n, seed=n) for n in (5, 17, 33, 1, 20)),
+    *(prompt_of(40, seed=1) + prompt_of(n, seed=n) for n in (3, 9)),  # the second reads blocks that the first writes
+]
+
+
+@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "qwen3-moe", "qwen2-moe"])
+def test_tokens_are_those_of_one_rank(case, start, make_llm, tmp_path):
+    """Chunks, cached and shared prefixes, windows, experts; forked completions and guided ones."""
+    make(tmp_path, case, vocab_size=512)
+    llm, splits = start(str(tmp_path), is_split=True)
+    alone = make_llm(model=str(tmp_path))
+    params = [greedy(8)] * len(PROMPTS)
+    params[2] = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    params[3] = greedy(8, allowed_token_ids=[4, 5, 6])
+    for prompts in (PROMPTS, PROMPTS[::-1]):  # the second time prefixes are cached
+        expected = [o.outputs for o in alone.generate(prompts, params, use_tqdm=False)]
+        given = [o.outputs for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert [[c.token_ids for c in o] for o in given] == [[c.token_ids for c in o] for o in expected]
+    assert len(splits) >= 5
+    assert any(a.req_indices[-1] == b.req_indices[0] for (_, a), (_, b) in splits)
+    assert any(part.num_logits == 0 for halves in splits for part, _ in halves)
+    assert all(part.num_tokens <= max_half(64) for halves in splits for part, _ in halves)
+
+
+def test_logits_are_those_of_one_rank(start, make_llm, make_checkpoint):
+    path = make_checkpoint(attention_bias=True)
+    prompts = [prompt_of(n, seed=7) for n in (30, 61, 25, 100)]
+    llm, splits = start(path, is_split=True)
+    _, given = generate_with_logits(llm, prompts, 2)
+    _, expected = generate_with_logits(make_llm(model=path), prompts, 2)
+    assert len(splits) >= 3
+    for logits, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(logits, other[:, :256], rtol=0, atol=1e-4)  # of rank 0's ids
+
+
+def test_what_is_never_split(start, make_llm, tmp_path):
+    """Prompts that are scored, alone or beside others; short prefills; families with a norm of results."""
+    make(tmp_path, "qwen3", vocab_size=512)
+    llm, splits = start(str(tmp_path), is_split=True)
+    calls = record_calls(llm.model_runner.micro_batches, "takes")
+    prompt = prompt_of(50)
+    scores = llm.score([prompt])
+    assert scores[0].logprobs == pytest.approx(make_llm(model=str(tmp_path)).score([prompt])[0].logprobs, abs=1e-3)
+    generate(llm, [prompt_of(FEWEST - 1, seed=9)], greedy(2))
+    assert [header.num_tokens for header in calls] == [FEWEST - 1] and not splits
+    header, _ = random_prefill(random.Random(0))
+    header = header._replace(num_tokens=FEWEST)
+    takes = llm.model_runner.micro_batches.takes
+    assert takes(header) and not takes(header._replace(can_split=0))
+    assert not takes(header._replace(kind=StepKind.SHORT_PREFILL))
+
+
+def test_norms_of_results_need_the_sum_at_once(start, tmp_path):
+    make(tmp_path, "olmo2", vocab_size=512)
+    llm, splits = start(str(tmp_path), is_split=True)
+    generate(llm, [prompt_of(60)], greedy(2))
+    assert not splits and llm.model_runner.micro_batches.min_tokens is None
