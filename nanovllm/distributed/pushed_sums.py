@@ -8,10 +8,12 @@ A micro-batch h counts its sums n = 0, 1, 2, ... Sum n of a rank goes through sl
     main stream   product -> own | other micro-batch's work ........ | wait for own's copy, then for the flag | sum
     copy stream                  | own -> peer's slot, epoch -> its flag |
 
-Why two slots per micro-batch are enough: rank r writes sum n + 2 into the slot of sum n. Before, in the order of its
-streams, it has waited for the other rank's n + 1, since the product of n + 2 reads the sum of n + 1. The other rank sent
-its n + 1 after its product, which reads its sum of n: by then it had read the slot. This holds across prefills and
+Why two slots per micro-batch are enough: rank r writes its summand of n + 2 into the slot of n. Before, in the order of
+its streams, it has waited for the other rank's n + 1, since the product of n + 2 reads the sum of n + 1. The other rank
+sent its n + 1 after its product, which reads its sum of n: by then it had read the slot. This holds across prefills and
 whatever number of sums they have, as every sum that was begun is waited for before the next one of its micro-batch.
+
+No order of the two hosts ends in a deadlock: a summand is sent before it, and what depends on it, is waited for.
 
 A flag equals the epoch of what is in its slot. It stays until the next but one sum of the micro-batch, so that an epoch
 has to differ from that of two sums before only.
@@ -38,7 +40,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """``received``, ``flag``: in this rank's memory; ``remote``, ``remote_flag``: the other rank's, as seen from here."""
+    """``received`` and ``flag`` are in this rank's memory, ``remote`` and ``remote_flag`` in the other's."""
 
     received: torch.Tensor  # uint8 [max_bytes]
     flag: torch.Tensor  # i64 [1]
@@ -70,10 +72,10 @@ class PushedSums:
             start = FLAG_BYTES + i * self.max_bytes
             return region[start : start + self.max_bytes], region[128 * i : 128 * i + 8].view(torch.int64)
 
-        self._slots = [
-            [Slot(*cut(mine, i), *cut(peers, i), torch.cuda.Event(), torch.cuda.Event()) for i in (2 * half, 2 * half + 1)]
-            for half in range(2)
-        ]  # fmt: skip
+        slots = [
+            Slot(*cut(mine, i), *cut(peers, i), torch.cuda.Event(), torch.cuda.Event()) for i in range(2 * SLOTS)
+        ]
+        self._slots = slots[:SLOTS], slots[SLOTS:]  # of each micro-batch
 
     def begin(self, x: torch.Tensor, half: int) -> "PendingSum":
         """Send this rank's summand [T, C] of micro-batch 0 or 1; it must stay as it is until it is waited for."""

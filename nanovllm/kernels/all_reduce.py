@@ -237,11 +237,9 @@ def wait_kernel(
     aborted_ptr,  # i64[1], set here: this and later launches do not wait
     abort_flag_ptr,  # i64[1], pinned host memory
     epoch,
-    POLLS: tl.constexpr, THREADS: tl.constexpr, USE_PDL: tl.constexpr,
+    POLLS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """One program. What the flag announces was written before it, so the kernels behind this one may read it."""
-    pdl_launch_dependents(USE_PDL)
-    pdl_wait(USE_PDL)
     aborted = tl.load(aborted_ptr)
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     polls = 0
@@ -258,6 +256,8 @@ def wait_kernel(
 def wait_for_epoch(flag, epoch, aborted, abort_flag):
     """Let the stream wait until flag == epoch; until the host sets `abort_flag`, from which on nothing waits.
 
+    An ordinary launch: an event is waited for just before it, and PDL orders kernels.
+
     Args:
         flag: i64[1] on this device.
         epoch: a small positive integer.
@@ -266,5 +266,5 @@ def wait_for_epoch(flag, epoch, aborted, abort_flag):
     """
     launch(
         wait_kernel, (1,), flag, aborted, abort_flag, epoch,
-        POLLS=1 << 16, THREADS=32, num_warps=1, **launch_options(flag.device),
+        POLLS=1 << 16, THREADS=32, num_warps=1,
     )  # fmt: skip

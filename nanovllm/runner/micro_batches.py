@@ -128,12 +128,11 @@ class MicroBatches:
 
     def run(self, runner: "ModelRunner", header: StepHeader, packed: np.ndarray) -> torch.Tensor:
         """The hidden states [N, C] of a prefill's ``logits_indices``. ``packed``: its segments, on the host."""
-        headers, steps = zip(*split(header, unpack(header, packed)), strict=True)
-        halves = [pack(*half) for half in zip(headers, steps, strict=True)]
-        on_device = runner.to_device(np.concatenate(halves)).split([len(half) for half in halves])
-        inputs = []
-        for half, words in zip(headers, on_device, strict=True):
-            step = unpack(half, words)
+        halves = split(header, unpack(header, packed))
+        words = [pack(*half) for half in halves]
+        on_device, inputs = runner.to_device(np.concatenate(words)), []
+        for (half, _), segments in zip(halves, on_device.split([*map(len, words)]), strict=True):
+            step = unpack(half, segments)
             inputs.append(runner.packed_prefill_inputs(half, step, step.logits_indices.long()))
         return self.forward(runner.model.model, inputs)
 
@@ -142,8 +141,9 @@ class MicroBatches:
         contexts = [replace(context, leaves_sums=True) for _, context in inputs]
         sums: list[Any] = [Summed(model.embed_tokens(input_ids)) for input_ids, _ in inputs]
         events: deque[torch.cuda.Event] = deque()
-        for layer in model.layers:
-            is_last = layer is model.layers[-1]
+        layers: list[Any] = [*model.layers]
+        for layer in layers:
+            is_last = layer is layers[-1]
             for half, context in enumerate(contexts):
                 indices = context.logits_indices if is_last else None
                 y = layer.self_attn(sums[half].wait(), layer.input_layernorm, context, indices)

@@ -94,3 +94,106 @@ def push(rank, buffers, pipe):
             x, out[:n], addresses, epochs, abort_flag, PUSH_CAPACITY, rank, len(buffers), block=PUSH_BLOCK
         )  # fmt: skip
         pipe.send(out.float().numpy())
+
+
+NUM_SUMS, SUM_CHANNELS = 90, 16
+SUM_BYTES = 4 * SUM_CHANNELS * 12
+
+
+def summand(n, rank):
+    """Of sum n: [T, SUM_CHANNELS] in bf16 or fp32, 1 to 12 tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2 * n + rank)
+    x = torch.randn(1 + n * 7 % 12, SUM_CHANNELS, generator=generator)
+    return x.bfloat16() if n % 3 == 0 else x
+
+
+def halves():
+    """Which micro-batch does what: (half, number of the sum, whether it begins); in an order that both ranks have."""
+    import random
+
+    rng, pending, n = random.Random(0), [None, None], 0
+    while n < NUM_SUMS:
+        half = rng.choice((0, 1, 0)) if n > 20 else n % 2
+        if pending[half] is not None:
+            yield half, pending[half], False
+        pending[half] = n
+        yield half, n, True
+        n += 1
+    yield from ((half, number, False) for half, number in enumerate(pending))
+
+
+def sum_halves(sums, summands, jitter):
+    """Run ``halves`` on a ``PushedSums``; returns the sums in the order of their ends."""
+    pending, results = {}, []
+    for half, n, begins in halves():
+        jitter()
+        if begins:
+            pending[half] = sums.begin(summands[n].clone(), half)
+        else:
+            partials = pending.pop(half).wait()
+            jitter()
+            total = partials.residual.float() + partials.partials.float().sum(0)
+            partials.residual.copy_(total)  # in place, as the norm does
+            results.append(partials.residual)
+    return results
+
+
+class NoStream:
+    """What PushedSums asks of streams and events, where copies are done at once."""
+
+    def __init__(self, *_):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record(self):
+        pass
+
+
+def push_halves(rank, regions, pipe):
+    """One rank of sums by copies in shared memory, the wait in Triton's interpreter."""
+    import contextlib
+    import random
+
+    import torch
+
+    from nanovllm.distributed.pushed_sums import PushedSums
+
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = NoStream
+    torch.cuda.stream = contextlib.nullcontext
+    sums = PushedSums(regions[rank], regions[1 - rank], torch.zeros(1, dtype=torch.int64))
+    rng = random.Random(rank)
+    summands = [summand(n, rank) for n in range(NUM_SUMS)]
+    for total in sum_halves(sums, summands, lambda: time.sleep(rng.choice((0, 0, 0, 1e-3, 5e-3)))):
+        pipe.send(total.float().numpy())
+
+
+def push_halves_on_gpus(rank, directory, pipe):
+    """One rank of sums between two GPUs, beside products that keep all SMs busy."""
+    import random
+
+    import torch
+
+    from nanovllm.distributed.group import TPGroup
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    tp = TPGroup.connect(rank, 2, device, directory, 60.0, SUM_BYTES)
+    assert tp.peers is not None and tp.peers.sums is not None
+    summands = [summand(n, rank).to(device) for n in range(NUM_SUMS)]
+    rng, x = random.Random(rank), torch.randn(2048, 2048, device=device)
+
+    def jitter():
+        if rng.random() < 0.3:
+            torch.cuda._sleep(rng.randint(1000, 2_000_000))
+        if rng.random() < 0.3:
+            torch.mm(x, x)
+
+    for _ in range(3):  # the first time kernels are loaded, and the ranks wait for each other
+        results = sum_halves(tp.peers.sums, summands, jitter)
+    for total in results:
+        pipe.send(total.float().cpu().numpy())
+    tp.close()

@@ -57,7 +57,7 @@ def test_halves_have_the_tokens_of_the_whole():
     for _ in range(150):
         header, step = random_prefill(rng)
         halves = [(part, unpack(part, pack(part, half))) for part, half in split(header, step)]  # segments fit
-        assert sum((tokens_of(*half) for half in halves), []) == tokens_of(header, step)
+        assert [token for half in halves for token in tokens_of(*half)] == tokens_of(header, step)
         for part, half in halves:
             assert 0 < part.num_tokens <= max_half(header.num_tokens)
             assert part.num_seqs == len(half.context_lens) == len(half.req_indices)
