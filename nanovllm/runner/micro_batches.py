@@ -117,14 +117,22 @@ class MicroBatches:
 
     def __init__(self, config: Config, tp: TPGroup, device: torch.device):
         self._tp, self._device = tp, device
+        self._ends: deque[torch.cuda.Event] = deque()  # of layers, on the device
+        self._took_last = False
         self._sums = None if tp.peers is None else tp.peers.sums
         self.min_tokens = min_tokens(config, device.type)
         if device.type == "cuda" and self._sums is None:
             self.min_tokens = None
 
     def takes(self, header: StepHeader) -> bool:
+        """Whether a step is split."""
         is_long = self.min_tokens is not None and header.num_tokens >= self.min_tokens
         return is_long and header.kind == StepKind.PREFILL and bool(header.can_split)
+
+    def follows_another(self, header: StepHeader) -> bool:
+        """Whether a prefill is split, and so was the one before: together they do not fill the launch queue."""
+        took_last, self._took_last = self._took_last, self.takes(header)
+        return took_last and self._took_last
 
     def run(self, runner: "ModelRunner", header: StepHeader, packed: np.ndarray) -> torch.Tensor:
         """The hidden states [N, C] of a prefill's ``logits_indices``. ``packed``: its segments, on the host."""
@@ -140,10 +148,9 @@ class MicroBatches:
         """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""
         contexts = [replace(context, leaves_sums=True) for _, context in inputs]
         sums: list[Any] = [Summed(model.embed_tokens(input_ids)) for input_ids, _ in inputs]
-        events: deque[torch.cuda.Event] = deque()
         layers: list[Any] = [*model.layers]
-        for layer in layers:
-            is_last = layer is layers[-1]
+        for i, layer in enumerate(layers):
+            is_last = i == len(layers) - 1
             for half, context in enumerate(contexts):
                 indices = context.logits_indices if is_last else None
                 y = layer.self_attn(sums[half].wait(), layer.input_layernorm, context, indices)
@@ -151,7 +158,7 @@ class MicroBatches:
             for half, context in enumerate(contexts):
                 y = layer.mlp(sums[half].wait(), layer.post_attention_layernorm, context)
                 sums[half] = self._begin(y, half, is_last)
-            self._keep_up(events)
+            self._limit_queue()
         return torch.cat([model.norm(total.wait()) for total in sums])
 
     def _begin(self, y: torch.Tensor, half: int, is_last: bool) -> Any:
@@ -160,13 +167,13 @@ class MicroBatches:
             return Summed(self._tp.all_reduce(y))
         return self._sums.begin(y, half)
 
-    def _keep_up(self, events: deque[torch.cuda.Event]) -> None:
+    def _limit_queue(self) -> None:
         """Wait until the device is at most MAX_LAYERS_AHEAD layers behind; without blocking in the driver."""
         if self._device.type == "cpu":
             return
-        events.append(torch.cuda.Event())
-        events[-1].record()
-        if len(events) > MAX_LAYERS_AHEAD:
-            event = events.popleft()
-            while not event.query():
+        self._ends.append(torch.cuda.Event())
+        self._ends[-1].record()
+        if len(self._ends) > MAX_LAYERS_AHEAD:
+            end = self._ends.popleft()
+            while not end.query():
                 time.sleep(1e-4)

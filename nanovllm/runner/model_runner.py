@@ -269,7 +269,8 @@ class ModelRunner:
         A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
         """
         header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
-        if self.workers is not None and header.kind == StepKind.PREFILL and self._last_handle is not None:
+        has_many = header.kind == StepKind.PREFILL and not self.micro_batches.follows_another(header)
+        if self.workers is not None and has_many and self._last_handle is not None:
             # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
             # while holding the GIL, and so block the watch thread.
             self._last_handle.wait()

@@ -1,14 +1,16 @@
 """Prefills as two micro-batches: the split against a naive list of tokens, and outputs that do not depend on it."""
 
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from families import make
-from helpers import generate, generate_with_logits, greedy, prompt_of, record_calls
+from helpers import generate, generate_with_logits, greedy, prompt_of
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.runner import micro_batches
 from nanovllm.runner import worker as worker_module
 from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, split
@@ -83,33 +85,34 @@ def test_a_cut_is_at_a_border_near_the_middle_else_at_a_tile():
 
 
 def splits_prefills(worker, config):
-    micro_batches.MIN_TOKENS["cpu"] = FEWEST
+    micro_batches.MIN_TOKENS.update(cpu=FEWEST, cuda=FEWEST)
     worker_module.worker_main(worker, config)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def start(monkeypatch):
-    """start(model, is_split, ...) -> two ranks on the CPU, and the headers of what rank 0 splits."""
+def start(device, monkeypatch):
+    """start(model, ...) -> two ranks that split prefills, and the halves of those that rank 0 has split."""
     made = []
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(worker_module, "worker_main", splits_prefills)
+    for device_type in ("cpu", "cuda"):
+        monkeypatch.setitem(micro_batches.MIN_TOKENS, device_type, FEWEST)
 
-    def start(model, is_split, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            if is_split:
-                patch.setitem(micro_batches.MIN_TOKENS, "cpu", FEWEST)
-                patch.setattr(worker_module, "worker_main", splits_prefills)
-            defaults = {"kvcache_block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-            made.append(LLM(
-                model, device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, quiet=True,
-                **{**defaults, **options},
-            ))  # fmt: skip
+    def start(model):
+        llm = LLM(model, device=device, tensor_parallel_size=2, enforce_eager=True, **OPTIONS)
+        made.append(llm)
         splits = []
         run = MicroBatches.run
-        made[-1].model_runner.micro_batches.run = lambda runner, header, packed: (
+        llm.model_runner.micro_batches.run = lambda runner, header, packed: (
             splits.append(split(header, unpack(header, packed))) or run(runner.micro_batches, runner, header, packed)
         )
-        return made[-1], splits
+        return llm, splits
 
     yield start
     for llm in made:
@@ -117,6 +120,8 @@ def start(monkeypatch):
     torch.set_num_threads(before)
 
 
+OPTIONS = {"skip_tokenizer_init": True, "quiet": True, "kvcache_block_size": 16, "max_num_batched_tokens": 64,
+           "max_num_seqs": 8, "num_kvcache_blocks": 64}  # fmt: skip
 PROMPTS = [
     prompt_of(150),  # in three chunks, each split inside the sequence
     *(prompt_of(n, seed=n) for n in (5, 17, 33, 1, 20)),
@@ -125,45 +130,51 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("case", ["qwen3", "mistral-window", "qwen3-moe", "qwen2-moe"])
-def test_tokens_are_those_of_one_rank(case, start, make_llm, tmp_path):
+def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
     """Chunks, cached and shared prefixes, windows, experts; forked completions and guided ones."""
     make(tmp_path, case, vocab_size=512)
-    llm, splits = start(str(tmp_path), is_split=True)
-    alone = make_llm(model=str(tmp_path))
+    llm, splits = start(str(tmp_path))
+    alone = make_llm(model=str(tmp_path), device=device, enforce_eager=True, num_kvcache_blocks=64)
     params = [greedy(8)] * len(PROMPTS)
     params[2] = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
     params[3] = greedy(8, allowed_token_ids=[4, 5, 6])
     for prompts in (PROMPTS, PROMPTS[::-1]):  # the second time prefixes are cached
-        expected = [o.outputs for o in alone.generate(prompts, params, use_tqdm=False)]
-        given = [o.outputs for o in llm.generate(prompts, params, use_tqdm=False)]
-        assert [[c.token_ids for c in o] for o in given] == [[c.token_ids for c in o] for o in expected]
+        given, expected = (
+            [c.token_ids for o in engine.generate(prompts, params, use_tqdm=False) for c in o.outputs]
+            for engine in (llm, alone)
+        )
+        if device == "cpu":
+            assert given == expected
+        else:  # sums in another order: a near tie may turn out otherwise, once in a while
+            assert sum(a == b for a, b in zip(given, expected, strict=True)) >= 0.7 * len(given)
     assert len(splits) >= 5
     assert any(a.req_indices[-1] == b.req_indices[0] for (_, a), (_, b) in splits)
     assert any(part.num_logits == 0 for halves in splits for part, _ in halves)
     assert all(part.num_tokens <= max_half(64) for halves in splits for part, _ in halves)
 
 
-def test_logits_are_those_of_one_rank(start, make_llm, make_checkpoint):
+def test_logits_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
     path = make_checkpoint(attention_bias=True)
     prompts = [prompt_of(n, seed=7) for n in (30, 61, 25, 100)]
-    llm, splits = start(path, is_split=True)
+    llm, splits = start(path)
     _, given = generate_with_logits(llm, prompts, 2)
-    _, expected = generate_with_logits(make_llm(model=path), prompts, 2)
+    _, expected = generate_with_logits(make_llm(model=path, device=device, enforce_eager=True), prompts, 2)
     assert len(splits) >= 3
     for logits, other in zip(given, expected, strict=True):
         torch.testing.assert_close(logits, other[:, :256], rtol=0, atol=1e-4)  # of rank 0's ids
 
 
-def test_what_is_never_split(start, make_llm, tmp_path):
+def test_what_is_never_split(device, start, make_llm, tmp_path):
     """Prompts that are scored, alone or beside others; short prefills; families with a norm of results."""
     make(tmp_path, "qwen3", vocab_size=512)
-    llm, splits = start(str(tmp_path), is_split=True)
-    calls = record_calls(llm.model_runner.micro_batches, "takes")
+    llm, splits = start(str(tmp_path))
     prompt = prompt_of(50)
-    scores = llm.score([prompt])
-    assert scores[0].logprobs == pytest.approx(make_llm(model=str(tmp_path)).score([prompt])[0].logprobs, abs=1e-3)
+    alone = make_llm(model=str(tmp_path), device=device, enforce_eager=True, num_kvcache_blocks=64)
+    assert llm.score([prompt])[0].logprobs == pytest.approx(alone.score([prompt])[0].logprobs, abs=1e-3)
     generate(llm, [prompt_of(FEWEST - 1, seed=9)], greedy(2))
-    assert [header.num_tokens for header in calls] == [FEWEST - 1] and not splits
+    assert not splits
+    generate(llm, [prompt_of(FEWEST, seed=9)], greedy(2))
+    assert len(splits) == 1
     header, _ = random_prefill(random.Random(0))
     header = header._replace(num_tokens=FEWEST)
     takes = llm.model_runner.micro_batches.takes
@@ -173,6 +184,19 @@ def test_what_is_never_split(start, make_llm, tmp_path):
 
 def test_norms_of_results_need_the_sum_at_once(start, tmp_path):
     make(tmp_path, "olmo2", vocab_size=512)
-    llm, splits = start(str(tmp_path), is_split=True)
+    llm, splits = start(str(tmp_path))
     generate(llm, [prompt_of(60)], greedy(2))
     assert not splits and llm.model_runner.micro_batches.min_tokens is None
+
+
+def test_a_worker_that_is_killed_in_a_split_prefill(start, make_checkpoint):
+    """Rank 0 waits for a summand that does not come; nothing hangs."""
+    llm, splits = start(make_checkpoint())
+    worker = llm.model_runner.workers.processes[1]
+    killer = threading.Timer(0.5, worker.kill)
+    prompts = [prompt_of(60, seed=n) for n in range(20_000)]
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1"):
+        killer.start()
+        llm.generate(prompts, greedy(1), use_tqdm=False)
+    assert time.monotonic() - begin < 15 and splits and not worker.is_alive()
