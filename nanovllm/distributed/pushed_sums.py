@@ -111,7 +111,14 @@ class PendingSum:
         """
         from nanovllm.kernels.linear.norm import SplitKPartials
 
+        return SplitKPartials(self.own, self._received()[None])
+
+    def total(self) -> torch.Tensor:
+        """The sum [T, C], of the same bits; in place."""
+        return self.own.add_(self._received())
+
+    def _received(self) -> torch.Tensor:
         own, sums = self.own, self.sums
         torch.cuda.current_stream().wait_event(self.slot.sent)  # the sum overwrites what is copied
         sums._wait_for_epoch(self.slot.flag, self.epoch, sums._aborted, sums._abort_flag)
-        return SplitKPartials(own, self.slot.received[: own.nbytes].view(own.dtype).view(1, *own.shape))
+        return self.slot.received[: own.nbytes].view(own.dtype).view(own.shape)

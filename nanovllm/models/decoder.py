@@ -36,10 +36,14 @@ def hidden_norm(config: ModelConfig, wanted: bool) -> RMSNorm | None:
 
 def add_to_residual(linear: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor,
                     post_norm: RMSNorm | None, leaves_sum: bool = False) -> torch.Tensor:
-    """residual + linear(x), or residual + post_norm(linear(x)), [T, C]; this rank's summand with ``leaves_sum``."""
+    """residual + linear(x), or residual + post_norm(linear(x)), [T, C].
+
+    With ``leaves_sum`` this rank's summand: of that, or of linear(x) if there is a ``post_norm``.
+    """
     if post_norm is None:
         return linear(x, residual=residual, leaves_sum=leaves_sum)
-    return post_norm.add_to(residual, linear(x))
+    y = linear(x, leaves_sum=leaves_sum)
+    return y if leaves_sum else post_norm.add_to(residual, y)
 
 
 def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:

@@ -21,16 +21,19 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.context import Context
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.device import select_dtype
+from nanovllm.runner.prefill_graphs import layer_weights
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
-# Fewest tokens of a prefill that is split, by device type. Below, the host launches two halves more slowly than the
-# device computes them. None on the CPU, where nothing runs beside anything.
-MIN_TOKENS: dict[str, int | None] = {"cuda": 4096, "cpu": None}
+MIN_TOKENS = 2048  # of a prefill that is split: smaller halves fill the SMs badly
+# Tokens times weights of a layer on one rank, by device type: in less time than an H200 needs for so many, a host does
+# not launch the kernels of two halves. None on the CPU, where nothing runs beside anything.
+MIN_LAYER_WORK: dict[str, int | None] = {"cuda": 3 << 37, "cpu": None}
 TILE = 128  # tokens of a tile in the prefill's GEMMs
 # Layers that the host may be ahead of the device: 30 entries each of the 1,024 of a stream's launch queue. In a launch
 # that waits for a free entry the host would hold the GIL, which the watch over the workers needs.
@@ -41,10 +44,11 @@ Half = tuple[StepHeader, StepInput]
 
 def min_tokens(config: Config, device_type: str) -> int | None:
     """Fewest tokens of a prefill that is split; None: none ever is."""
-    size, fewest = config.tensor_parallel_size, MIN_TOKENS[device_type]
-    if fewest is None or config.max_num_batched_tokens < fewest or config.model_config.family.post_norm:
-        return None  # a norm of results needs the sum at once
-    return fewest if size == 2 or (size > 2 and device_type == "cpu") else None
+    size, work = config.tensor_parallel_size, MIN_LAYER_WORK[device_type]
+    if work is None or size == 1 or (size > 2 and device_type == "cuda"):
+        return None
+    fewest = max(MIN_TOKENS, work * size // layer_weights(config))
+    return fewest if fewest <= config.max_num_batched_tokens else None
 
 
 def max_sum_bytes(config: Config, device: torch.device) -> int:
@@ -106,10 +110,22 @@ class Summed:
     """A sum that was computed at once; the twin of ``PendingSum``."""
 
     def __init__(self, total: torch.Tensor):
-        self.total = total
+        self._total = total
 
     def wait(self) -> torch.Tensor:
-        return self.total
+        return self._total
+
+    total = wait
+
+
+class PostNormed:
+    """A sum whose norm is added to the residual once it is there."""
+
+    def __init__(self, pending: Any, post_norm: RMSNorm, residual: torch.Tensor):
+        self._pending, self._post_norm, self._residual = pending, post_norm, residual
+
+    def wait(self) -> torch.Tensor:
+        return self._post_norm.add_to(self._residual, self._pending.total())
 
 
 class MicroBatches:
@@ -152,20 +168,23 @@ class MicroBatches:
         for i, layer in enumerate(layers):
             is_last = i == len(layers) - 1
             for half, context in enumerate(contexts):
-                indices = context.logits_indices if is_last else None
-                y = layer.self_attn(sums[half].wait(), layer.input_layernorm, context, indices)
-                sums[half] = self._begin(y, half, is_last)
+                residual, indices = sums[half].wait(), context.logits_indices if is_last else None
+                y = layer.self_attn(residual, layer.input_layernorm, context, indices)
+                residual = residual if indices is None else residual[indices]
+                sums[half] = self._begin(y, half, is_last, layer.self_attn, residual)
             for half, context in enumerate(contexts):
-                y = layer.mlp(sums[half].wait(), layer.post_attention_layernorm, context)
-                sums[half] = self._begin(y, half, is_last)
+                residual = sums[half].wait()
+                y = layer.mlp(residual, layer.post_attention_layernorm, context)
+                sums[half] = self._begin(y, half, is_last, layer.mlp, residual)
             self._limit_queue()
         return torch.cat([model.norm(total.wait()) for total in sums])
 
-    def _begin(self, y: torch.Tensor, half: int, is_last: bool) -> Any:
-        """Sum up a rank's summands; in the last layer, whose few tokens are not worth a copy, at once."""
-        if self._sums is None or is_last:
-            return Summed(self._tp.all_reduce(y))
-        return self._sums.begin(y, half)
+    def _begin(self, y: torch.Tensor, half: int, is_last: bool, block: Any, residual: Any) -> Any:
+        """Sum up the ranks' summands of a block; in the last layer, whose tokens are few, at once."""
+        at_once = self._sums is None or is_last
+        pending: Any = Summed(self._tp.all_reduce(y)) if at_once else self._sums.begin(y, half)  # type: ignore[union-attr]
+        post_norm = getattr(block, "post_norm", None)  # experts have none
+        return pending if post_norm is None else PostNormed(pending, post_norm, residual)
 
     def _limit_queue(self) -> None:
         """Wait until the device is at most MAX_LAYERS_AHEAD layers behind; without blocking in the driver."""

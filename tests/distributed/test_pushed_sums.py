@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import worker_mains
+from helpers import gpu_param, interpret_fp8_exactly
 from test_peer_memory import WORLD, run_ranks
 from worker_mains import NUM_SUMS, SUM_BYTES, halves, sum_halves, summand
 
@@ -66,3 +67,25 @@ def test_between_streams():
 @pytest.mark.gpu
 def test_between_gpus(tmp_path):
     check(run_ranks(worker_mains.push_halves_on_gpus, NUM_SUMS, str(tmp_path)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, gpu_param(torch.bfloat16), torch.float32])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_norm_adds_summands(dtype, quantized, monkeypatch):
+    """Rounded once, the same bits whichever rank's is its own; nothing beyond the tokens is read."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.linear.norm import SplitKPartials, rms_norm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    interpret_fp8_exactly(monkeypatch)
+    a, b = (torch.randn(5, 200, dtype=dtype, device=device) for _ in range(2))
+    received = torch.cat((b, b.new_full((1, 200), torch.nan)))[:5]
+    weight = torch.randn(200, dtype=dtype, device=device)
+    total, own = (a.float() + b.float()).to(dtype), a.clone()
+    given = rms_norm(SplitKPartials(own, received[None]), weight, 1e-6, quantized)
+    assert torch.equal(own, total)
+    for x, y in zip(given, rms_norm(total, weight, 1e-6, quantized), strict=True):
+        assert torch.equal(x.float(), y.float())
+    other = b.clone()
+    rms_norm(SplitKPartials(other, a[None]), weight, 1e-6)
+    assert torch.equal(other, total)

@@ -10,10 +10,12 @@ import torch
 from families import make
 from helpers import generate, generate_with_logits, greedy, prompt_of
 
+from benchmarks.workloads import write_model
 from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.config import Config
 from nanovllm.runner import micro_batches
 from nanovllm.runner import worker as worker_module
-from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, split
+from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, max_sum_bytes, min_tokens, split
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
 
 FEWEST = 24  # tokens of a prefill that is split, in these tests
@@ -85,7 +87,8 @@ def test_a_cut_is_at_a_border_near_the_middle_else_at_a_tile():
 
 
 def splits_prefills(worker, config):
-    micro_batches.MIN_TOKENS.update(cpu=FEWEST, cuda=FEWEST)
+    micro_batches.MIN_TOKENS = FEWEST
+    micro_batches.MIN_LAYER_WORK = {"cpu": 0, "cuda": 0}
     worker_module.worker_main(worker, config)
 
 
@@ -101,8 +104,8 @@ def start(device, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(worker_module, "worker_main", splits_prefills)
-    for device_type in ("cpu", "cuda"):
-        monkeypatch.setitem(micro_batches.MIN_TOKENS, device_type, FEWEST)
+    monkeypatch.setattr(micro_batches, "MIN_TOKENS", FEWEST)
+    monkeypatch.setattr(micro_batches, "MIN_LAYER_WORK", {"cpu": 0, "cuda": 0})
 
     def start(model):
         llm = LLM(model, device=device, tensor_parallel_size=2, enforce_eager=True, **OPTIONS)
@@ -129,9 +132,9 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("case", ["qwen3", "mistral-window", "gemma3", "olmo2", "qwen3-moe", "qwen2-moe"])
 def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
-    """Chunks, cached and shared prefixes, windows, experts; forked completions and guided ones."""
+    """Chunks, cached and shared prefixes, windows, experts, norms of results; forked completions and guided ones."""
     make(tmp_path, case, vocab_size=512)
     llm, splits = start(str(tmp_path))
     alone = make_llm(model=str(tmp_path), device=device, enforce_eager=True, num_kvcache_blocks=64)
@@ -165,7 +168,7 @@ def test_logits_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
 
 
 def test_what_is_never_split(device, start, make_llm, tmp_path):
-    """Prompts that are scored, alone or beside others; short prefills; families with a norm of results."""
+    """Prompts that are scored, alone or beside others; short prefills."""
     make(tmp_path, "qwen3", vocab_size=512)
     llm, splits = start(str(tmp_path))
     prompt = prompt_of(50)
@@ -182,11 +185,18 @@ def test_what_is_never_split(device, start, make_llm, tmp_path):
     assert not takes(header._replace(kind=StepKind.SHORT_PREFILL))
 
 
-def test_norms_of_results_need_the_sum_at_once(start, tmp_path):
-    make(tmp_path, "olmo2", vocab_size=512)
-    llm, splits = start(str(tmp_path))
-    generate(llm, [prompt_of(60)], greedy(2))
-    assert not splits and llm.model_runner.micro_batches.min_tokens is None
+def test_small_models_and_other_numbers_of_ranks_run_whole(make_checkpoint, tmp_path):
+    """A host launches the two halves of a small model more slowly than a GPU computes them."""
+    def of(size, ranks, max_num_batched_tokens=16384):
+        options = {"tensor_parallel_size": ranks, "max_num_batched_tokens": max_num_batched_tokens}
+        return Config.from_options(write_model(tmp_path, size), {"load_format": "dummy", **options})
+
+    assert 3000 < min_tokens(of("8b", 2), "cuda") < 5000
+    assert min_tokens(of("32b", 2), "cuda") == micro_batches.MIN_TOKENS
+    nothing = [of("0.6b", 2), of("8b", 1), of("8b", 4), of("8b", 2, 2048)]
+    assert [min_tokens(config, "cuda") for config in nothing] == [None] * 4
+    assert min_tokens(of("8b", 2), "cpu") is None
+    assert max_sum_bytes(of("0.6b", 2), torch.device("cuda")) == 0
 
 
 def test_a_worker_that_is_killed_in_a_split_prefill(start, make_checkpoint):
