@@ -3,8 +3,9 @@
 Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. On Hopper each token
 is quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: from one token on
 it is the fastest there (docs/experiments.md), and so a token's result does not depend on how many others there are.
-(It does with scales of 128 channels and more than 256 tokens: layers do not say yet which features share theirs, so
-such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
+(It does where scales of 128 channels are not those of whole blocks of 128 x 128, as when a rank's shard cuts blocks:
+for more than 256 tokens such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do
+not quantize x.
 
     1 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
     otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
