@@ -46,16 +46,16 @@ def has_e4m3(device):
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def supports(x, weight):
-    """Whether a kernel here multiplies these without dequantizing the weight first."""
-    if supports_w8a8(x, weight):
+def supports(x, weight, epilogue=None):
+    """Whether a kernel here multiplies these without dequantizing the weight first; with an epilogue `qkv_linear`."""
+    if supports_w8a8(x, weight, epilogue):
         return True
     num_channels, num_groups = weight.data.shape[1], weight.scale.shape[1]
     is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
     return len(x) == 1 and has_e4m3(weight.data.device) and is_whole_groups
 
 
-def supports_w8a8(x, weight):
+def supports_w8a8(x, weight, epilogue=None):
     """Whether the FP8 tensor cores multiply these."""
     (num_features, num_channels), num_groups, device = weight.data.shape, weight.scale.shape[1], weight.data.device
     if not (len(x) > 0 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
@@ -66,7 +66,8 @@ def supports_w8a8(x, weight):
         return True
     if num_groups == 1:
         return num_features % 16 == 0
-    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % 256 == 0
+    is_qkv = epilogue is not None and supports_qkv_epilogue(dtype_of(x), weight.data, epilogue)
+    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % (128 if is_qkv else 256) == 0
 
 
 def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k):
@@ -98,7 +99,7 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear, where `supports`."""
-    if not supports_w8a8(x, weight) or not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue):
+    if not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue) or not supports_w8a8(x, weight, epilogue):
         return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps, None, None, False), *epilogue)
     config = decode_config(x, weight)
     x, x_scale, dtype = prepare(x, norm_weight, eps)
