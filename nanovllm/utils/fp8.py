@@ -84,7 +84,7 @@ class Quantized:
         self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Data and scale of all that have rows of scales [start : stop]."""
+        """Rows [start : stop] of the scales, behind the data that they scale."""
         if (start, stop) not in self._made:
             height = self.block or 1
             weight = self.lazy[start * height : stop * height,]
