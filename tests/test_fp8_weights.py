@@ -654,8 +654,8 @@ def relative_error(got, want):
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [40, 300, 700])
 def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
-    """No weight is dequantized. Scales differ by a factor of up to 8, so a wrong one shows; W8A8 costs some 0.05, as
-    does plain torch in fp32 with the inputs of its linear layers quantized token by token.
+    """No weight is dequantized. Plain torch in bf16 with the inputs of its linear layers quantized token by token errs by
+    0.064 to 0.076. Scales of blocks differ by a factor of up to 8: one layer's moved by a block err by 0.108 and more.
     """
     from nanovllm.kernels.launch import is_sm90
     from nanovllm.kernels.linear import fp8
@@ -692,7 +692,7 @@ def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
     multiplied.clear()  # by start-up
     prompt = prompt_of(length)
     _, (got,) = generate_with_logits(llm, [prompt], 1)
-    assert relative_error(got, hf_logits(model, prompt)[-1:]) < 0.12
+    assert relative_error(got, hf_logits(model, prompt)[-1:]) < 0.1
     if length > 256:  # all of the first layer and QKV of the last, whose rest needs one token
         assert multiplied == [(length, *shape) for shape in ((1024, 4), (512, 4), (2048, 4), (512, 8), (1024, 4))]
 
