@@ -655,7 +655,7 @@ def relative_error(got, want):
 @pytest.mark.parametrize("length", [40, 300, 700])
 def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
     """No weight is dequantized. Plain torch in bf16 with the inputs of its linear layers quantized token by token errs
-    by 0.064 to 0.076. Block scales differ by a factor of up to 8: those of one weight, moved by a block, by 0.108 and up.
+    by 0.064 to 0.076. Block scales differ by a factor of up to 8: those of one weight, moved by a block, by 0.108 up.
     """
     from nanovllm.kernels.launch import is_sm90
     from nanovllm.kernels.linear import fp8
