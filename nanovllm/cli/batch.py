@@ -4,7 +4,6 @@ The job reads the input twice: for the ids, then for the rows that are not done.
 hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
 """
 
-import json
 import re
 import signal
 import sys
@@ -51,13 +50,7 @@ def run(args: Any) -> int:
     if args.metrics:
         Path(args.metrics).open("ab").close()
     with closing(RunFile(output, args.overwrite)) as run_file:
-        if args.overwrite:
-            output.clear()
-        facts = facts_of(args, model_path, source, len(hashes))
-        if output.is_begun():
-            check_facts(run_file.read(), facts, output)
-        else:  # never again: a kill while they are written would lose them
-            run_file.write(facts)
+        run_file.check(facts_of(args, model_path, source, len(hashes)))
         done, num_errors = output.scan(args.retry_errors)
         todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
@@ -122,23 +115,11 @@ def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[s
     files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
     options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
-    facts = {
+    return {
         "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
         "rows of the input": num_rows, "contents of the input": fingerprint(source.files),
         **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
     }  # fmt: skip
-    return json.loads(json.dumps(facts))  # as it will be read
-
-
-def check_facts(before: dict[str, Any], now: dict[str, Any], output: Any) -> None:
-    """Refuse to go on with an output that was begun with something else."""
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changed and changed != ["model"]:  # the same files under another name are the same model
-        lines = [f"  {name}: {before.get(name)!r:.200} then, {now.get(name)!r:.200} now\n" for name in changed]
-        raise ConfigError(
-            f"{output.path} was begun with something else:\n{''.join(lines)}"
-            "Give what was given then, or another OUT, or --overwrite."
-        )
 
 
 class Job:

@@ -147,32 +147,30 @@ class JsonlOutput:
 
     def scan(self, retry_errors: bool) -> tuple[array, int]:
         """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
-        hashes, num_errors, kept_end, is_cut_inside = array("Q"), 0, 0, False
-        if not self.path.exists():
-            return hashes, 0
-        with self.path.open("rb") as lines:
-            position = 0
-            for line in lines:
-                record = self._kept(line, retry_errors)
-                if record is not None:
-                    hashes.append(hash_of(record["custom_id"]))
-                    num_errors += record.get("error") is not None
-                    is_cut_inside |= kept_end != position
-                    kept_end += len(line)
-                position += len(line)
-        if is_cut_inside:
-            with self.path.open("rb") as lines, replacing(self.path) as file:
-                file.writelines(line for line in lines if self._kept(line, retry_errors) is not None)
+        hashes, num_errors, position, num_kept, kept_end = array("Q"), 0, 0, 0, 0  # the last three in bytes
+        for line, record in self._lines(retry_errors):
+            position += len(line)
+            if record is not None:
+                hashes.append(hash_of(record["custom_id"]))
+                num_errors += record.get("error") is not None
+                num_kept, kept_end = num_kept + len(line), position
+        if num_kept != kept_end:  # not only at the end
+            with replacing(self.path) as file:
+                file.writelines(line for line, record in self._lines(retry_errors) if record is not None)
         elif kept_end != position:
             os.truncate(self.path, kept_end)
         return hashes, num_errors
 
-    @staticmethod
-    def _kept(line: bytes, retry_errors: bool) -> dict[str, Any] | None:
-        record = read_line(line) if line.endswith(b"\n") else None
-        if not isinstance(record, dict) or "custom_id" not in record or (retry_errors and record.get("error")):
-            return None
-        return record
+    def _lines(self, retry_errors: bool) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Each with its record if that is to be kept."""
+        if self.path.exists():
+            with self.path.open("rb") as lines:
+                for line in lines:
+                    record = read_line(line)
+                    if isinstance(record, RequestError) or "custom_id" not in record or not line.endswith(b"\n"):
+                        yield line, None
+                    else:
+                        yield line, None if retry_errors and record.get("error") else record
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -282,7 +280,7 @@ class RunFile:
     """OUT.run.json: what OUT is made with; locked while a job writes to OUT."""
 
     def __init__(self, output: "JsonlOutput | ParquetOutput", overwrite: bool):
-        path = output.path.with_name(output.path.name + ".run.json")
+        self.output, path = output, output.path.with_name(output.path.name + ".run.json")
         if output.is_begun() and not overwrite and not path.exists():
             raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
         self._file = path.open("a+", encoding="utf-8")
@@ -291,16 +289,29 @@ class RunFile:
         except OSError:
             self.close()
             raise ConfigError(f"another job is writing to {output.path}: it holds {path}.") from None
+        if overwrite:
+            output.clear()
 
     def close(self) -> None:
         self._file.close()
 
-    def read(self) -> dict[str, Any]:
+    def check(self, facts: dict[str, Any]) -> None:
+        """Refuse to go on with an output that was begun with something else."""
+        if not self.output.is_begun():  # only then: a kill while they are written loses them
+            return self.write(facts)
         self._file.seek(0)
         try:
-            return json.loads(self._file.read())
+            before = json.loads(self._file.read())
         except ValueError:
-            return {}  # new, or stopped while it was written: then there is no output yet
+            raise ConfigError(f"{self._file.name} is damaged; give another OUT, or --overwrite.") from None
+        facts = json.loads(json.dumps(facts))  # as it was read
+        changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
+        if changed and changed != ["model"]:  # the same files under another name are the same model
+            lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
+            raise ConfigError(
+                f"{self.output.path} was begun with something else:\n{''.join(lines)}"
+                "Give what was given then, or another OUT, or --overwrite."
+            )
 
     def write(self, facts: dict[str, Any]) -> None:
         self._file.truncate(0)

@@ -24,12 +24,12 @@ def run(args: Any) -> int:
     source, output = Path(args.metrics), Path(args.output)
     if output.suffix not in (".html", ".png"):
         raise ConfigError(f"OUT={output} must end in .html or .png.")
+    seconds, charts, totals = read(source)
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("plot needs matplotlib: pip install 'nanovllm[plot]'.") from None
-    seconds, charts, totals = read(source)
     unit, size = ("hours", 3600) if seconds[-1] > 7200 else ("minutes", 60) if seconds[-1] > 180 else ("seconds", 1)
     figure = Figure(figsize=(9, 2.2 * len(charts)), layout="constrained")
     figure.suptitle(f"nanovllm: {source.name}\n{totals}", fontsize="medium", parse_math=False)
