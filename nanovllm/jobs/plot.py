@@ -36,7 +36,7 @@ def run(args: Any) -> int:
     all_axes = figure.subplots(len(charts), sharex=True)
     for axes, (title, of_values, lines) in zip(all_axes, charts, strict=True):
         for (name, line), style in zip(lines.items(), ("-", "--"), strict=False):
-            axes.plot(seconds / size, line, style, label=name)
+            axes.plot(seconds / size, line, style, label=name, clip_on=False, zorder=3)  # over the frame
         axes.set_title(title, loc="left")
         axes.set(ylabel=of_values, ylim=(0, 105 if of_values[0] == "%" else None), xlim=(0, seconds[-1] / size))
         axes.yaxis.set_major_formatter("{x:,.10g}")
