@@ -16,6 +16,7 @@ from nanovllm.errors import ConfigError
 OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",
+    "embed_part": "embedding",
     "rms_norm": "linear.norm",
     "add_rms_norm": "linear.post_norm",
     "qk_rms_norm": "linear.post_norm",
@@ -31,7 +32,7 @@ OPS = {
     "adjust_logits": "sampling.adjust_logits",
     "filter_thresholds": "sampling.filters",
     "gumbel_argmax": "sampling.gumbel",
-    "advance_requests": "sampling.gumbel",
+    "pick_and_advance": "sampling.gumbel",
     "token_logprobs": "sampling.logprobs",
 }
 

@@ -1,8 +1,9 @@
-"""Plain twins of ``launch.parallel_compile`` and ``step_inputs.decode_inputs``, in PyTorch."""
+"""Plain twins of ``parallel_compile``, ``decode_inputs`` and ``embed_part``, in PyTorch."""
 
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 
 
 def parallel_compile(device):
@@ -34,3 +35,16 @@ def decode_inputs(req_indices, last_token, length, block_tables, block_size):
         torch.where(live, slots, -1).int(),
         context_lens.int(),
     )
+
+
+def embed_part(input_ids, weight, vocab_start, scale):
+    """Embeddings [T, C] times `scale` of the ids that one rank holds, zeros for the others.
+
+    Args:
+        input_ids: i32[T].
+        weight: [V / size, C], of the ids from `vocab_start`.
+    """
+    local = input_ids - vocab_start
+    is_local = (local >= 0) & (local < len(weight))
+    x = F.embedding(local.where(is_local, 0), weight) * scale
+    return x.masked_fill(~is_local.unsqueeze(-1), 0)

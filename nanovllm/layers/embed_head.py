@@ -20,6 +20,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.scale = torch.tensor(scale, device="cpu").item()
         self.tp = tp
+        self.ops = kernels.select()
         self.vocab_start = tp.rank * (vocab_size // tp.size)
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, hidden_size), requires_grad=False)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
@@ -31,20 +32,11 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size == 1:
             x = F.embedding(input_ids, self.weight)
             return x if self.scale == 1 else x * self.scale
-        local = input_ids - self.vocab_start
-        is_local = (local >= 0) & (local < self.weight.shape[0])
-        x = F.embedding(local.where(is_local, 0), self.weight)
-        if self.scale != 1:
-            x = x * self.scale
-        return self.tp.all_reduce(x * is_local.unsqueeze(-1))
+        return self.tp.all_reduce(self.ops.embed_part(input_ids, self.weight, self.vocab_start, self.scale))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [N, C] -> logits of this rank's ids [N, V/size]. May share its weight with the embedding."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK):
-        super().__init__(vocab_size, hidden_size, tp)
-        self.ops = kernels.select()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ops.fused_linear(hidden, Weight(self.weight))

@@ -142,9 +142,6 @@ class Sampler(nn.Module):
             return self.ops.gumbel_argmax(values, req_indices, state, thresholds, advance=advance)[1]
         # Each rank samples from its part of the vocabulary; the best score wins, the lowest id on a tie. The noise
         # depends on the id, not on the rank: the token is the same as without tensor parallelism.
-        scores, tokens = self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start)
-        candidates = tp.all_gather(torch.stack((scores.view(torch.int32), tokens)))  # [size, 2, B], 8 bytes a sequence
-        scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
-        tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
-        self.ops.advance_requests(tokens, req_indices, *advance)
-        return tokens
+        candidates = req_indices.new_empty((2, len(req_indices)))  # 8 bytes a sequence
+        self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start, candidates=candidates)
+        return self.ops.pick_and_advance(tp.all_gather(candidates), req_indices, *advance)

@@ -22,7 +22,7 @@ KERNELS = SimpleNamespace(
     mask_stop_ids=mask_stop_ids.mask_stop_ids,
     filter_thresholds=filters.filter_thresholds,
     gumbel_argmax=gumbel.gumbel_argmax,
-    advance_requests=gumbel.advance_requests,
+    pick_and_advance=gumbel.pick_and_advance,
 )
 BOTH = pytest.mark.parametrize("ops", [reference, KERNELS], ids=["twin", "triton"])
 

@@ -199,7 +199,8 @@ def test_an_empty_batch(ops):
     advance = last_token, state.length, torch.zeros(2, 6, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     thresholds = ops.filter_thresholds(logits, req_indices, state)
     values, tokens = ops.gumbel_argmax(logits, req_indices, state, thresholds, advance=advance)
-    ops.advance_requests(tokens, req_indices, *advance)
+    gathered = torch.zeros(2, 2, 0, dtype=torch.int32, device=DEVICE)
+    assert len(ops.pick_and_advance(gathered, req_indices, *advance)) == 0
     assert (len(thresholds), len(values), len(tokens)) == (0, 0, 0) and tokens.dtype == torch.int32
     assert torch.equal(state.length, before) and (last_token == 77).all()
 
@@ -212,15 +213,13 @@ def test_the_best_shard_has_the_token_of_the_whole_vocabulary(ops):
     req_indices = every_request(state)
     whole_values, whole = ops.gumbel_argmax(logits, req_indices, state, thresholds)
     cut = 333  # inside a quad
-    shards = [
-        ops.gumbel_argmax(logits[:, :cut], req_indices, state, thresholds),
-        ops.gumbel_argmax(logits[:, cut:], req_indices, state, thresholds, cut),
-    ]
-    values = torch.stack([values for values, _ in shards])
-    tokens = torch.stack([tokens for _, tokens in shards])
-    winner = values.argmax(0, keepdim=True)
-    assert torch.equal(tokens.gather(0, winner)[0], whole)
-    assert torch.equal(values.max(0).values, whole_values)
+    candidates = torch.zeros(2, 2, 6, dtype=torch.int32, device=DEVICE)
+    ops.gumbel_argmax(logits[:, :cut], req_indices, state, thresholds, candidates=candidates[0])
+    ops.gumbel_argmax(logits[:, cut:], req_indices, state, thresholds, cut, candidates=candidates[1])
+    assert torch.equal(candidates[:, 0].view(torch.float32).amax(0), whole_values)
+    last_token, sampled_tokens = torch.zeros_like(req_indices), torch.zeros(2, 6, dtype=torch.int32)
+    advance = last_token, state.length, sampled_tokens.pin_memory() if DEVICE == "cuda" else sampled_tokens
+    assert torch.equal(ops.pick_and_advance(candidates, req_indices, *advance), whole)
 
 
 @BOTH
@@ -232,7 +231,7 @@ def test_advance_requests(ops):
     thresholds = no_thresholds(3)
     sampled_tokens = torch.zeros(2, 5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     advance = last_token, state.length, sampled_tokens
-    _, tokens = ops.gumbel_argmax(logits, req_indices, state, thresholds, advance=advance)
+    scores, tokens = ops.gumbel_argmax(logits, req_indices, state, thresholds, advance=advance)
     assert state.length.tolist() == [3, 0, 8, 9, 2]
     assert last_token.tolist() == [77, 77, int(tokens[0]), 77, int(tokens[2])]
     if DEVICE == "cuda":
@@ -241,10 +240,34 @@ def test_advance_requests(ops):
     assert sampled_tokens.tolist() == [[0] * 5, odd]
     assert tokens.tolist() == [int(logits[0].argmax()), 0, int(logits[2].argmax())]
 
-    ops.advance_requests(tokens + 1, req_indices, *advance)
+    worse = torch.stack(((scores - 1).view(torch.int32), tokens * 0))
+    better = torch.stack((scores.view(torch.int32), tokens + 1))
+    picked = ops.pick_and_advance(torch.stack((worse, better)), req_indices, *advance)
+    assert torch.equal(picked, tokens + 1)
     assert state.length.tolist() == [3, 0, 9, 9, 3]
     assert last_token.tolist() == [77, 77, int(tokens[0]) + 1, 77, int(tokens[2]) + 1]
     assert sampled_tokens.tolist() == [[0, 0, int(tokens[0]) + 1, 0, int(tokens[2]) + 1], odd]
+
+
+@pytest.mark.parametrize("size, batch_size", [(2, 3), (4, 130)])
+def test_the_best_candidate(size, batch_size):
+    """Ties, ranks without an allowed token, infinite scores, padding slots; more than one program."""
+    state = make_state(140, length=torch.randint(0, 4, (140,)))
+    req_indices = torch.randperm(140, device=DEVICE)[:batch_size].int()
+    scores = torch.randint(-2, 2, (size, batch_size), device=DEVICE).float()
+    scores[scores == -2] = -torch.inf
+    scores[0, 0] = torch.inf
+    tokens = torch.randint(0, 150_000, (size, batch_size), dtype=torch.int32, device=DEVICE)
+    candidates = torch.stack((scores.view(torch.int32), tokens), dim=1)
+    results = []
+    for ops in (reference, KERNELS):
+        last_token, length = torch.full((140,), 77, dtype=torch.int32, device=DEVICE), state.length.clone()
+        sampled_tokens = torch.zeros(2, 140, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+        picked = ops.pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens)
+        results.append([x.tolist() for x in (picked, last_token, length, sampled_tokens.to(DEVICE))])
+    assert results[0] == results[1]
+    columns = zip((-scores).T.tolist(), tokens.T.tolist(), strict=True)
+    assert results[0][0] == [min(zip(*column, strict=True))[1] for column in columns]
 
 
 @BOTH

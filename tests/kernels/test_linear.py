@@ -433,6 +433,21 @@ def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(mon
         assert round(prefill_gemm_sm90.idle_channels(x, weight)) == expected
 
 
+def test_gate_and_up_of_few_tokens_where_each_sm_has_one_tile(monkeypatch):
+    prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
+    monkeypatch.setattr(prefill_gemm_sm90, "num_sms", lambda device: 132)
+    for num_tokens, num_features, expected in (
+        (256, 16384, True),  # 128 tiles
+        (129, 16384, True),
+        (128, 16384, False),  # half as many
+        (257, 16384, False),
+        (256, 24576, False),  # 192
+        (256, 12288, False),  # 96
+    ):
+        x, weight = torch.empty(num_tokens, 64), torch.empty(num_features, 64)
+        assert prefill_gemm_sm90.fills_one_wave(x, weight) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
@@ -487,6 +502,8 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype)
         (4096, 1024, dict(residual=True, padding=1)),
         (4096, 12288, dict(residual=True)),
         (4096, 12288, dict(residual=True, allow_split_k=True)),
+        (16384, 2048, dict(norm=True, act_mul="silu")),
+        (2048, 8192, dict(residual=True, allow_split_k=True)),
     ],
 )
 def test_fused_linear_at_model_size(num_tokens, num_features, num_channels, options):

@@ -350,6 +350,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     head_bytes = block_d * itemsize
     if head_bytes <= 128 and num_seqs > 16:
         config = config._replace(programs_per_sm=4)
+        if itemsize == 1 and has_large_partials:  # with three stages ptxas takes 168 registers, and spills
+            config = config._replace(num_stages=2)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))
 
 

@@ -54,27 +54,25 @@ class DecodeGemmConfig(NamedTuple):
 
 
 def decode_gemm_config(x, weight, allow_split_k):
-    """The smallest tiles that fit the device in one wave; None where none do, or where cuBLAS is faster (H200)."""
+    """The smallest tiles that fit the device in one wave, and read little; None where cuBLAS is faster (H200)."""
     (num_tokens, num_channels), num_features, max_programs = x.shape, len(weight), num_sms(x.device)
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
     is_16_bit = x.element_size() == 2 and x.dtype == weight.dtype
     block_c = 128 if num_channels % 128 == 0 else 64
     if not (is_sm90(x.device) and is_aligned and is_16_bit and weight.is_contiguous() and num_channels % block_c == 0):
         return None
+    splits = (4, 2, 1) if allow_split_k else (1,)
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        if num_programs <= max_programs:
-            break
-    else:
-        return None
-    splits = (4, 2, 1) if allow_split_k else (1,)
-    split_k = next(n for n in splits if n * num_programs <= max_programs and num_channels % (n * block_c) == 0)
-    split_c = num_channels // split_k
-    if num_tokens > 64 and (block_m + block_n) * split_c * 2 > MAX_PROGRAM_BYTES:
-        return None
-    stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
-    return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
+        if num_programs > max_programs:
+            continue
+        split_k = next(n for n in splits if n * num_programs <= max_programs and num_channels % (n * block_c) == 0)
+        split_c = num_channels // split_k
+        if num_tokens <= 64 or (block_m + block_n) * split_c * 2 <= MAX_PROGRAM_BYTES:
+            stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
+            return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
+    return None
 
 
 def supports_qkv(config, head_size):

@@ -6,7 +6,7 @@ The twins are in reference.py.
     1             gemv.py, the norm fused
     2 to 256      decode_gemm_sm90.py on Hopper, where it beats cuBLAS; split-K where too few programs fill the device
     1,024 and up  prefill_gemm_sm90.py on Hopper, where its epilogue saves a kernel (QKV: 2,048 and up,
-                  where few SMs idle during the last tiles)
+                  where few SMs idle during the last tiles; gate and up: 129 to 256 too, where each SM has one tile)
     otherwise     cuBLAS between separate kernels
 
 A weight with scales goes to fp8.py, which multiplies e4m3 on Hopper, and elsewhere a single token's; otherwise it is
@@ -52,7 +52,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
     if config is not None:
         return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, act_mul)
-    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight, MIN_TOKENS_PREFILL):
+    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight):
         return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul)
     if adds_residual_only:
         return torch.addmm(residual, x, weight.t(), out=residual)  # beta = 1: the addition is free
@@ -77,11 +77,7 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
             head_size = len(data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
             if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
                 return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
-            if (
-                supports_prefill_gemm(x, data, MIN_TOKENS_PREFILL_QKV, is_qkv=True)
-                # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
-                and (compile_only.get() or prefill_gemm_sm90.idle_channels(x, data) <= MAX_IDLE_CHANNELS_QKV)
-            ):
+            if supports_prefill_qkv(x, data):
                 return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
 
@@ -93,5 +89,16 @@ def decode_config(x, weight, allow_split_k=False):
     return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
 
 
-def supports_prefill_gemm(x, weight, min_tokens, is_qkv=False):
-    return prefill_gemm_sm90 is not None and len(x) >= min_tokens and prefill_gemm_sm90.supports(x, weight, is_qkv)
+def supports_prefill_gemm(x, weight):
+    """Of gate and up."""
+    if prefill_gemm_sm90 is None or not prefill_gemm_sm90.supports(x, weight):
+        return False
+    return len(x) >= MIN_TOKENS_PREFILL or prefill_gemm_sm90.fills_one_wave(x, weight)
+
+
+def supports_prefill_qkv(x, weight):
+    if prefill_gemm_sm90 is None or len(x) < MIN_TOKENS_PREFILL_QKV:
+        return False
+    # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
+    is_busy = compile_only.get() or prefill_gemm_sm90.idle_channels(x, weight) <= MAX_IDLE_CHANNELS_QKV
+    return is_busy and prefill_gemm_sm90.supports(x, weight, is_qkv=True)

@@ -418,6 +418,12 @@ def idle_channels(x, weight):
     return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
 
 
+def fills_one_wave(x, weight):
+    """Whether there are tiles of two rows, about as many as SMs."""
+    num_tiles = 2 * triton.cdiv(len(weight), BLOCK_N.value)
+    return BLOCK_M.value < len(x) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.device) <= 1
+
+
 def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, weight_scale=None, x_scale=None,
                  dtype=None):  # fmt: skip
     """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.

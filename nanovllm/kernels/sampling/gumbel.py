@@ -1,6 +1,6 @@
 """Triton: draws one token per sequence with the Gumbel-max trick, without a softmax.
 
-Owns `gumbel_argmax` and `advance_requests`; the plain twins in reference.py define the noise. Does not know the
+Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
 B sequences, V vocabulary, R request slots. Quad q: ids 4q .. 4q + 3, whose noise comes from one Philox block.
@@ -229,7 +229,7 @@ def gumbel_argmax_kernel(
         tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ptr"])
 def combine_chunks_kernel(
     values_ptr, tokens_ptr,  # f32, i32[B, chunks], written by gumbel_argmax_kernel
     req_indices_ptr,  # i32[B]
@@ -241,7 +241,7 @@ def combine_chunks_kernel(
     vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride, sampled_tokens_stride,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,): the best chunk of each sequence; with ADVANCE also `advance_requests`."""
+    """Grid (B,): the best chunk of each sequence; with ADVANCE also `reference.advance_requests`."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     sequence = tl.program_id(0)
@@ -266,13 +266,16 @@ def combine_chunks_kernel(
     tl.store(token_ptr + sequence, token)
 
 
-def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None):
+def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
     """See reference.gumbel_argmax. Two launches, `advance` included."""
     batch_size, vocab_size = logits.shape
     device = logits.device
     assert logits.stride(1) == 1 and state.seed.stride(1) == 1
-    value = torch.empty(batch_size, dtype=torch.float32, device=device)
-    token = torch.empty(batch_size, dtype=torch.int32, device=device)
+    if candidates is None:
+        value = torch.empty(batch_size, dtype=torch.float32, device=device)
+        token = torch.empty(batch_size, dtype=torch.int32, device=device)
+    else:
+        value, token = candidates[0].view(torch.float32), candidates[1]
     if batch_size == 0:
         return value, token
     score_all = batch_size <= _MAX_UNPRUNED
@@ -302,13 +305,15 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
 
 
 @triton.jit(do_not_specialize=["batch_size"])
-def advance_requests_kernel(
-    tokens_ptr,  # i32[B]
+def pick_and_advance_kernel(
+    candidates_ptr,  # i32[SIZE, 2, B], gathered
     req_indices_ptr,  # i32[B]
+    tokens_ptr,  # i32[B], written here
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, incremented here
     sampled_tokens_ptr,  # i32[2, R], pinned host memory, written here
-    batch_size, last_token_stride, length_stride, sampled_tokens_stride, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    batch_size, last_token_stride, length_stride, sampled_tokens_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
@@ -316,20 +321,29 @@ def advance_requests_kernel(
     mask = offs < batch_size
     req_idx = tl.load(req_indices_ptr + offs, mask=mask, other=0).to(tl.int64)
     length = tl.load(length_ptr + req_idx * length_stride, mask=mask, other=0)
-    token = tl.load(tokens_ptr + offs, mask=mask, other=0)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    token = tl.full((BLOCK,), 2**31 - 1, tl.int32)
+    for rank in tl.static_range(SIZE):
+        scores_ptr = candidates_ptr + 2 * rank * batch_size
+        score = tl.load(scores_ptr + offs, mask=mask, other=0).to(tl.float32, bitcast=True)
+        candidate = tl.load(scores_ptr + batch_size + offs, mask=mask, other=0)
+        token = tl.where(score > best, candidate, tl.where(score == best, tl.minimum(token, candidate), token))
+        best = tl.maximum(best, score)
+    tl.store(tokens_ptr + offs, token, mask=mask)
     tl.store(last_token_ptr + req_idx * last_token_stride, token, mask=length > 0)
     tl.store(sampled_tokens_ptr + length % 2 * sampled_tokens_stride + req_idx, token, mask=length > 0)
     tl.store(length_ptr + req_idx * length_stride, length + 1, mask=length > 0)
 
 
-def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
-    """See reference.advance_requests."""
-    (batch_size,) = req_indices.shape
-    if batch_size > 0:
-        block = 128
-        launch(
-            advance_requests_kernel, (triton.cdiv(batch_size, block),),
-            tokens, req_indices, last_token, length, sampled_tokens,
-            batch_size, last_token.stride(0), length.stride(0), sampled_tokens.stride(0),
-            BLOCK=block, **launch_options(req_indices.device),
-        )  # fmt: skip
+def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens):
+    """See reference.pick_and_advance. One launch."""
+    size, _, batch_size = candidates.shape
+    assert candidates.is_contiguous()
+    tokens, block = torch.empty(batch_size, dtype=torch.int32, device=candidates.device), 128
+    launch(
+        pick_and_advance_kernel, (triton.cdiv(batch_size, block),),
+        candidates, req_indices, tokens, last_token, length, sampled_tokens,
+        batch_size, last_token.stride(0), length.stride(0), sampled_tokens.stride(0),
+        SIZE=size, BLOCK=block, **launch_options(candidates.device),
+    )  # fmt: skip
+    return tokens

@@ -95,7 +95,7 @@ def filter_thresholds(logits, req_indices, state):
     return thresholds
 
 
-def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None):
+def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
     """Sample one token per sequence: argmax of logit / temperature + Gumbel noise over logits >= threshold.
 
     Temperature 0 is greedy. The lowest id wins a tie, NaN counts as -inf, padding requests get token 0. The noise
@@ -104,9 +104,10 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     Args:
         vocab_start: id of column 0, for a rank that holds part of the vocabulary.
         advance: (last_token, length, sampled_tokens), to call `advance_requests` on the tokens.
+        candidates: i32[2, B], written: the results as rows of one tensor, scores by their bits.
 
     Returns:
-        Scores f32[B] and token ids i32[B]; the best score over the ranks wins.
+        Scores f32[B] and token ids i32[B]; `pick_and_advance` chooses between ranks.
     """
     slots = req_indices.long()
     temperature = state.temperature[slots].unsqueeze(1)
@@ -125,7 +126,20 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     values = torch.where(length > 0, values, 0.0)
     if advance is not None:
         advance_requests(tokens, req_indices, *advance)
+    if candidates is not None:
+        candidates[0], candidates[1] = values.view(torch.int32), tokens
     return values, tokens
+
+
+def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens):
+    """The ranks' best candidates i32[B], appended to their requests by `advance_requests`.
+
+    The best score wins, the lowest id on a tie. `candidates` i32[ranks, 2, B] are those of `gumbel_argmax`.
+    """
+    scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
+    tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
+    advance_requests(tokens, req_indices, last_token, length, sampled_tokens)
+    return tokens
 
 
 def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
