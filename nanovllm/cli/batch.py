@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nanovllm.errors import ConfigError
 from nanovllm.jobs.files import Input, RunFile, fingerprint, output_at
-from nanovllm.jobs.rows import Row, hash_of, key_of, ready
+from nanovllm.jobs.rows import Row, hash_of, ready
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 
@@ -54,10 +54,7 @@ def run(args: Any) -> int:
         done, num_errors = output.scan(args.retry_errors)
         todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
-        rows = (
-            Row(key_of(index, values, args.id_column), values)
-            for index, values in enumerate(source.rows()) if todo[index]
-        )  # fmt: skip
+        rows = (Row(i, values, args.id_column) for i, values in enumerate(source.rows()) if todo[i])
         return Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors).run(args, rows)
 
 
@@ -77,7 +74,7 @@ def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
             if args.id_column is None and not columns and "body" not in values:
                 args.id_column = next((name for name in ("custom_id", "id") if name in values), None)
             columns.update(dict.fromkeys(values))
-        key = key_of(index, values, args.id_column)
+        key = Row(index, values, args.id_column).key
         all_integers &= isinstance(key, int) and -(2**63) <= key < 2**63
         hashes.append(hash_of(key))
     if not hashes:
@@ -93,7 +90,7 @@ def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
     again = np.flatnonzero(column[order][1:] == column[order][:-1])
     if len(again):
         first, second = order[again[0] : again[0] + 2].tolist()
-        key = key_of(second, next(islice(source.rows(), second, None)), args.id_column)
+        key = Row(second, next(islice(source.rows(), second, None)), args.id_column).key
         raise ConfigError(
             f"IN={args.input}: rows {first} and {second} (counted from 0) have the same id {key!r}. Rows "
             f"that repeat an id: {len(again):,}. Make the ids unique, or name another --id-column."
@@ -127,7 +124,7 @@ class Job:
 
     def __init__(self, output: Any, num_rows: int, num_todo: int, num_errors: int):
         self.output, self.num_rows, self.num_before = output, num_rows, num_rows - num_todo
-        self.num_errors, self.num_done, self.tokens = num_errors, 0, np.zeros(3, int)  # of prompts, cached, generated
+        self.num_errors, self.num_done, self.tokens = num_errors, 0, [0, 0, 0]  # of prompts, cached, generated
 
     def run(self, args: Any, rows: Iterator[Row]) -> int:
         """Complete the rows and print a summary; the exit status."""
@@ -159,7 +156,7 @@ class Job:
             self.first_at = perf_counter()
         self.num_done += 1
         self.num_errors += record["error"] is not None
-        self.tokens += tokens
+        self.tokens = [a + b for a, b in zip(self.tokens, tokens, strict=True)]
         seconds = max(perf_counter() - self.first_at, 0.1)
         self.bar.set_postfix_str(f"{self.tokens[2] / seconds:,.0f} tokens/s", refresh=False)
         self.bar.update()
