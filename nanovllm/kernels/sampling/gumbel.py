@@ -3,7 +3,8 @@
 Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
-B sequences, V vocabulary, R request slots. Quad q: ids 4q .. 4q + 3, whose noise comes from one Philox block.
+B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7. One Philox block has the upper 16 bits of their
+random numbers, coarse ones, which suffice to prune; another has the lower 16 bits.
 """
 
 import torch
@@ -36,18 +37,41 @@ def wide_product(a, b: tl.constexpr):
 
 
 @triton.jit
-def random_words(key_low, key_high, quads, length):
-    """Philox4x32-10: four 32-bit words per quad of ids; see reference.philox_bits."""
-    c0 = quads.to(tl.uint32)
-    c2 = tl.zeros_like(c0)
-    c1, c3 = c2 + length.to(tl.uint32), c2
-    for _ in tl.static_range(10):
+def random_words(key_low, key_high, octets, length, FINE: tl.constexpr):
+    """Philox4x32-7: four 32-bit words per octet, of the coarse bits or the fine ones; see reference.random_bits."""
+    c0 = octets.to(tl.uint32)
+    c2 = tl.full(c0.shape, 1 if FINE else 0, tl.uint32)
+    c3 = tl.zeros_like(c0)
+    c1 = c3 + length.to(tl.uint32)
+    for _ in tl.static_range(7):
         high0, low0 = wide_product(c0, 0xD2511F53)
         high2, low2 = wide_product(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high2 ^ c1 ^ key_low, low2, high0 ^ c3 ^ key_high, low0
         key_low = tl.add(key_low, 0x9E3779B9, sanitize_overflow=False)
         key_high = tl.add(key_high, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def smallest_half(word):
+    """The smaller of the two halves of 16 bits."""
+    return tl.minimum(word >> 16, word & 0xFFFF)
+
+
+@triton.jit
+def random_bits(key_low, key_high, octets, length):
+    """32 random bits for each id of some octets, [ids]."""
+    w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
+    f0, f1, f2, f3 = random_words(key_low, key_high, octets, length, FINE=True)
+    # The upper halves belong to ids 0 to 3, the lower ones to 4 to 7. Joined so that the flattened ones are in order.
+    b0, b1, b2, b3 = with_fine_bits(w0, f0), with_fine_bits(w1, f1), with_fine_bits(w2, f2), with_fine_bits(w3, f3)
+    return tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), (8 * octets.shape[0],))
+
+
+@triton.jit
+def with_fine_bits(word, fine):
+    """Coarse and fine bits of two ids, [..., 2]."""
+    return tl.join((word & 0xFFFF0000) | (fine >> 16), (word << 16) | (fine & 0xFFFF))
 
 
 @triton.jit
@@ -63,12 +87,14 @@ def gumbel_noise(bits, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def noise_bound(bits, COMPILED: tl.constexpr):
-    """Upper bound of gumbel_noise(bits), decreasing in bits: -log(-log(1 - u)) < -log(u), and u > bits / 2**32.
+def noise_bound(coarse, COMPILED: tl.constexpr):
+    """Upper bound of gumbel_noise(bits), decreasing in coarse = bits >> 16: -log(-log(1 - u)) < -log(u), and
+    u > coarse / 2**16.
 
-    32 log(2) - log(bits), plus 1e-4 for the errors of the logarithms on both sides (each below 1e-5).
+    16 log(2) - log(coarse), plus 1e-4 for the errors of the logarithms on both sides (each below 1e-5).
     """
-    return 22.18081 - fast_log(bits.to(tl.float32), COMPILED)
+    bound = 11.09046 - fast_log(tl.maximum(coarse, 1).to(tl.float32), COMPILED)
+    return tl.where(coarse > 0, bound, 23.0)  # 33 log(2) = 22.9 is the most
 
 
 @triton.jit
@@ -79,27 +105,26 @@ def load_ids(ptr, ids, vocab_start, vocab_size):
 
 
 @triton.jit
-def quad_max(logits, COMPILED: tl.constexpr):
-    """fp32 maximum of every four logits. The hardware's max ignores NaN; the interpreter's does not."""
-    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 4, 4))
+def octet_max(logits, COMPILED: tl.constexpr):
+    """fp32 maximum of every eight logits. The hardware's max ignores NaN; the interpreter's does not."""
+    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 8, 8))
     if not COMPILED:
         x = tl.where(x == x, x, -float("inf"))
     return tl.max(x, axis=1)
 
 
 @triton.jit
-def gumbel_argmax_quad(
-    logits_ptr, quad, vocab_start, vocab_size, threshold,
+def gumbel_argmax_octet(
+    logits_ptr, octet, vocab_start, vocab_size, threshold,
     is_random, scale, key_low, key_high, length, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Best score and its id of a quad; (-inf, 2**31 - 1) if none is allowed."""
-    word = tl.arange(0, 4)
-    ids = 4 * quad + word
+    """Best score and its id of an octet; (-inf, 2**31 - 1) if none is allowed."""
+    place = tl.arange(0, 8)
+    ids = 8 * octet + place
     x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
     score = x
     if is_random:
-        w0, w1, w2, w3 = random_words(key_low, key_high, quad + tl.zeros_like(word), length)
-        bits = tl.where(word < 2, tl.where(word < 1, w0, w1), tl.where(word < 3, w2, w3))
+        bits = random_bits(key_low, key_high, octet + tl.zeros((1,), tl.int32), length)
         score = x * scale + gumbel_noise(bits, COMPILED)
     allowed = (x >= threshold) & (score > -float("inf"))  # NaN fails either comparison
     value = tl.max(tl.where(allowed, score, -float("inf")))
@@ -119,9 +144,7 @@ def gumbel_argmax_chunk(
         x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
         score = x
         if is_random:
-            w0, w1, w2, w3 = random_words(key_low, key_high, first // 4 + tl.arange(0, BLOCK // 4), length)
-            # Joined pairwise, so that the flattened words are in the order 0, 1, 2, 3.
-            bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+            bits = random_bits(key_low, key_high, first // 8 + tl.arange(0, BLOCK // 8), length)
             score = x * scale + gumbel_noise(bits, COMPILED)
         # Strict: on a tie the lowest id stays. NaN fails either comparison.
         better = (x >= threshold) & (score > best)
@@ -140,8 +163,8 @@ def gumbel_argmax_pruned(
 
     Noise is expensive, so upper bounds of the score, logit / temperature + noise, prune first:
     - a tile, if its largest logit with the largest possible noise stays below the best score so far;
-    - a quad, if its largest logit with the noise bound of its smallest word does.
-    The remaining quads are scored in descending order of their bounds.
+    - an octet, if its largest logit with the noise bound of its smallest coarse bits does.
+    The remaining octets are scored in descending order of their bounds.
 
     A bound is the same FMA `logit * scale + noise` with more noise, and rounding is monotonic: an id is pruned only if
     its score is below the best, or equal to it with a higher id.
@@ -151,24 +174,25 @@ def gumbel_argmax_pruned(
     best_id = no_id
     min_logit = threshold  # a smaller logit cannot win
     logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
-    largest = quad_max(logits, COMPILED)
+    largest = octet_max(logits, COMPILED)
     for first in range(first_id, last_id, BLOCK):
         # Prefetch; the last one belongs to the next chunk, or lies past the vocabulary, and is not used.
         logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
         can_win = largest >= min_logit
         if tl.max(can_win.to(tl.int32)) > 0:
-            quads = first // 4 + tl.arange(0, BLOCK // 4)
+            octets = first // 8 + tl.arange(0, BLOCK // 8)
             bounds = largest
             if is_random:
-                w0, w1, w2, w3 = random_words(key_low, key_high, quads, length)
-                min_word = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-                bounds = largest * scale + noise_bound(min_word, COMPILED)
+                w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
+                smallest_01 = tl.minimum(smallest_half(w0), smallest_half(w1))
+                smallest_23 = tl.minimum(smallest_half(w2), smallest_half(w3))
+                bounds = largest * scale + noise_bound(tl.minimum(smallest_01, smallest_23), COMPILED)
             bounds = tl.where(can_win, bounds, -float("inf"))
             bound = tl.max(bounds)
             while bound >= best:
-                quad = tl.min(tl.where(bounds == bound, quads, no_id))
-                value, token = gumbel_argmax_quad(
-                    logits_ptr, quad, vocab_start, vocab_size, threshold,
+                octet = tl.min(tl.where(bounds == bound, octets, no_id))
+                value, token = gumbel_argmax_octet(
+                    logits_ptr, octet, vocab_start, vocab_size, threshold,
                     is_random, scale, key_low, key_high, length, COMPILED,
                 )  # fmt: skip
                 if (value > best) | ((value == best) & (token < best_id)):
@@ -180,10 +204,10 @@ def gumbel_argmax_pruned(
                         min_logit = tl.maximum(threshold, base * temperature)
                     else:
                         min_logit = tl.maximum(threshold, best)
-                is_done = (quads == quad) | ((bounds == best) & (4 * quads > best_id))
+                is_done = (octets == octet) | ((bounds == best) & (8 * octets > best_id))
                 bounds = tl.where(is_done, -float("inf"), bounds)
                 bound = tl.max(bounds)
-        largest = quad_max(logits, COMPILED)
+        largest = octet_max(logits, COMPILED)
     return tl.where(best_id == no_id, -float("inf"), best), best_id
 
 
@@ -212,7 +236,7 @@ def gumbel_argmax_kernel(
         logits_ptr += sequence.to(tl.int64) * logits_stride
         is_random = temperature > 0.0
         scale = 1.0 / tl.where(is_random, temperature, 1.0)
-        first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside a quad
+        first_id = (vocab_start // 8) * 8 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside an octet
         last_id = first_id + tiles_per_chunk * BLOCK
         if SCORE_ALL:
             value, token = gumbel_argmax_chunk(
@@ -280,7 +304,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         return value, token
     score_all = batch_size <= _MAX_UNPRUNED
     block = 1024 if score_all else 512
-    num_tiles = triton.cdiv(vocab_size + vocab_start % 4, block)
+    num_tiles = triton.cdiv(vocab_size + vocab_start % 8, block)
     tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
