@@ -144,7 +144,7 @@ LOGITS = {
     "spread": lambda shape: torch.randn(shape) * 1000,
     "rising": lambda shape: torch.linspace(-30, 30, shape[1]).expand(shape).contiguous(),
     "falling": lambda shape: torch.linspace(30, -30, shape[1]).expand(shape).contiguous(),
-    "one in eight": lambda shape: torch.randn(shape) - 40 * (torch.arange(shape[1]) % 8 != 1),
+    "one in eight": lambda shape: torch.randn(shape) - 40 * (torch.arange(shape[1]) % 8 != 5),
     "peaked": lambda shape: torch.randn(shape) + 40 * (torch.arange(shape[1]) == shape[1] - 7),
     "few": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.99, -torch.inf),
     "broken": lambda shape: torch.randn(shape).masked_fill(torch.rand(shape) < 0.5, torch.nan),

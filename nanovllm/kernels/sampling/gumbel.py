@@ -3,8 +3,8 @@
 Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
-B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7. One Philox block has the upper 16 bits of their
-random numbers, coarse ones, which suffice to prune; another has the lower 16 bits.
+B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, two quads. One Philox block has the upper 16 bits
+of their random numbers, coarse ones, which suffice to prune; another has the lower 16 bits.
 """
 
 import torch
@@ -53,9 +53,11 @@ def random_words(key_low, key_high, octets, length, FINE: tl.constexpr):
 
 
 @triton.jit
-def smallest_half(word):
-    """The smaller of the two halves of 16 bits."""
-    return tl.minimum(word >> 16, word & 0xFFFF)
+def smallest_coarse_bits(w0, w1, w2, w3):
+    """Of each half of some octets, [quads]; arguments: their coarse words."""
+    upper = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)) >> 16
+    lower = tl.minimum(tl.minimum(w0 & 0xFFFF, w1 & 0xFFFF), tl.minimum(w2 & 0xFFFF, w3 & 0xFFFF))
+    return tl.reshape(tl.join(upper, lower), (2 * w0.shape[0],))
 
 
 @triton.jit
@@ -105,9 +107,9 @@ def load_ids(ptr, ids, vocab_start, vocab_size):
 
 
 @triton.jit
-def octet_max(logits, COMPILED: tl.constexpr):
-    """fp32 maximum of every eight logits. The hardware's max ignores NaN; the interpreter's does not."""
-    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 8, 8))
+def quad_max(logits, COMPILED: tl.constexpr):
+    """fp32 maximum of every four logits. The hardware's max ignores NaN; the interpreter's does not."""
+    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 4, 4))
     if not COMPILED:
         x = tl.where(x == x, x, -float("inf"))
     return tl.max(x, axis=1)
@@ -163,8 +165,8 @@ def gumbel_argmax_pruned(
 
     Noise is expensive, so upper bounds of the score, logit / temperature + noise, prune first:
     - a tile, if its largest logit with the largest possible noise stays below the best score so far;
-    - an octet, if its largest logit with the noise bound of its smallest coarse bits does.
-    The remaining octets are scored in descending order of their bounds.
+    - a quad, if its largest logit with the noise bound of its smallest coarse bits does.
+    The octets of the remaining quads are scored in descending order of their bounds.
 
     A bound is the same FMA `logit * scale + noise` with more noise, and rounding is monotonic: an id is pruned only if
     its score is below the best, or equal to it with a higher id.
@@ -174,23 +176,22 @@ def gumbel_argmax_pruned(
     best_id = no_id
     min_logit = threshold  # a smaller logit cannot win
     logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
-    largest = octet_max(logits, COMPILED)
+    largest = quad_max(logits, COMPILED)
     for first in range(first_id, last_id, BLOCK):
         # Prefetch; the last one belongs to the next chunk, or lies past the vocabulary, and is not used.
         logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
         can_win = largest >= min_logit
         if tl.max(can_win.to(tl.int32)) > 0:
-            octets = first // 8 + tl.arange(0, BLOCK // 8)
+            quads = first // 4 + tl.arange(0, BLOCK // 4)
             bounds = largest
             if is_random:
+                octets = first // 8 + tl.arange(0, BLOCK // 8)
                 w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
-                smallest_01 = tl.minimum(smallest_half(w0), smallest_half(w1))
-                smallest_23 = tl.minimum(smallest_half(w2), smallest_half(w3))
-                bounds = largest * scale + noise_bound(tl.minimum(smallest_01, smallest_23), COMPILED)
+                bounds = largest * scale + noise_bound(smallest_coarse_bits(w0, w1, w2, w3), COMPILED)
             bounds = tl.where(can_win, bounds, -float("inf"))
             bound = tl.max(bounds)
             while bound >= best:
-                octet = tl.min(tl.where(bounds == bound, octets, no_id))
+                octet = tl.min(tl.where(bounds == bound, quads, no_id)) // 2
                 value, token = gumbel_argmax_octet(
                     logits_ptr, octet, vocab_start, vocab_size, threshold,
                     is_random, scale, key_low, key_high, length, COMPILED,
@@ -204,10 +205,10 @@ def gumbel_argmax_pruned(
                         min_logit = tl.maximum(threshold, base * temperature)
                     else:
                         min_logit = tl.maximum(threshold, best)
-                is_done = (octets == octet) | ((bounds == best) & (8 * octets > best_id))
+                is_done = (quads // 2 == octet) | ((bounds == best) & (4 * quads > best_id))
                 bounds = tl.where(is_done, -float("inf"), bounds)
                 bound = tl.max(bounds)
-        largest = octet_max(logits, COMPILED)
+        largest = quad_max(logits, COMPILED)
     return tl.where(best_id == no_id, -float("inf"), best), best_id
 
 
