@@ -1,4 +1,4 @@
-"""A job over a file, stopped in the middle and taken up again; then its metrics as a page.
+"""A job over a file, stopped in the middle and taken up again; then its metrics as a page, by matplotlib.
 
 The same at a prompt, for the second part: nanovllm batch questions.jsonl answers.jsonl --chat --temperature 0
 """

@@ -39,7 +39,7 @@ class FP8Weights:
 
     Attributes:
         layers: of each decoder layer, the names of its FP8 linear layers; keys of ``LINEARS``.
-        block: input channels that share a scale; 0: all of them.
+        block: a scale is that of so many output features and as many input channels; 0: of one output feature.
         in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
     """
 

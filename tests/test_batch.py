@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -234,6 +235,19 @@ def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
     assert "0 of 3 rows are in" in err and "the same command goes on." in err
 
 
+def leave(pipe, args, rank, devices):
+    os._exit(7)
+
+
+def test_an_engine_whose_process_dies(tmp_path, monkeypatch, capsys):
+    """Before it has read its rows: writing to it failed, with nothing but "Broken pipe"."""
+    monkeypatch.setattr(engines, "_work", leave)
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000")
+    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
+    assert re.search(r"error: engine [01] ended with exit code 7\.\n", err)
+
+
 # ---------------------------------------------------------------- with a stub
 
 
@@ -413,6 +427,11 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "that holds config.json."),
         (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
+        (("in.jsonl", "out.jsonl", "--prompt-column", "question"),
+         "IN={}/in.jsonl: no row has 'question' or 'messages'; there are id, prompt. Name a column by --prompt-column "
+         "or --messages-column."),
+        (("in.jsonl", "out.jsonl", "--id-column", "key"),
+         "IN={}/in.jsonl: no row has 'key'; there are id, prompt. Name a column by --id-column."),
     ],
 )  # fmt: skip
 def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, message):
@@ -426,6 +445,7 @@ def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, mes
         str(tmp_path / part) if part == "none/m" else part for part in argv[2:]
     ]
     assert error_of(capsys, *argv) == f"nanovllm batch: error: {message.replace('{}', str(tmp_path))}\n"
+    assert not list(tmp_path.glob("*.run.json"))
 
 
 def test_numbers_and_texts_of_one_spelling_are_one_id(tmp_path, stubbed, capsys):

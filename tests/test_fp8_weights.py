@@ -1,5 +1,5 @@
 """FP8 weights: published checkpoints against transformers on the dequantized weights; quantized while loading against
-the plain formula; every refusal. 60 s."""
+the plain formula; which rows share scales; every refusal. 65 s."""
 
 import copy
 import json
@@ -18,9 +18,11 @@ from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels.linear.reference import Weight
+from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import CausalLM
+from nanovllm.quantization import LINEARS
+from nanovllm.utils import fp8 as fp8_utils
 from nanovllm.utils.checkpoint import read_model_config
 from nanovllm.utils.fp8 import quantize
 from nanovllm.utils.loader import init_dummy_weights, load_model
@@ -115,6 +117,100 @@ def test_two_ranks(published, make_llm):
         hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
         for prompt, tokens in zip(prompts, one, strict=True)
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- blocks
+
+WIDE = dict(hidden_size=256, intermediate_size=768)  # blocks of 128, several to a layer
+
+
+def block_ns(model):
+    """Of the first layer's linear layers, in the order of LINEARS; each checked with the scales they have."""
+    layer = model.model.layers[0]
+    linears = [layer.get_submodule(name) for name in LINEARS]
+    for linear in linears:
+        blocks = linear.weight_scale.split(linear.block_n)
+        assert all(torch.equal(block, block[:1].expand_as(block)) for block in blocks)
+    return [linear.block_n for linear in linears]
+
+
+@pytest.mark.parametrize(("case", "form", "sizes", "by_size"), [
+    # ranks -> qkv, o, gate_up, down; "down" has all output features whatever the ranks
+    ("qwen3", "qwen", dict(head_dim=64), {1: [128] * 4, 2: [64, 128, 128, 128], 4: [64, 128, 64, 128]}),
+    ("qwen3", "block", dict(head_dim=128), {1: [128] * 4, 2: [128] * 4, 4: [128, 128, 64, 128]}),
+    ("phi3", "deepseek", {}, {1: [128] * 4, 2: [64, 128, 128, 128]}),  # merged in the checkpoint
+    # a head's rows are permuted: inside blocks, or across them
+    ("glm4", "qwen", dict(head_dim=64, num_attention_heads=8, num_key_value_heads=4), {1: [128] * 4, 2: [128] * 4}),
+    ("glm4", "qwen", dict(head_dim=256), {1: [1, 128, 128, 128]}),
+    ("glm4", "qwen", dict(head_dim=96), {1: [1, 128, 128, 128]}),
+    ("qwen3", "qwen", SIZES, {1: [64, 64, 64, 64], 2: [32, 64, 32, 64]}),
+    ("qwen3", "channel", dict(head_dim=128), {1: [1] * 4, 2: [1] * 4}),
+    ("qwen3", "tensor", dict(head_dim=128), {1: [1] * 4}),
+])  # fmt: skip
+def test_rows_that_share_scales(case, form, sizes, by_size, tmp_path):
+    """As many as the kernels may count on, known before the weights are."""
+    sizes = dict(num_hidden_layers=1, layer_types=None) | WIDE | sizes
+    fp8_checkpoints.write(tmp_path, families.make(tmp_path, case, **sizes), form)
+    for size, want in by_size.items():
+        for rank in range(size):
+            assert block_ns(built(str(tmp_path), TPGroup(rank, size, None))) == want, size
+    if form == "qwen":
+        model = CausalLM(read_model_config(str(tmp_path)), None, SINGLE_RANK)
+        init_dummy_weights(model, 0)
+        assert block_ns(model) == by_size[1]
+
+
+def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
+    """On Hopper many tokens meet the blocks in e4m3, but not those that a shard cuts."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.linear import fp8
+
+    if fp8.prefill_gemm_sm90 is None:
+        pytest.skip("no Gluon kernels")
+    monkeypatch.setattr(fp8, "is_sm90", lambda device: True)
+    fp8_checkpoints.write(tmp_path, families.make(tmp_path, "qwen3", **SIZES | WIDE, head_dim=128), "qwen")
+    for size, want in ((1, [True] * 4), (4, [True, True, False, False])):  # QKV of 384 features, down of 192 channels
+        layer = CausalLM(read_model_config(str(tmp_path)), None, TPGroup(0, size, None)).model.layers[0]
+        heads = 4 // size, max(1, 2 // size)
+        cache = torch.zeros(1, 16, heads[1], 128, dtype=torch.bfloat16)
+        epilogue = QKVEpilogue(None, None, 0.0, torch.zeros(16, 128), None, None, cache, cache, *heads)
+        seen = []
+        for name in LINEARS:
+            linear = layer.get_submodule(name)
+            linear.ops, linear.tp = WeightOf, SINGLE_RANK  # nothing to reduce
+            x = torch.zeros(300, linear.weight.shape[1], dtype=torch.bfloat16)
+            more = (None, epilogue) if "qkv" in name else ()
+            seen.append(fp8.supports(x, linear(x, *more), *more[1:]))
+        assert seen == want
+
+
+class WeightOf:
+    """Operations that return their weight."""
+
+    @staticmethod
+    def fused_linear(x, weight, *args, **options):
+        return weight
+
+    qkv_linear = fused_linear
+
+
+@pytest.mark.parametrize(("scale", "given"), [(torch.ones(192), [192]), (torch.ones(192, 1), [192, 1])])
+def test_no_scales_of_rows_for_blocks(scale, given, published, make_llm, tmp_path):
+    """Kernels may have been chosen for blocks; nothing is written."""
+    path, _, _ = published("qwen3", "qwen")
+    text = f"tensor '{O_PROJ}.weight_scale_inv' has shape {given}, expected [1] or [2, 1], for quantization_config has"
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, f"{O_PROJ}.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as info:
+        built(str(tmp_path))
+    assert f"{text} blocks of 128 x 128." in str(info.value)
+    llm = make_llm(model=path, max_model_len=256)
+    before = generate(llm, [IDS[:30]], greedy(4))
+    with pytest.raises(CheckpointError) as info:
+        llm.update_weights({f"{O_PROJ}.weight_scale": scale}, partial=True)
+    assert "_scale' has shape" in str(info.value)
+    assert generate(llm, [IDS[:30]], greedy(4)) == before
 
 
 @pytest.mark.parametrize(("form", "skipped"), [
@@ -281,7 +377,8 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
     ("qwen", lambda t: t.pop(f"{O_PROJ}.weight_scale_inv"),
      f"1 tensors are missing, among them {O_PROJ}.weight_scale."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(3, 1)}),
-     f"tensor '{O_PROJ}.weight_scale_inv' has shape [3, 1], expected [1] or [192, 1] or [192, 1] or [2, 1]."),
+     f"tensor '{O_PROJ}.weight_scale_inv' has shape [3, 1], expected [1] or [2, 1], for quantization_config has blocks "
+     "of 128 x 128."),
     ("channel", lambda t: t.update({f"{O_PROJ}.weight_scale": torch.ones(2, 1)}),
      f"tensor '{O_PROJ}.weight_scale' has shape [2, 1], expected [1] or [192, 1]."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
@@ -323,19 +420,35 @@ def rowwise(weight):
     return (weight / scale).to(E4M3), scale
 
 
+def blockwise(weight):
+    """The same of each block of 128 x 128; what it makes of the weight."""
+    want = weight.clone()
+    for rows in want.split(128):
+        for block in rows.split(128, dim=1):
+            data, scale = rowwise(block.reshape(1, -1))
+            block.copy_((data.float() * scale).reshape(block.shape))
+    return want
+
+
 def test_quantize():
     weight = torch.randn(7, 300)
     weight[3] = 0
     data, scale = quantize(weight.bfloat16())
     want = rowwise(weight.bfloat16().float())
     assert torch.equal(data.float(), want[0].float()) and torch.equal(scale, want[1])
-    data, scale = quantize(weight, 128)
-    assert scale.shape == (7, 3)
-    for group in range(3):
-        channels = slice(128 * group, 128 * group + 128)
-        want = rowwise(weight[:, channels])
-        assert torch.equal(data[:, channels].float(), want[0].float())
-        assert torch.equal(scale[:, group : group + 1], want[1])
+
+
+@pytest.mark.parametrize(("N", "C"), [(7, 300), (300, 7), (128, 256), (400, 260)])
+def test_quantize_blocks(N, C, monkeypatch):
+    """Also in several steps."""
+    weight = torch.randn(N, C) * torch.rand(N, 1)
+    want = blockwise(weight)
+    for num_bytes in (64 << 20, 4 * C * 128 * 2, 1):
+        monkeypatch.setattr(fp8_utils, "ROWS_BYTES", num_bytes)
+        data, scale = quantize(weight, 128)
+        assert scale.shape == (-(-N // 128), -(-C // 128))
+        spread = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :C]
+        assert torch.equal(data.float() * spread, want)
 
 
 @pytest.fixture(scope="module")
@@ -347,12 +460,12 @@ def rounded(make_checkpoint, tmp_path_factory):
     return path, reference
 
 
-def quantize_linears(model):
+def quantize_linears(model, in_blocks=False):
     with torch.no_grad():
         for name, param in model.named_parameters():
             if fp8_checkpoints.LINEAR.fullmatch(name):
                 data, scale = rowwise(param.float())
-                param.copy_(data.float() * scale)
+                param.copy_(blockwise(param.float()) if in_blocks else data.float() * scale)
 
 
 def test_online(rounded, make_llm):
@@ -367,14 +480,17 @@ def test_online(rounded, make_llm):
 
 
 @pytest.mark.parametrize("case", ["phi3", "glm4", "granite", "llama-tied-biased"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_online_shards(case, size, tmp_path):
-    """Ranks have the scales of a single one: those of whole rows. Of two ranks, the 16-bit loader says the shards."""
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("block", [0, 128])
+def test_online_shards(case, size, block, tmp_path):
+    """Ranks have the scales of a single one: those of whole rows, or of whole blocks where an engine of published ones
+    is updated. Of several ranks, the 16-bit loader says the shards.
+    """
     model = families.make(tmp_path, case, **SIZES)
     path, plain = str(tmp_path), str(tmp_path / "plain")
-    quantize_linears(model)
+    quantize_linears(model, in_blocks=block > 0)
     model.save_pretrained(plain)
-    fp8 = read_model_config(path).quantized().fp8
+    fp8 = replace(read_model_config(path).quantized().fp8, block=block)
     for rank in range(size):
         tp = TPGroup(rank, size, None)
         got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
@@ -480,22 +596,20 @@ def test_update_in_fp8(rounded, trained, make_llm):
 
 
 def test_update_of_blocks(published, make_llm):
-    """A published engine takes 16 bits too, with a scale for each 128 channels of a feature."""
+    """A published engine takes 16 bits too, as the blocks that its kernels were chosen for."""
     path, _, model = published("qwen3", "qwen")
     llm, ids = make_llm(model=path, max_model_len=256), IDS[:30]
+    assert block_ns(llm.model_runner.model) == [64] * 4
     _, (before,) = generate_with_logits(llm, [ids], 1)
     new = copy.deepcopy(model)
     with torch.no_grad():
         for param in new.parameters():
             param.mul_(1.1)
     llm.update_weights(dict(new.named_parameters()))
-    with torch.no_grad():
-        for name, param in new.named_parameters():
-            if fp8_checkpoints.LINEAR.fullmatch(name):
-                parts = [rowwise(part) for part in param.split(128, dim=1)]
-                param.copy_(torch.cat([data.float() * scale for data, scale in parts], dim=1))
+    quantize_linears(new, in_blocks=True)
     _, (after,) = generate_with_logits(llm, [ids], 1)
     assert error(after, hf_logits(new, ids)[-1:]) < TOLERANCE < error(after, before)
+    assert block_ns(llm.model_runner.model) == [64] * 4
     llm.update_weights(path)
     assert torch.equal(generate_with_logits(llm, [ids], 1)[1][0], before)
     assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight_scale.shape == (192, 320 // 64)
@@ -531,6 +645,56 @@ def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
         on_gpu = built(path, **changes)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
+
+
+def relative_error(got, want):
+    return ((got - want).square().mean() / want.square().mean()).sqrt().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [40, 300, 700])
+def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
+    """No weight is dequantized. Plain torch in bf16 with the inputs of its linear layers quantized token by token errs
+    by 0.064 to 0.076. Block scales differ by a factor of up to 8: those of one weight, moved by a block, by 0.108 up.
+    """
+    from nanovllm.kernels.launch import is_sm90
+    from nanovllm.kernels.linear import fp8
+
+    if fp8.prefill_gemm_sm90 is None or not is_sm90(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    sizes = dict(hidden_size=512, intermediate_size=1024, head_dim=128, num_hidden_layers=2, vocab_size=512)
+    model = families.make(tmp_path, "qwen3", **sizes, layer_types=None, max_position_embeddings=1024)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(7)  # so that layers add little, and their errors stay small
+        for name, param in model.named_parameters():
+            if fp8_checkpoints.LINEAR.fullmatch(name):
+                factors = torch.exp2(torch.rand([n // 128 for n in param.shape], generator=generator) * 3 - 3.5)
+                param.mul_(factors.repeat_interleave(128, 0).repeat_interleave(128, 1))
+    fp8_checkpoints.write(tmp_path, model, "qwen")
+
+    def refuse(weight, dtype):
+        raise AssertionError(f"a weight {list(weight.data.shape)} is dequantized")
+
+    monkeypatch.setattr(fp8, "dequantized", refuse)
+    multiplied = []  # features of the products of blocks in the prefill GEMM
+    original = fp8.prefill_gemm_sm90.prefill_gemm
+
+    def recorded(x, weight, *args, **options):
+        multiplied.append((len(x), len(weight), options["weight_scale"].shape[1]))
+        return original(x, weight, *args, **options)
+
+    monkeypatch.setattr(fp8.prefill_gemm_sm90, "prefill_gemm", recorded)
+    llm = make_llm(
+        model=str(tmp_path), device="cuda", dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=1024,
+        max_model_len=1024, num_kvcache_blocks=128,
+    )  # fmt: skip
+    multiplied.clear()  # by start-up
+    prompt = prompt_of(length)
+    _, (got,) = generate_with_logits(llm, [prompt], 1)
+    assert relative_error(got, hf_logits(model, prompt)[-1:]) < 0.1
+    if length > 256:  # all of the first layer and QKV of the last, whose rest needs one token
+        assert multiplied == [(length, *shape) for shape in ((1024, 4), (512, 4), (2048, 4), (512, 8), (1024, 4))]
 
 
 @pytest.mark.gpu

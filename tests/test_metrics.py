@@ -119,9 +119,9 @@ def test_rates_of_two_engines_and_a_resumed_job(tmp_path, last_pid):
     """
     both = [sample(1000.0 + t, pid, pid, 100 * t, 10 * t, 5 * t, 8, 2, 0.5, t) for t in range(21) for pid in (1, 2)]
     later = [sample(5000.0 + t, last_pid, 0, 50 * t, 10 * t, 5 * t, 4, 0, 0.25, t) for t in range(21)]
-    seconds, charts, facts = plot.read(write(tmp_path / "m.jsonl", both + later))
+    seconds, charts, totals = plot.read(write(tmp_path / "m.jsonl", both + later))
     assert seconds[-1] == pytest.approx(41)
-    lines = {(chart.title, name): line for chart in charts for name, line in chart.lines.items()}
+    lines = {(title, name): line for title, _, chart in charts for name, line in chart.items()}
     at = [abs(seconds - t).argmin() for t in (10, 30)]
     assert lines["Generated tokens", "generated"][at] == pytest.approx([200, 50], rel=0.01)
     assert lines["Prompt tokens", "computed"][at] == pytest.approx([10, 5], rel=0.01)
@@ -130,7 +130,8 @@ def test_rates_of_two_engines_and_a_resumed_job(tmp_path, last_pid):
     assert lines["Sequences", "waiting"][at] == pytest.approx([4, 0])
     assert lines["KV cache in use", "in use"][at] == pytest.approx([50, 25])
     assert lines["Prefix cache hits so far", "hits"][at] == pytest.approx([50, 50])
-    assert facts["tokens generated"] == "5,000" and facts["requests finished"] == "60" and facts["preemptions"] == "3"
+    assert totals == ("0:00:41 h, 60 requests finished, 3 preemptions\n5,000 tokens generated (122/s), 600 in prompts "
+                      "(50 % cached)")  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -143,21 +144,28 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data):
-        self.texts.append(data)
+        self.texts.append(data.strip())
 
 
 def test_page_needs_nothing_else(tmp_path):
-    source = write(tmp_path / "a <b>.jsonl", [sample(t, generated=30 * t, prompts=9, running=3) for t in range(300)])
+    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    source = write(tmp_path / "a <b> $c^.jsonl", [sample(t, generated=30 * t, running=3) for t in range(300)])
     assert main(["plot", str(source), str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     page = Page(text)
-    assert not re.search(r"https?://|src=|href=|@import|url\(", text) and "a &lt;b&gt;.jsonl" in text
-    assert [tag for tag, _ in page.tags].count("svg") == 5
-    lines = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"]
-    assert len(lines) == 7 and not any("nan" in points for points in lines)
-    assert {"Generated tokens, per second", "KV cache in use, % of blocks", "time, minutes"} <= set(page.texts)
-    (data,) = (json.loads(t) for t in page.texts if t.startswith('{"width"'))
-    assert data["charts"][0][0][100] == pytest.approx(30)
+    assert not re.search(r"@import|url\((?!#)", text) and [tag for tag, _ in page.tags].count("svg") == 1
+    links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "xlink:href")]
+    assert links and all(value.startswith("#") for value in links)
+    labels = {"per second", "at a time", "% of blocks", "% of prompt tokens", "running time, minutes", "from cache"}
+    titles = {"nanovllm: a <b> $c^.jsonl", "0:04:59 h, 0 requests finished, 1 preemptions", "Generated tokens"}
+    assert labels | titles <= set(page.texts)
+
+
+def test_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t, running=3) for t in range(30)])
+    assert main(["plot", str(source), str(tmp_path / "page.png")]) == 0
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
@@ -175,5 +183,6 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     few = "/one.jsonl holds 1 moments; two at least are needed. Did the job run for a second?\n"
     assert error(one, "a.html") == few
     assert error(good, "a.pdf") == "OUT=/a.pdf must end in .html or .png.\n"
-    assert error(good, "a.png") == "a .png needs matplotlib: pip install matplotlib; or write an .html page.\n"
+    for output in ("a.html", "a.png"):
+        assert error(good, output) == "plot needs matplotlib: pip install 'nanovllm[plot]'.\n"
     assert error(tmp_path / "none", "a.html") == "[Errno 2] No such file or directory: '/none'\n"

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     add_batch_options(batch)
     plot = commands.add_parser("plot", help="draw what --metrics wrote", description="Draw what --metrics wrote.")
     plot.add_argument("metrics", help="the file of batch --metrics")
-    plot.add_argument("output", help=".html, one page that needs nothing else; or .png, with matplotlib")
+    plot.add_argument("output", help=".html, one page that needs nothing else; or .png")
     args = parser.parse_args(argv)
     try:
         if args.command == "plot":

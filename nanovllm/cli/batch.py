@@ -4,14 +4,13 @@ The job reads the input twice: for the ids, then for the rows that are not done.
 hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
 """
 
-import json
 import re
 import signal
 import sys
 import threading
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from nanovllm.errors import ConfigError
 from nanovllm.jobs.files import Input, RunFile, fingerprint, output_at
-from nanovllm.jobs.rows import Row, hash_of, key_of, ready
+from nanovllm.jobs.rows import Row, hash_of, ready
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 
@@ -47,27 +46,16 @@ def run(args: Any) -> int:
     if Path(args.input).resolve() in (path.resolve(), path.resolve().parent):
         raise ConfigError(f"OUT={path} is the input, or lies in it.")
     hashes, all_integers = scan_ids(source, args)
+    output = output_at(path, all_integers)
     if args.metrics:
         Path(args.metrics).open("ab").close()
-    with RunFile(path) as run_file:
-        output = output_at(path, all_integers)
-        if args.overwrite:
-            output.clear()
-        facts = facts_of(args, model_path, source, len(hashes))
-        check_facts(run_file.read(), facts, output)
-        if not output.is_begun():  # else it holds them, and a kill while it is written would lose them
-            run_file.write(facts)
+    with closing(RunFile(output, args.overwrite)) as run_file:
+        run_file.check(facts_of(args, model_path, source, len(hashes)))
         done, num_errors = output.scan(args.retry_errors)
         todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
-        job = Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors)
-        if job.num_todo:
-            rows = (
-                Row(key_of(index, values, args.id_column), values)
-                for index, values in enumerate(source.rows()) if todo[index]
-            )  # fmt: skip
-            job.run(args, rows)
-    return job.summary()
+        rows = (Row(i, values, args.id_column) for i, values in enumerate(source.rows()) if todo[i])
+        return Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors).run(args, rows)
 
 
 def shard_of(shard: str | None) -> tuple[int, int]:
@@ -79,22 +67,30 @@ def shard_of(shard: str | None) -> tuple[int, int]:
 
 
 def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
-    """A hash of every row's id, and whether all ids are 64-bit integers. Finds out which column has the ids."""
-    hashes, all_integers = array("Q"), True
+    """A hash of every row's id, and whether all ids are 64-bit integers. Finds out which columns there are."""
+    hashes, all_integers, columns = array("Q"), True, dict[str, None]()
     for index, values in enumerate(source.rows()):
-        if index == 0 and args.id_column is None and isinstance(values, dict) and "body" not in values:
-            args.id_column = next((name for name in ("custom_id", "id") if name in values), None)
-        key = key_of(index, values, args.id_column)
+        if isinstance(values, dict):
+            if args.id_column is None and not columns and "body" not in values:
+                args.id_column = next((name for name in ("custom_id", "id") if name in values), None)
+            columns.update(dict.fromkeys(values))
+        key = Row(index, values, args.id_column).key
         all_integers &= isinstance(key, int) and -(2**63) <= key < 2**63
         hashes.append(hash_of(key))
     if not hashes:
         raise ConfigError(f"IN={args.input} holds no rows.")
-    column = np.frombuffer(hashes, np.uint64)
-    order = np.argsort(column, kind="stable")
+    for options in (("id_column",), ("prompt_column", "messages_column")):
+        names = [name for option in options if (name := getattr(args, option)) is not None]
+        if columns and names and not columns.keys() & {*names, "body"}:
+            raise ConfigError(
+                f"IN={args.input}: no row has {' or '.join(map(repr, names))}; there are {', '.join(columns):.200}. "
+                f"Name a column by {' or '.join('--' + option.replace('_', '-') for option in options)}."
+            )
+    order = np.argsort(column := np.frombuffer(hashes, np.uint64), kind="stable")
     again = np.flatnonzero(column[order][1:] == column[order][:-1])
     if len(again):
         first, second = order[again[0] : again[0] + 2].tolist()
-        key = key_of(second, next(islice(source.rows(), second, None)), args.id_column)
+        key = Row(second, next(islice(source.rows(), second, None)), args.id_column).key
         raise ConfigError(
             f"IN={args.input}: rows {first} and {second} (counted from 0) have the same id {key!r}. Rows "
             f"that repeat an id: {len(again):,}. Make the ids unique, or name another --id-column."
@@ -116,51 +112,43 @@ def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[s
     files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
     options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
-    facts = {
+    return {
         "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
         "rows of the input": num_rows, "contents of the input": fingerprint(source.files),
         **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
     }  # fmt: skip
-    return json.loads(json.dumps(facts))  # as it will be read
-
-
-def check_facts(before: dict[str, Any] | None, now: dict[str, Any], output: Any) -> None:
-    """Refuse to go on with an output that was begun with something else."""
-    if not output.is_begun():
-        return
-    if before is None:
-        raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changed and changed != ["model"]:  # the same files under another name are the same model
-        lines = [f"  {name}: {before.get(name)!r:.200} then, {now.get(name)!r:.200} now\n" for name in changed]
-        raise ConfigError(
-            f"{output.path} was begun with something else:\n{''.join(lines)}"
-            "Give what was given then, or another OUT, or --overwrite."
-        )
 
 
 class Job:
-    """Counts what is done, shows it, and writes it."""
+    """Writes the records, counts them, and shows the counts."""
 
     def __init__(self, output: Any, num_rows: int, num_todo: int, num_errors: int):
-        self.output, self.num_rows, self.num_todo = output, num_rows, num_todo
-        self.num_errors, self.num_done, self.tokens = num_errors, 0, [0, 0, 0]
-        self.started = self.first_at = perf_counter()
+        self.output, self.num_rows, self.num_before = output, num_rows, num_rows - num_todo
+        self.num_errors, self.num_done, self.tokens = num_errors, 0, [0, 0, 0]  # of prompts, cached, generated
 
-    def run(self, args: Any, rows: Iterator[Row]) -> None:
+    def run(self, args: Any, rows: Iterator[Row]) -> int:
+        """Complete the rows and print a summary; the exit status."""
         from nanovllm.jobs.engines import complete, complete_in_processes
 
-        self.bar = tqdm(total=self.num_rows, initial=self.num_rows - self.num_todo, unit=" rows", dynamic_ncols=True,
-                        mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
-        try:
-            with self.output.opened(), sigterm_is_ctrl_c():
-                (complete if args.data_parallel_size == 1 else complete_in_processes)(args, rows, self.emit)
-        finally:
-            self.bar.close()
-            if self.num_done < self.num_todo:
-                num_there = self.num_rows - self.num_todo + self.num_done
-                print(f"{num_there:,} of {self.num_rows:,} rows are in {self.output.path}; the same command goes on.",
-                      file=sys.stderr)  # fmt: skip
+        started = perf_counter()
+        if self.num_before < self.num_rows:
+            bar = tqdm(total=self.num_rows, initial=self.num_before, unit=" rows", dynamic_ncols=True,
+                       mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+            try:
+                with bar as self.bar, self.output.opened(), sigterm_is_ctrl_c():
+                    (complete if args.data_parallel_size == 1 else complete_in_processes)(args, rows, self.emit)
+            finally:
+                if (num_there := self.num_before + self.num_done) < self.num_rows:
+                    print(f"{num_there:,} of {self.num_rows:,} rows are in {self.output.path}; the same command goes "
+                          "on.", file=sys.stderr)  # fmt: skip
+        print(f"{self.num_rows:,} rows in {self.output.path}: {self.num_done:,} now, {self.num_before:,} before, "
+              f"{self.num_errors:,} of them errors.", file=sys.stderr)  # fmt: skip
+        if self.num_done:
+            seconds, (prompt, cached, generated) = perf_counter() - started, self.tokens
+            print(f"{seconds:,.1f} s with start: {self.num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
+                  f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).",
+                  file=sys.stderr)  # fmt: skip
+        return 3 if self.num_errors else 0
 
     def emit(self, record: dict[str, Any], tokens: tuple[int, int, int]) -> None:
         self.output.append(record)
@@ -172,20 +160,6 @@ class Job:
         seconds = max(perf_counter() - self.first_at, 0.1)
         self.bar.set_postfix_str(f"{self.tokens[2] / seconds:,.0f} tokens/s", refresh=False)
         self.bar.update()
-
-    def summary(self) -> int:
-        """Print it; the exit status."""
-        seconds, (prompt, cached, generated) = perf_counter() - self.started, self.tokens
-        print(
-            f"{self.num_rows:,} rows in {self.output.path}: {self.num_done:,} now, "
-            f"{self.num_rows - self.num_todo:,} before, {self.num_errors:,} of them errors.", file=sys.stderr
-        )  # fmt: skip
-        if self.num_done:
-            print(
-                f"{seconds:,.1f} s with start: {self.num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
-                f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).", file=sys.stderr
-            )  # fmt: skip
-        return 3 if self.num_errors else 0
 
 
 @contextmanager

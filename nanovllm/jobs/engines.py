@@ -5,6 +5,7 @@ and takes the records in.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -12,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle, islice
+from itertools import islice
 from multiprocessing import connection
 from time import time
 from typing import Any
@@ -100,7 +101,7 @@ def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
     """The same with ``args.data_parallel_size`` engines; each has as many rows as keep it busy."""
     context = multiprocessing.get_context("spawn")
     room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + 2 * CHUNK  # it takes fewer
-    pipes: dict[Any, int] = {}  # rows that each engine has
+    pipes: dict[Any, float] = {}  # rows that each engine has, until it is done
     processes: dict[Any, Any] = {}
     try:
         for rank, devices in enumerate(split_devices(args)):
@@ -109,38 +110,27 @@ def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
             processes[pipe].start()
             theirs.close()
             pipes[pipe] = 0
-        turn, is_exhausted = cycle(list(pipes)), False
         while pipes:
-            while not is_exhausted and any(count < room for count in pipes.values()):
-                pipe = next(x for x in turn if pipes[x] < room)
-                row = next(rows, None)
-                if row is not None:
-                    pipe.send(row)
-                    pipes[pipe] += 1
-                else:
-                    is_exhausted = True
-                    for pipe in pipes:
-                        pipe.send(None)
+            while pipes[pipe := min(pipes, key=lambda x: pipes[x])] < room:
+                row = next(rows, None)  # None: there are no more
+                pipe.send(row)
+                pipes[pipe] += 1 if row else math.inf
             for pipe in connection.wait(list(pipes)):  # type: ignore[assignment]
-                try:
-                    message = pipe.recv()
-                except EOFError:
-                    processes[pipe].join(10)
-                    name, code = processes[pipe].name, processes[pipe].exitcode
-                    raise EngineError(f"{name} ended with exit code {code}.") from None
-                if isinstance(message, Exception):
-                    raise message
+                message = pipe.recv()
                 if message is None:
                     del pipes[pipe]
-                    continue
-                emit(*message)
-                pipes[pipe] -= 1
+                elif isinstance(message, Exception):
+                    raise message
+                else:
+                    emit(*message)
+                    pipes[pipe] -= 1
+    except (EOFError, ConnectionError):  # the engine of the pipe that was used last is gone
+        processes[pipe].join(10)
+        raise EngineError(f"{processes[pipe].name} ended with exit code {processes[pipe].exitcode}.") from None
     finally:
-        for pipe in processes:
-            pipe.close()  # it leaves when it reads the end
         for process in processes.values():
-            process.join(10)
             process.kill()
+            process.join()
 
 
 def split_devices(args: Any) -> list[str | None]:
@@ -170,12 +160,10 @@ def _work(pipe: Any, args: Any, rank: int, devices: str | None) -> None:
 
     def receive() -> None:  # always, so that neither side waits for the other to read
         try:
-            while (row := pipe.recv()) is not None:
-                rows.put(row)
-            rows.put(None)
-            pipe.recv()
-        except (EOFError, OSError):  # the parent is done, or gone
-            os._exit(0)
+            while True:
+                rows.put(pipe.recv())
+        except (EOFError, OSError):  # the parent is gone
+            os._exit(1)
 
     threading.Thread(target=receive, daemon=True).start()
     try:
@@ -183,4 +171,3 @@ def _work(pipe: Any, args: Any, rank: int, devices: str | None) -> None:
         pipe.send(None)
     except Exception as error:
         pipe.send(error if isinstance(error, NanoVLLMError) else EngineError(f"engine {rank}: {error!r}"))
-    threading.Event().wait()  # the end comes through the pipe

@@ -9,9 +9,10 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from time import monotonic
 from typing import Any
 
@@ -21,7 +22,6 @@ from nanovllm.errors import ConfigError, RequestError
 from nanovllm.jobs.rows import hash_of
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
-SUFFIXES = (".jsonl", ".parquet", ".csv")
 
 
 def import_parquet() -> Any:
@@ -39,31 +39,22 @@ class Input:
     """The rows of a file, or of a directory's files in the order of their names."""
 
     def __init__(self, path: Path):
-        self.files = sorted(f for f in path.iterdir() if f.suffix in SUFFIXES) if path.is_dir() else [path]
-        if not self.files or self.files[0].suffix not in SUFFIXES:
-            raise ConfigError(f"IN={path} must be a {', '.join(SUFFIXES)} file, or a directory that holds some.")
+        self.files = sorted(f for f in path.iterdir() if f.suffix in READERS) if path.is_dir() else [path]
+        if not self.files or self.files[0].suffix not in READERS:
+            raise ConfigError(f"IN={path} must be a {', '.join(READERS)} file, or a directory that holds some.")
 
     def rows(self) -> Iterator[dict[str, Any] | RequestError]:
         """Each row, or why it cannot be read."""
         for file in self.files:
-            if file.suffix == ".parquet":
-                try:
-                    for batch in import_parquet().ParquetFile(file).iter_batches(256):
-                        yield from map(without_nones, batch.to_pylist())
-                except ValueError as error:  # pyarrow's own errors are ValueErrors
-                    raise ConfigError(f"{file} cannot be read: {error}") from None
-            elif file.suffix == ".csv":
-                yield from read_csv(file)
-            else:
-                with file.open("rb") as lines:
-                    yield from (read_line(line) for line in lines if line.strip())
+            try:
+                yield from READERS[file.suffix](file)
+            except (ValueError, csv.Error) as error:  # of decoding, and pyarrow's, are ValueErrors
+                raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def without_nones(value: Any) -> Any:
-    """Arrow gives every row all columns, and every struct all fields."""
-    if isinstance(value, dict):
-        return {name: without_nones(x) for name, x in value.items() if x is not None}
-    return [without_nones(x) for x in value] if isinstance(value, list) else value
+def read_jsonl(path: Path) -> Iterator[dict[str, Any] | RequestError]:
+    with path.open("rb") as lines:
+        yield from (read_line(line) for line in lines if line.strip())
 
 
 def read_line(line: bytes) -> dict[str, Any] | RequestError:
@@ -74,15 +65,26 @@ def read_line(line: bytes) -> dict[str, Any] | RequestError:
     return values if isinstance(values, dict) else RequestError(f"the line must hold an object, not {line[:100]!r}.")
 
 
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    for batch in import_parquet().ParquetFile(path).iter_batches(256):
+        yield from map(without_nones, batch.to_pylist())
+
+
+def without_nones(value: Any) -> Any:
+    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end."""
+    if isinstance(value, dict):
+        return {name: without_nones(x) for name, x in value.items() if x is not None}
+    return [without_nones(x) for x in value] if isinstance(value, list) else value
+
+
 def read_csv(path: Path) -> Iterator[dict[str, Any] | RequestError]:
     csv.field_size_limit(2**31 - 1)
     with path.open(newline="", encoding="utf-8-sig") as file:
-        try:
-            for values in csv.DictReader(file):
-                is_longer = values.pop(None, None) is not None  # type: ignore[call-overload]
-                yield RequestError("the row has more fields than the header.") if is_longer else without_nones(values)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+        for values in csv.DictReader(file):
+            yield RequestError("the row has more fields than the header.") if None in values else without_nones(values)
+
+
+READERS: dict[str, Callable[[Path], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
 
 
 def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
@@ -104,25 +106,31 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
 @contextmanager
 def every_second(function: Callable[[], Any]) -> Iterator[None]:
     """Call it once a second, on a thread; and at the end, once more. An error of the thread is raised at the end."""
-    closing, errors = Event(), []
+    closing = Event()
 
     def repeat() -> None:
-        try:
-            while not closing.wait(1.0):
-                function()
-        except Exception as error:
-            errors.append(error)
+        while not closing.wait(1.0):
+            function()
 
-    thread = Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closing.set()
-        thread.join()
-        if errors:
-            raise errors[0]
-        function()
+    with ThreadPoolExecutor(1) as pool:
+        repeating = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            closing.set()
+            repeating.result()
+            function()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file that takes the path's place once it is whole and on disk."""
+    temporary = path.with_name("." + path.name)
+    with temporary.open("wb") as file:
+        yield file
+        sync(file)
+    temporary.replace(path)
+    sync_directory(path.parent)
 
 
 class JsonlOutput:
@@ -139,35 +147,30 @@ class JsonlOutput:
 
     def scan(self, retry_errors: bool) -> tuple[array, int]:
         """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
-        hashes, num_errors, kept_end, is_cut_inside = array("Q"), 0, 0, False
-        if not self.path.exists():
-            return hashes, 0
-        with self.path.open("rb") as lines:
-            position = 0
-            for line in lines:
-                record = self._kept(line, retry_errors)
-                if record is not None:
-                    hashes.append(hash_of(record["custom_id"]))
-                    num_errors += record.get("error") is not None
-                    is_cut_inside |= kept_end != position
-                    kept_end += len(line)
-                position += len(line)
-        if is_cut_inside:
-            temporary = self.path.with_name(self.path.name + ".tmp")
-            with self.path.open("rb") as lines, temporary.open("wb") as file:
-                file.writelines(line for line in lines if self._kept(line, retry_errors) is not None)
-                sync(file)
-            temporary.replace(self.path)
+        hashes, num_errors, position, num_kept, kept_end = array("Q"), 0, 0, 0, 0  # the last three in bytes
+        for line, record in self._lines(retry_errors):
+            position += len(line)
+            if record is not None:
+                hashes.append(hash_of(record["custom_id"]))
+                num_errors += record.get("error") is not None
+                num_kept, kept_end = num_kept + len(line), position
+        if num_kept != kept_end:  # not only at the end
+            with replacing(self.path) as file:
+                file.writelines(line for line, record in self._lines(retry_errors) if record is not None)
         elif kept_end != position:
             os.truncate(self.path, kept_end)
         return hashes, num_errors
 
-    @staticmethod
-    def _kept(line: bytes, retry_errors: bool) -> dict[str, Any] | None:
-        record = read_line(line) if line.endswith(b"\n") else None
-        if not isinstance(record, dict) or "custom_id" not in record or (retry_errors and record.get("error")):
-            return None
-        return record
+    def _lines(self, retry_errors: bool) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Each with its record if that is to be kept."""
+        if self.path.exists():
+            with self.path.open("rb") as lines:
+                for line in lines:
+                    record = read_line(line)
+                    if isinstance(record, RequestError) or "custom_id" not in record or not line.endswith(b"\n"):
+                        yield line, None
+                    else:
+                        yield line, None if retry_errors and record.get("error") else record
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -194,10 +197,10 @@ class ParquetOutput:
     def __init__(self, path: Path, all_ids_are_integers: bool):
         self.path, self._parquet = path, import_parquet()
         self._id_type: type = int if all_ids_are_integers else str
-        path.mkdir(exist_ok=True)
+        self._rows: list[dict[str, Any]] = []
 
     def is_begun(self) -> bool:
-        return any(self.path.iterdir())
+        return self.path.exists() and any(self.path.iterdir())
 
     def clear(self) -> None:
         for part in self.path.glob("part-*.parquet"):
@@ -209,28 +212,18 @@ class ParquetOutput:
             temporary.unlink()
         for part in sorted(self.path.glob("part-*.parquet")):
             table = self._parquet.read_table(part, columns=["custom_id", "error"])
-            failed = [error is not None for error in table["error"].to_pylist()]
-            if retry_errors and any(failed):
-                mask = [not x for x in failed]
-                self._write(self._parquet.read_table(part).filter(mask), part)
-                table, failed = table.filter(mask), []
+            if retry_errors and table["error"].null_count < len(table):
+                self._write(self._parquet.read_table(part).filter(table["error"].is_null()), part)
+                table = table.filter(table["error"].is_null())
             hashes.extend(map(hash_of, table["custom_id"].to_pylist()))
-            num_errors += sum(failed)
+            num_errors += len(table) - table["error"].null_count
         return hashes, num_errors
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        import pyarrow
-
-        integers = {name for name in self.COLUMNS if name.endswith("_tokens")}
-        integers |= {"custom_id"} if self._id_type is int else set()
-        self._schema = pyarrow.schema(
-            {name: pyarrow.int64() if name in integers else pyarrow.string() for name in self.COLUMNS}
-        )
-        self._rows: list[dict[str, Any]] = []
-        self._begun = monotonic()
+        self.path.mkdir(exist_ok=True)
         parts = [int(part.stem.removeprefix("part-")) for part in self.path.glob("part-*.parquet")]
-        self._next = max(parts, default=-1) + 1
+        self._next, self._begun = max(parts, default=-1) + 1, monotonic()
         try:
             yield
         finally:
@@ -248,21 +241,21 @@ class ParquetOutput:
         if self._rows:
             import pyarrow
 
-            part = self.path / f"part-{self._next:06d}.parquet"
-            self._write(pyarrow.Table.from_pylist(self._rows, schema=self._schema), part)
+            integers = ("prompt_tokens", "completion_tokens", *(["custom_id"] if self._id_type is int else []))
+            types = {name: pyarrow.int64() if name in integers else pyarrow.string() for name in self.COLUMNS}
+            table = pyarrow.Table.from_pylist(self._rows, schema=pyarrow.schema(types))
+            self._write(table, self.path / f"part-{self._next:06d}.parquet")
             self._next += 1
         self._rows, self._begun = [], monotonic()
 
     def _write(self, table: Any, part: Path) -> None:
-        temporary = part.with_name("." + part.name)
-        with temporary.open("wb") as file:
+        with replacing(part) as file:
             self._parquet.write_table(table, file)
-            sync(file)
-        temporary.replace(part)
-        sync_directory(self.path)
 
 
 def output_at(path: Path, all_ids_are_integers: bool) -> "JsonlOutput | ParquetOutput":
+    if not path.parent.is_dir():
+        raise ConfigError(f"OUT={path}: there is no directory {path.parent}.")
     if path.suffix == ".jsonl":
         return JsonlOutput(path)
     if path.suffix and not path.is_dir():
@@ -286,30 +279,39 @@ def sync_directory(path: Path) -> None:
 class RunFile:
     """OUT.run.json: what OUT is made with; locked while a job writes to OUT."""
 
-    def __init__(self, output: Path):
-        self.path = output.with_name(output.name + ".run.json")
-        if not output.parent.is_dir():
-            raise ConfigError(f"OUT={output}: there is no directory {output.parent}.")
-        self._file = self.path.open("a+", encoding="utf-8")
+    def __init__(self, output: "JsonlOutput | ParquetOutput", overwrite: bool):
+        self.output, path = output, output.path.with_name(output.path.name + ".run.json")
+        if output.is_begun() and not overwrite and not path.exists():
+            raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
+        self._file = path.open("a+", encoding="utf-8")
         try:
             lock(self._file.fileno())
         except OSError:
-            self._file.close()
-            raise ConfigError(f"another job is writing to {output}: it holds {self.path}.") from None
+            self.close()
+            raise ConfigError(f"another job is writing to {output.path}: it holds {path}.") from None
+        if overwrite:
+            output.clear()
 
-    def __enter__(self) -> "RunFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
-    def read(self) -> dict[str, Any] | None:
+    def check(self, facts: dict[str, Any]) -> None:
+        """Refuse to go on with an output that was begun with something else."""
+        if not self.output.is_begun():  # only then: a kill while they are written loses them
+            return self.write(facts)
         self._file.seek(0)
-        text = self._file.read()
         try:
-            return json.loads(text)
+            before = json.loads(self._file.read())
         except ValueError:
-            return None  # new, or stopped while it was written: then there is no output yet
+            raise ConfigError(f"{self._file.name} is damaged; give another OUT, or --overwrite.") from None
+        facts = json.loads(json.dumps(facts))  # as it was read
+        changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
+        if changed and changed != ["model"]:  # the same files under another name are the same model
+            lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
+            raise ConfigError(
+                f"{self.output.path} was begun with something else:\n{''.join(lines)}"
+                "Give what was given then, or another OUT, or --overwrite."
+            )
 
     def write(self, facts: dict[str, Any]) -> None:
         self._file.truncate(0)

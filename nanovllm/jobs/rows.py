@@ -21,36 +21,35 @@ TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_te
 
 
 class Row(NamedTuple):
-    key: Key
+    number: int  # in the input, from 0
     values: dict[str, Any] | RequestError  # the error if it cannot be read
+    id_column: str | None  # of plain rows
 
     @property
     def is_openai(self) -> bool:
         return isinstance(self.values, dict) and "body" in self.values
+
+    @property
+    def id_name(self) -> str | None:
+        return "custom_id" if self.is_openai else self.id_column
+
+    @property
+    def key(self) -> Key:
+        """Its id; its number if it has none."""
+        key = self.values.get(self.id_name) if isinstance(self.values, dict) else None  # type: ignore[arg-type]
+        is_id = isinstance(key, (str, int)) and not isinstance(key, bool) and key != ""
+        return key if is_id else f"row-{self.number}"  # type: ignore[return-value]
 
 
 def hash_of(key: Key) -> int:
     return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
 
 
-def key_of(index: int, values: dict | RequestError, id_column: str | None) -> Key:
-    """The row's id; its number if it has none."""
-    name = id_name(values, id_column)
-    key = values.get(name) if isinstance(values, dict) and name else None
-    is_id = isinstance(key, (str, int)) and not isinstance(key, bool) and key != ""
-    return key if is_id else f"row-{index}"  # type: ignore[return-value]
-
-
-def id_name(values: dict | RequestError, id_column: str | None) -> str | None:
-    return "custom_id" if isinstance(values, dict) and "body" in values else id_column
-
-
 def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingParams]:
     """A row's prompt, or its conversation with the variables of the chat template; and its parameters."""
     if isinstance(row.values, RequestError):
         raise row.values
-    name = id_name(row.values, args.id_column)
-    if name is not None and row.values.get(name) != row.key:
+    if (name := row.id_name) is not None and row.values.get(name) != row.key:
         raise RequestError(f"the row's {name!r} must be a text or an integer, not {row.values.get(name)!r:.100}.")
     template = dict(args.chat_template_kwargs)
     if row.is_openai:

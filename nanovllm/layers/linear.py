@@ -20,14 +20,15 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.fp8 import E4M3, new_weight
+from nanovllm.utils.fp8 import E4M3, new_weight, shared_rows
 from nanovllm.utils.loader import CheckpointTensor, copy_checked, split_rows
 
 
 class ReplicatedLinear(nn.Module):
     """``y = x W^T (+ b)``, the same on every rank. Weight [output_size, input_size] as in ``nn.Linear``.
 
-    ``fp8_block``: an FP8 weight has a scale for each so many input channels of an output feature; 0: for all of them.
+    ``fp8_block``: an FP8 weight has a scale for each block of so many output features and input channels; 0: for each
+    output feature.
     """
 
     weight_scale: nn.Parameter | None
@@ -38,6 +39,7 @@ class ReplicatedLinear(nn.Module):
         self.tp = tp
         self.ops = kernels.select()
         self.weight, scale = new_weight(output_size, input_size, fp8_block)
+        self.block_n = shared_rows(fp8_block, [output_size])
         self.register_parameter("weight_scale", scale)
         self.register_parameter("bias", nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None)
         for param in self.parameters():
@@ -55,7 +57,7 @@ class ReplicatedLinear(nn.Module):
         """
         return self.ops.fused_linear(
             x,
-            Weight(self.weight, self.weight_scale),
+            Weight(self.weight, self.weight_scale, self.block_n),
             self.bias,
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
@@ -83,6 +85,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
                  fp8_block: int | None = None):
         super().__init__(input_size, sum(output_sizes), bias, tp, fp8_block)
         self.output_sizes = output_sizes
+        self.block_n = shared_rows(fp8_block, [size // tp.size for size in output_sizes])
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: int | None) -> None:  # type: ignore[override]
         if shard_id is None:  # merged in the checkpoint too
@@ -111,6 +114,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.kv_shard = tp.rank // self.kv_head_replicas, tp.size // self.kv_head_replicas
         output_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim * tp.size
         super().__init__(hidden_size, output_size, bias, tp, fp8_block)
+        parts = [self.num_heads * head_dim, self.num_kv_heads * head_dim]
+        if head_order is not None and (fp8_block or 0) % head_dim:  # a head's rows would go to other blocks
+            parts = [1]
+        self.block_n = shared_rows(fp8_block, parts)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
                 qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> torch.Tensor:
@@ -119,7 +126,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         ``qk_norms`` are those over all heads at once; those of each head are in the epilogue.
         """
         if qk_norms is None:
-            weight, norm_weight, eps = Weight(self.weight, self.weight_scale), None, 0.0
+            weight, norm_weight, eps = Weight(self.weight, self.weight_scale, self.block_n), None, 0.0
             if norm is not None:
                 norm_weight, eps = norm.weight, norm.eps
             return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue)

@@ -2,7 +2,9 @@
 
 Here a weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output
 feature. G is 1, or the groups are those of published blocks, smaller where blocks would be cut: by the end of the
-tensor or by a shard of it. Knows nothing of layers; ``kernels/linear/reference.py`` says what is computed.
+tensor or by a shard of it. With blocks, ``shared_rows`` features share their scales, whatever fills the weight: kernels
+are chosen, and CUDA graphs captured, before that. Knows nothing of layers; ``kernels/linear/reference.py`` says what is
+computed.
 
 Legend: N output features, C input channels, both of a checkpoint tensor; a lazy tensor is one of ``loader.py``.
 """
@@ -39,22 +41,34 @@ def new_weight(output_size: int, input_size: int, block: int | None) -> tuple[nn
     return data, scale
 
 
-def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, C] -> data (e4m3) [n, C] and scale (fp32) [n, ceil(C / block)], or [n, 1] without a block.
+def shared_rows(block: int | None, parts: list[int]) -> int:
+    """How many consecutive output features of a rank's weight share their scales; 1 without blocks.
 
-    scale = max|w| / 448 of each group, data = w / scale rounded to nearest.
+    ``parts``: rows of this rank of each checkpoint tensor that the weight has one after the other; a shard begins at a
+    multiple of them. ``block`` as in ``FP8Weights``.
     """
-    C = weight.shape[1]
-    size = block or C
+    return math.gcd(block, *parts) if block else 1
+
+
+def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, C] -> data (e4m3) [n, C] and scale (fp32) [ceil(n / block), ceil(C / block)], or [n, 1] without a block.
+
+    scale = max|w| / 448 of each block or row, data = w / scale rounded to nearest.
+    """
+    n, C = weight.shape
+    height, width = (block, block) if block else (1, C)
     data = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-    scale = torch.empty(len(weight), -(-C // size), dtype=torch.float32, device=weight.device)
-    num_rows = max(1, ROWS_BYTES // (4 * C))
-    for rows in (slice(start, start + num_rows) for start in range(0, len(weight), num_rows)):
+    scale = torch.empty(-(-n // height), -(-C // width), dtype=torch.float32, device=weight.device)
+    step = max(1, ROWS_BYTES // (4 * C * height))  # rows of scales
+    for i in range(0, len(scale), step):
+        rows = slice(i * height, (i + step) * height)
         wide = weight[rows].float()
-        groups = F.pad(wide, (0, -C % size)).unflatten(1, (-1, size))
+        padded = F.pad(wide, (0, -C % width, 0, -len(wide) % height))
+        blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
         # not / MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
-        scale[rows] = (groups.abs().amax(dim=2) * (1 / MAX)).clamp_(min=MIN_SCALE)
-        spread = scale[rows].repeat_interleave(size, dim=1)[:, :C] if block else scale[rows]
+        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / MAX)).clamp_(min=MIN_SCALE)
+        if block:
+            spread = spread.repeat_interleave(block, 0)[: len(wide)].repeat_interleave(block, 1)[:, :C]
         data[rows] = (wide / spread).to(E4M3)
     return data, scale
 
@@ -62,17 +76,18 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
 class Quantized:
     """FP8 data and scale of a lazy 16-bit tensor, by rows as they are read: a rank reads and quantizes its own.
 
-    Scales are those of whole rows whatever a shard of the columns, so ranks have the numbers of a single one.
+    Scales are those of the tensor's rows or blocks whatever the shard, so ranks have the numbers of a single one.
     """
 
     def __init__(self, lazy: Any, block: int, name: str, device: torch.device):
         self.lazy, self.block, self.name, self.device = lazy, block, name, device
         self._made: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rows(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        start, stop, _ = rows.indices(self.lazy.get_shape()[0])
+    def rows(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [start : stop] of the scales, behind the data that they scale."""
         if (start, stop) not in self._made:
-            weight = self.lazy[start:stop,]
+            height = self.block or 1
+            weight = self.lazy[start * height : stop * height,]
             check_is(weight, torch.bfloat16, self.name)
             self._made[start, stop] = quantize(weight.to(self.device), self.block)
         return self._made[start, stop]
@@ -90,17 +105,22 @@ class QuantizedPart:
 
     def get_shape(self) -> list[int]:
         N, C = self.whole.lazy.get_shape()
-        return [N, C if self.which == 0 else -(-C // (self.whole.block or C))]
+        block = self.whole.block
+        return [N, C] if self.which == 0 else [-(-N // (block or 1)), -(-C // (block or C))]
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        return self.whole.rows(index[0])[self.which][(slice(None), *index[1:])]
+        start, stop, _ = index[0].indices(self.get_shape()[0])
+        height = self.whole.block or 1 if self.which == 0 else 1
+        first = start // height
+        part = self.whole.rows(first, -(-stop // height))[self.which]
+        return part[(slice(start - first * height, stop - first * height), *index[1:])]
 
 
 class Scales:
     """A lazy tensor of scales as a checkpoint has them, of rows ``[start : start + count]`` of ``total``.
 
-    One for the tensor; one for each row, [N] or [N, 1]; of blocks [ceil(N / 128), ceil(C / 128)], or of the blocks of
-    each row [N, ceil(C / 128)]. The last blocks may be partial.
+    One for the tensor; or one for each row, [N] or [N, 1]; with blocks [ceil(N / 128), ceil(C / 128)] instead. The last
+    blocks may be partial.
     """
 
     def __init__(self, lazy: Any, group_size: int, rows: tuple[int, int, int] | None = None):
@@ -116,20 +136,19 @@ class Scales:
             raise CheckpointError(f"tensor {name!r} scales {count} rows, expected {shape[0]}.")
         given = list(self.lazy.get_shape())
         blocks = -(-shape[1] * self.group_size // BLOCK)
-        forms: list[list[int]] = [[], [1], [1, 1], [total], [total, 1]]
-        if self.group_size:
-            forms += [[total, blocks], [-(-total // BLOCK), blocks]]
+        forms: list[list[int]] = [[], [1], [1, 1]]
+        forms += [[-(-total // BLOCK), blocks]] if self.group_size else [[total], [total, 1]]
         if given not in forms:
-            allowed = " or ".join(map(str, forms[1:2] + forms[4:]))
-            raise CheckpointError(f"tensor {name!r} has shape {given}, expected {allowed}.")
-        return FittedScales(self, name, shape, start, per_row=given[:1] == [total])
+            hint = ", for quantization_config has blocks of 128 x 128" if self.group_size else ""
+            raise CheckpointError(f"tensor {name!r} has shape {given}, expected [1] or {forms[-1]}{hint}.")
+        return FittedScales(self, name, shape, start)
 
 
 class FittedScales:
     """See ``Scales.fit``."""
 
-    def __init__(self, scales: Scales, name: str, shape: list[int], start: int, per_row: bool):
-        self.scales, self.name, self.shape, self.start, self.per_row = scales, name, shape, start, per_row
+    def __init__(self, scales: Scales, name: str, shape: list[int], start: int):
+        self.scales, self.name, self.shape, self.start = scales, name, shape, start
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -140,16 +159,16 @@ class FittedScales:
         ranges = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=False)]
         rows, groups = ranges if len(ranges) == 2 else (ranges[0], range(self.shape[1]))
         begin, end = self.start + rows.start, self.start + rows.stop
-        if not self.per_row:
-            grid = lazy[...]
-            check_is(grid, torch.float32, self.name)
-            grid = grid.reshape(grid.shape if grid.dim() == 2 else (1, 1)).float()
-            of_rows = torch.arange(begin, end, device=grid.device) // BLOCK if len(grid) > 1 else None
-            grid = grid.expand(len(rows), -1) if of_rows is None else grid[of_rows]
+        is_one = math.prod(lazy.get_shape()) == 1
+        height = BLOCK if group_size else 1
+        first = begin // height
+        grid = lazy[...] if is_one else lazy[first : -(-end // height),]
+        check_is(grid, torch.float32, self.name)
+        grid = grid.reshape(1 if is_one else len(grid), -1).float()
+        if len(grid) == 1:
+            grid = grid.expand(len(rows), -1)
         else:
-            grid = lazy[begin:end,]
-            check_is(grid, torch.float32, self.name)
-            grid = grid.reshape(len(rows), -1).float()
+            grid = grid[torch.arange(begin, end, device=grid.device) // height - first]
         if grid.shape[1] == 1:
             return grid.expand(-1, len(groups))
         columns = torch.arange(groups.start, groups.stop, device=grid.device) * group_size // BLOCK

@@ -65,7 +65,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
     if weight.scale is not None:
-        if fp8.supports(x, weight):
+        if fp8.supports(x, weight, epilogue):
             return fp8.qkv_linear(x, weight, bias, norm_weight, eps, epilogue)
         weight = fp8.dequantized(weight, fp8.dtype_of(x))
     data = weight.data

@@ -3,8 +3,9 @@
 Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. On Hopper each token
 is quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: from one token on
 it is the fastest there (docs/experiments.md), and so a token's result does not depend on how many others there are.
-(It does with scales of 128 channels and more than 256 tokens: layers do not say yet which features share theirs, so
-such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
+(It does where scales of 128 channels are not those of whole blocks of 128 x 128, as when a rank's shard cuts blocks:
+for more than 256 tokens such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do
+not quantize x.
 
     1 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
     otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
@@ -45,16 +46,16 @@ def has_e4m3(device):
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def supports(x, weight):
-    """Whether a kernel here multiplies these without dequantizing the weight first."""
-    if supports_w8a8(x, weight):
+def supports(x, weight, epilogue=None):
+    """Whether a kernel here multiplies these without dequantizing the weight first; with an epilogue `qkv_linear`."""
+    if supports_w8a8(x, weight, epilogue):
         return True
     num_channels, num_groups = weight.data.shape[1], weight.scale.shape[1]
     is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
     return len(x) == 1 and has_e4m3(weight.data.device) and is_whole_groups
 
 
-def supports_w8a8(x, weight):
+def supports_w8a8(x, weight, epilogue=None):
     """Whether the FP8 tensor cores multiply these."""
     (num_features, num_channels), num_groups, device = weight.data.shape, weight.scale.shape[1], weight.data.device
     if not (len(x) > 0 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
@@ -65,7 +66,8 @@ def supports_w8a8(x, weight):
         return True
     if num_groups == 1:
         return num_features % 16 == 0
-    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % 256 == 0
+    is_qkv = epilogue is not None and supports_qkv_epilogue(dtype_of(x), weight.data, epilogue)
+    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % (128 if is_qkv else 256) == 0
 
 
 def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k):
@@ -97,7 +99,7 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear, where `supports`."""
-    if not supports_w8a8(x, weight) or not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue):
+    if not supports_qkv_epilogue(dtype_of(x), weight.data, epilogue) or not supports_w8a8(x, weight, epilogue):
         return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps, None, None, False), *epilogue)
     config = decode_config(x, weight)
     x, x_scale, dtype = prepare(x, norm_weight, eps)

@@ -3,7 +3,8 @@
 Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
-B sequences, V vocabulary, R request slots. Quad q: ids 4q .. 4q + 3, whose noise comes from one Philox block.
+B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, two quads. One Philox block has the upper 16 bits
+of their random numbers, coarse ones, which suffice to prune; another has the lower 16 bits.
 """
 
 import torch
@@ -36,18 +37,43 @@ def wide_product(a, b: tl.constexpr):
 
 
 @triton.jit
-def random_words(key_low, key_high, quads, length):
-    """Philox4x32-10: four 32-bit words per quad of ids; see reference.philox_bits."""
-    c0 = quads.to(tl.uint32)
-    c2 = tl.zeros_like(c0)
-    c1, c3 = c2 + length.to(tl.uint32), c2
-    for _ in tl.static_range(10):
+def random_words(key_low, key_high, octets, length, FINE: tl.constexpr):
+    """Philox4x32-7: four 32-bit words per octet, of the coarse bits or the fine ones; see reference.random_bits."""
+    c0 = octets.to(tl.uint32)
+    c2 = tl.full(c0.shape, 1 if FINE else 0, tl.uint32)
+    c3 = tl.zeros_like(c0)
+    c1 = c3 + length.to(tl.uint32)
+    for _ in tl.static_range(7):
         high0, low0 = wide_product(c0, 0xD2511F53)
         high2, low2 = wide_product(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high2 ^ c1 ^ key_low, low2, high0 ^ c3 ^ key_high, low0
         key_low = tl.add(key_low, 0x9E3779B9, sanitize_overflow=False)
         key_high = tl.add(key_high, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def smallest_coarse_bits(w0, w1, w2, w3):
+    """Of each half of some octets, [quads]; arguments: their coarse words."""
+    upper = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)) >> 16
+    lower = tl.minimum(tl.minimum(w0 & 0xFFFF, w1 & 0xFFFF), tl.minimum(w2 & 0xFFFF, w3 & 0xFFFF))
+    return tl.reshape(tl.join(upper, lower), (2 * w0.shape[0],))
+
+
+@triton.jit
+def random_bits(key_low, key_high, octets, length):
+    """32 random bits for each id of some octets, [ids]."""
+    w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
+    f0, f1, f2, f3 = random_words(key_low, key_high, octets, length, FINE=True)
+    # The upper halves belong to ids 0 to 3, the lower ones to 4 to 7. Joined so that the flattened ones are in order.
+    b0, b1, b2, b3 = with_fine_bits(w0, f0), with_fine_bits(w1, f1), with_fine_bits(w2, f2), with_fine_bits(w3, f3)
+    return tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), (8 * octets.shape[0],))
+
+
+@triton.jit
+def with_fine_bits(word, fine):
+    """Coarse and fine bits of two ids, [..., 2]."""
+    return tl.join((word & 0xFFFF0000) | (fine >> 16), (word << 16) | (fine & 0xFFFF))
 
 
 @triton.jit
@@ -63,12 +89,14 @@ def gumbel_noise(bits, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def noise_bound(bits, COMPILED: tl.constexpr):
-    """Upper bound of gumbel_noise(bits), decreasing in bits: -log(-log(1 - u)) < -log(u), and u > bits / 2**32.
+def noise_bound(coarse, COMPILED: tl.constexpr):
+    """Upper bound of gumbel_noise(bits), decreasing in coarse = bits >> 16: -log(-log(1 - u)) < -log(u), and
+    u > coarse / 2**16.
 
-    32 log(2) - log(bits), plus 1e-4 for the errors of the logarithms on both sides (each below 1e-5).
+    16 log(2) - log(coarse), plus 1e-4 for the errors of the logarithms on both sides (each below 1e-5).
     """
-    return 22.18081 - fast_log(bits.to(tl.float32), COMPILED)
+    bound = 11.09046 - fast_log(tl.maximum(coarse, 1).to(tl.float32), COMPILED)
+    return tl.where(coarse > 0, bound, 23.0)  # 33 log(2) = 22.9 is the most
 
 
 @triton.jit
@@ -88,18 +116,17 @@ def quad_max(logits, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def gumbel_argmax_quad(
-    logits_ptr, quad, vocab_start, vocab_size, threshold,
+def gumbel_argmax_octet(
+    logits_ptr, octet, vocab_start, vocab_size, threshold,
     is_random, scale, key_low, key_high, length, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Best score and its id of a quad; (-inf, 2**31 - 1) if none is allowed."""
-    word = tl.arange(0, 4)
-    ids = 4 * quad + word
+    """Best score and its id of an octet; (-inf, 2**31 - 1) if none is allowed."""
+    place = tl.arange(0, 8)
+    ids = 8 * octet + place
     x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
     score = x
     if is_random:
-        w0, w1, w2, w3 = random_words(key_low, key_high, quad + tl.zeros_like(word), length)
-        bits = tl.where(word < 2, tl.where(word < 1, w0, w1), tl.where(word < 3, w2, w3))
+        bits = random_bits(key_low, key_high, octet + tl.zeros((1,), tl.int32), length)
         score = x * scale + gumbel_noise(bits, COMPILED)
     allowed = (x >= threshold) & (score > -float("inf"))  # NaN fails either comparison
     value = tl.max(tl.where(allowed, score, -float("inf")))
@@ -119,9 +146,7 @@ def gumbel_argmax_chunk(
         x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
         score = x
         if is_random:
-            w0, w1, w2, w3 = random_words(key_low, key_high, first // 4 + tl.arange(0, BLOCK // 4), length)
-            # Joined pairwise, so that the flattened words are in the order 0, 1, 2, 3.
-            bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+            bits = random_bits(key_low, key_high, first // 8 + tl.arange(0, BLOCK // 8), length)
             score = x * scale + gumbel_noise(bits, COMPILED)
         # Strict: on a tie the lowest id stays. NaN fails either comparison.
         better = (x >= threshold) & (score > best)
@@ -140,8 +165,8 @@ def gumbel_argmax_pruned(
 
     Noise is expensive, so upper bounds of the score, logit / temperature + noise, prune first:
     - a tile, if its largest logit with the largest possible noise stays below the best score so far;
-    - a quad, if its largest logit with the noise bound of its smallest word does.
-    The remaining quads are scored in descending order of their bounds.
+    - a quad, if its largest logit with the noise bound of its smallest coarse bits does.
+    The octets of the remaining quads are scored in descending order of their bounds.
 
     A bound is the same FMA `logit * scale + noise` with more noise, and rounding is monotonic: an id is pruned only if
     its score is below the best, or equal to it with a higher id.
@@ -160,15 +185,15 @@ def gumbel_argmax_pruned(
             quads = first // 4 + tl.arange(0, BLOCK // 4)
             bounds = largest
             if is_random:
-                w0, w1, w2, w3 = random_words(key_low, key_high, quads, length)
-                min_word = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-                bounds = largest * scale + noise_bound(min_word, COMPILED)
+                octets = first // 8 + tl.arange(0, BLOCK // 8)
+                w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
+                bounds = largest * scale + noise_bound(smallest_coarse_bits(w0, w1, w2, w3), COMPILED)
             bounds = tl.where(can_win, bounds, -float("inf"))
             bound = tl.max(bounds)
             while bound >= best:
-                quad = tl.min(tl.where(bounds == bound, quads, no_id))
-                value, token = gumbel_argmax_quad(
-                    logits_ptr, quad, vocab_start, vocab_size, threshold,
+                octet = tl.min(tl.where(bounds == bound, quads, no_id)) // 2
+                value, token = gumbel_argmax_octet(
+                    logits_ptr, octet, vocab_start, vocab_size, threshold,
                     is_random, scale, key_low, key_high, length, COMPILED,
                 )  # fmt: skip
                 if (value > best) | ((value == best) & (token < best_id)):
@@ -180,7 +205,7 @@ def gumbel_argmax_pruned(
                         min_logit = tl.maximum(threshold, base * temperature)
                     else:
                         min_logit = tl.maximum(threshold, best)
-                is_done = (quads == quad) | ((bounds == best) & (4 * quads > best_id))
+                is_done = (quads // 2 == octet) | ((bounds == best) & (4 * quads > best_id))
                 bounds = tl.where(is_done, -float("inf"), bounds)
                 bound = tl.max(bounds)
         largest = quad_max(logits, COMPILED)
@@ -212,7 +237,7 @@ def gumbel_argmax_kernel(
         logits_ptr += sequence.to(tl.int64) * logits_stride
         is_random = temperature > 0.0
         scale = 1.0 / tl.where(is_random, temperature, 1.0)
-        first_id = (vocab_start // 4) * 4 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside a quad
+        first_id = (vocab_start // 8) * 8 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside an octet
         last_id = first_id + tiles_per_chunk * BLOCK
         if SCORE_ALL:
             value, token = gumbel_argmax_chunk(
@@ -280,7 +305,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         return value, token
     score_all = batch_size <= _MAX_UNPRUNED
     block = 1024 if score_all else 512
-    num_tiles = triton.cdiv(vocab_size + vocab_start % 4, block)
+    num_tiles = triton.cdiv(vocab_size + vocab_start % 8, block)
     tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
