@@ -60,9 +60,12 @@ class PushedSums:
 
     def __init__(self, mine: torch.Tensor, peers: torch.Tensor, abort_flag: torch.Tensor):
         from nanovllm.kernels.all_reduce import wait_for_epoch
+        from nanovllm.kernels.launch import compile_only
+        from nanovllm.kernels.linear.norm import SplitKPartials
 
-        self._wait_for_epoch, self._abort_flag = wait_for_epoch, abort_flag
-        self._aborted = torch.zeros(1, dtype=torch.int64, device=mine.device)
+        self.wait_for_epoch, self.partials, self._compile_only = wait_for_epoch, SplitKPartials, compile_only
+        self.abort_flag = abort_flag
+        self.aborted = torch.zeros(1, dtype=torch.int64, device=mine.device)
         self._epochs = torch.arange(EPOCHS, dtype=torch.int64, device=mine.device).add(1).split(1)
         self._copies = torch.cuda.Stream(mine.device)
         self._counts = [0, 0]  # sums begun, of each micro-batch
@@ -79,10 +82,8 @@ class PushedSums:
 
     def begin(self, x: torch.Tensor, half: int) -> "PendingSum":
         """Send this rank's summand [T, C] of micro-batch 0 or 1; it must stay as it is until it is waited for."""
-        from nanovllm.kernels.launch import compile_only
-
         assert x.is_contiguous() and x.nbytes <= self.max_bytes, x.shape
-        if compile_only.get():  # its product is not launched either
+        if self._compile_only.get():  # its product is not launched either
             return PendingSum(self, self._slots[half][0], 1, x)
         count, self._counts[half] = self._counts[half], self._counts[half] + 1
         slot, epoch = self._slots[half][count % SLOTS], count // SLOTS % EPOCHS
@@ -109,9 +110,7 @@ class PendingSum:
 
         Ranks get the same bits, because a + b = b + a. The device waits, the host does not.
         """
-        from nanovllm.kernels.linear.norm import SplitKPartials
-
-        return SplitKPartials(self.own, self._received()[None])
+        return self.sums.partials(self.own, self._received()[None])
 
     def total(self) -> torch.Tensor:
         """The sum [T, C], of the same bits; in place."""
@@ -120,5 +119,5 @@ class PendingSum:
     def _received(self) -> torch.Tensor:
         own, sums = self.own, self.sums
         torch.cuda.current_stream().wait_event(self.slot.sent)  # the sum overwrites what is copied
-        sums._wait_for_epoch(self.slot.flag, self.epoch, sums._aborted, sums._abort_flag)
+        sums.wait_for_epoch(self.slot.flag, self.epoch, sums.aborted, sums.abort_flag)
         return self.slot.received[: own.nbytes].view(own.dtype).view(own.shape)

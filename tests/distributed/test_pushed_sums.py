@@ -47,7 +47,7 @@ def test_between_streams():
     for rank in range(WORLD):  # aborted: nothing waits while kernels are loaded
         run(rank)
     torch.cuda.synchronize()
-    for tensor in (*abort_flags, *regions, *(s._aborted for s in sums)):
+    for tensor in (*abort_flags, *regions, *(s.aborted for s in sums)):
         tensor.zero_()
     torch.cuda.synchronize()
     results = [run(rank) for rank in range(WORLD)]
