@@ -440,7 +440,7 @@ class ModelRunner:
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = None
         for name in ("model", "kv_cache", "request_state", "tables", "prefill_inputs", "sampler", "backend",
-                     "residency"):  # fmt: skip
+                     "residency", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

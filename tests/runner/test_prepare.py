@@ -1,5 +1,6 @@
 """Prefills that replay a graph: which ones, and their padding."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,3 +151,16 @@ def test_not_padded(monkeypatch):
     batch = prefill((0, 20))
     batch.seqs[0].targets, batch.seqs[0].first_target = np.array([3, 4], np.int32), 1
     assert prepared(batch, *sizes)[0].kind == StepKind.PREFILL
+
+
+def test_what_may_be_split():
+    """Sampled sequences are put before those that are only scored, and may read blocks that these write."""
+    batch = prefill((0, 40), (0, 40))
+    assert prepared(batch)[0].can_split
+    last = batch.seqs[1]
+    scored = replace(
+        batch, unsampled=[last], req_indices=batch.req_indices[:1], sampled_from=np.zeros(1, np.int32)
+    )
+    assert not prepared(scored)[0].can_split
+    last.targets, last.first_target = np.arange(3, dtype=np.int32), 10
+    assert not prepared(batch)[0].can_split
