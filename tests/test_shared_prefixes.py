@@ -170,16 +170,18 @@ def test_on_the_interpreted_kernels(make_checkpoint, make_llm, small_groups, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "eager, num_ranks", [(False, 1), (True, 1), pytest.param(False, 2, marks=pytest.mark.multigpu)]
+)
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager):
+def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager, num_ranks):
     """fp32: with groups, which form by themselves here, and without."""
     rng = random.Random(0)
     common = [prompt_of(700, seed) for seed in range(2)]
     prompts = [common[i % 2][: rng.choice([600, 700])] + prompt_of(rng.randint(1, 90), i) for i in range(70)]
     params = [greedy(rng.randint(3, 60)) for _ in prompts]
     options = {"device": device, "dtype": "float32", "kvcache_block_size": 128, "max_num_seqs": 64,
-               "max_num_batched_tokens": 4096, "enforce_eager": eager}  # fmt: skip
+               "max_num_batched_tokens": 4096, "enforce_eager": eager, "tensor_parallel_size": num_ranks}  # fmt: skip
     llm, grouped = make_llm(**options), []
     update = prefix_groups.StagedGroups.update
     with monkeypatch.context() as patch:

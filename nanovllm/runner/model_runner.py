@@ -157,9 +157,7 @@ class ModelRunner:
             self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
             limits = config.max_model_len, config.model_config.vocab_size
             self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
-            self.staged_writes.groups.enabled = (  # on several GPUs not tried yet
-                self.backend.shares_prefixes and not all(config.model_config.windows) and self.tp.size == 1
-            )
+            self.staged_writes.groups.enabled = self.backend.shares_prefixes and not all(config.model_config.windows)
             self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
             self.prefill_inputs = PrefillInputs(
                 self.prefill_sizes, self.request_state.block_tables, config.max_model_len

@@ -122,7 +122,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, block_i=2, num_warps=4):
     return h
 
 
-def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=8):
+def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=4):
     """[residual +] sum over a token's rows of weight * down(h), [T, C]."""
     (num_tokens, top_k), (_, num_channels, num_units) = ids.shape, weight.shape
     assert h.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
