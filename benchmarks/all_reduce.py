@@ -58,13 +58,13 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
         os.makedirs(path, exist_ok=True)
         columns[name] = TPGroup.connect(rank, size, device, path, 60.0)
 
-    peer_memory.PUSH_BYTES = 0
+    peer_memory.PUSH_BYTES = {size: 0}
     for programs, block in SHAPES:
         peer_memory.SIZE_CLASSES = ((largest, programs, block),)
         connect(f"{programs}x{block}")
     some = next(iter(columns.values()))
     columns = {"NCCL": TPGroup(rank, size, some.backend), **columns}
-    peer_memory.PUSH_BYTES = largest
+    peer_memory.PUSH_BYTES = {size: largest}
     for peer_memory.PUSH_BLOCK, peer_memory.PUSH_WARPS in PUSH_SHAPES:
         connect(f"p{peer_memory.PUSH_BLOCK}/{peer_memory.PUSH_WARPS}")
     results: dict[str, dict[int, float]] = {name: {} for name in columns}

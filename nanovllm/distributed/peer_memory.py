@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 # (gathers were not measured); (bytes, programs, block): few programs exchange fewer signals, many move more bytes.
 MAX_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
 SIZE_CLASSES = ((64 << 10, 16, 2048), (256 << 10, 32, 4096), (4 << 20, 64, 4096))
-PUSH_BYTES = 64 << 10  # of the largest tensor that is summed by pushing, a multiple of 4 * PUSH_BLOCK
+# Ranks -> bytes of the largest tensor that is summed by pushing, multiples of 4 * PUSH_BLOCK; more than two ranks have
+# not been measured beyond.
+PUSH_BYTES = {2: 1 << 20, 4: 64 << 10, 8: 64 << 10}
 PUSH_BLOCK, PUSH_WARPS = 256, 4  # 32-bit words and warps of a program
 PUSH_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -66,7 +68,7 @@ class PeerMemory:
         c10d._register_process_group(name, self._process_group)
         pad_bytes = 8 * size * sum(programs for _, programs, _ in SIZE_CLASSES)
         push_at = pad_bytes + 2 * sum(num_bytes for num_bytes, _, _ in SIZE_CLASSES)
-        sums_at = push_at + 2 * size * 2 * PUSH_BYTES  # every 32-bit word with 32 bits of epoch
+        sums_at = push_at + 2 * size * 2 * PUSH_BYTES[size]  # every 32-bit word with 32 bits of epoch
         sums_at = -(-sums_at // 512) * 512
         sums_bytes = region_bytes(max_sum_bytes) if max_sum_bytes and size == 2 else 0
         memory_bytes = sums_at + sums_bytes
@@ -87,8 +89,8 @@ class PeerMemory:
             epochs = torch.zeros(programs, dtype=torch.int64, device=device)
             self._size_classes.append(SizeClass(num_bytes, buffers, signal_pads, epochs, block))
             pad, buffer = pad + 8 * size * programs, buffer + 2 * num_bytes
-        epochs = torch.zeros(PUSH_BYTES // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
-        self._push_class = PushClass(PUSH_BYTES, (addresses + push_at).to(device), epochs, PUSH_BLOCK, PUSH_WARPS)
+        epochs = torch.zeros(PUSH_BYTES[size] // (4 * PUSH_BLOCK), dtype=torch.int64, device=device)
+        self._push_class = PushClass(PUSH_BYTES[size], (addresses + push_at).to(device), epochs, PUSH_BLOCK, PUSH_WARPS)
         self.sums: PushedSums | None = None
         if sums_bytes:
             peers = self._handle.get_buffer(1 - rank, (sums_bytes,), torch.uint8, sums_at)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 2048  # of a prefill that is split: smaller halves fill the SMs badly
 # Tokens times weights of a layer on one rank, by device type: in less time than an H200 needs for so many, a host does
-# not launch the kernels of two halves. None on the CPU, where nothing runs beside anything.
-MIN_LAYER_WORK: dict[str, int | None] = {"cuda": 3 << 37, "cpu": None}
+# not launch the kernels of two halves (docs/experiments.md). None on the CPU, where nothing runs beside anything.
+MIN_LAYER_WORK: dict[str, int | None] = {"cuda": 7 << 37, "cpu": None}
 TILE = 128  # tokens of a tile in the prefill's GEMMs
 # Layers that the host may be ahead of the device: 30 entries each of the 1,024 of a stream's launch queue. In a launch
 # that waits for a free entry the host would hold the GIL, which the watch over the workers needs.
