@@ -157,7 +157,7 @@ def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
 
 
 def gumbel_noise(seed, length, ids):
-    """Standard Gumbel noise f32[B, N] for token `ids` [N], `seed` i32[B, 2] and `length` i32[B].
+    """Standard Gumbel noise f32[B, N] for consecutive token `ids` [N], `seed` i32[B, 2] and `length` i32[B].
 
     -log(e) with exponential e = -log(1 - u), u uniform. Both tails are computed without cancellation, so the noise
     keeps its resolution in large vocabularies.
@@ -174,14 +174,15 @@ def random_bits(seed, length, ids):
     (q, length, 1, 0). So one block for eight ids bounds their noise closely enough to leave most of them out.
     """
     key = seed.long().unsqueeze(1)  # [B, 1, 2]
-    first, last = int(ids[0]) // 8, int(ids[-1]) // 8
-    octets = torch.arange(first, last + 1, device=ids.device).unsqueeze(0)  # [1, N / 8]
-    parts = []
-    for c2 in (0, 1):
-        counter = octets, length.long().unsqueeze(1), torch.full_like(octets, c2), torch.zeros_like(octets)
-        words = torch.stack(torch.broadcast_tensors(*philox_4x32(counter, (key[..., 0], key[..., 1]))), dim=-1)
-        parts.append(torch.stack((words >> 16, words & 0xFFFF), dim=2).flatten(1))  # [B, octets, 2, 4] -> [B, ids]
-    return (parts[0] << 16 | parts[1])[:, ids.long() - 8 * first]
+    first, last = int(ids[0]), int(ids[-1])  # ids are consecutive
+    octets = torch.arange(first // 8, last // 8 + 1, device=ids.device).unsqueeze(0)  # [1, N / 8]
+    is_fine = torch.arange(2, device=ids.device).view(2, 1, 1)
+    counter = octets, length.long().unsqueeze(1), is_fine, torch.zeros_like(octets)
+    bits = torch.empty(len(seed), octets.shape[1], 8, dtype=torch.int64, device=ids.device)
+    for i, (coarse, fine) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
+        bits[..., i] = (coarse & 0xFFFF0000) | (fine >> 16)
+        bits[..., 4 + i] = (coarse & 0xFFFF) << 16 | (fine & 0xFFFF)
+    return bits.flatten(1)[:, first % 8 : first % 8 + last - first + 1]
 
 
 def philox_4x32(counter, key):
