@@ -461,6 +461,14 @@ def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, mes
     assert not list(tmp_path.glob("*.run.json"))
 
 
+def test_metrics_are_not_appended_to_the_rows(tmp_path, stubbed, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2))
+    for name in ("in.jsonl", "out.jsonl"):
+        err = error_of(capsys, source, tmp_path / "out.jsonl", "--metrics", tmp_path / name)
+        assert err.endswith(f"--metrics {tmp_path / name}: it is IN or OUT, and would be appended to.\n")
+    assert len(read_jsonl(source)) == 2 and len(list(tmp_path.iterdir())) == 1
+
+
 def test_numbers_and_texts_of_one_spelling_are_one_id(tmp_path, stubbed, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "y"}])
     assert "have the same id '1'" in error_of(capsys, source, tmp_path / "out.jsonl")

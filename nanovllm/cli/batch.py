@@ -51,6 +51,8 @@ def run(args: Any) -> int:
     hashes, all_integers = scan_ids(source, args)
     output = output_at(path, all_integers)
     if args.metrics:
+        if Path(args.metrics).resolve() in (there, out):
+            raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         Path(args.metrics).open("ab").close()
     with closing(RunFile(output, args.overwrite)) as run_file:
         run_file.check(facts_of(args, model_path, source, len(hashes)))
