@@ -1,5 +1,6 @@
 """``nanovllm batch``: every row once, whatever happens; the oracle is ``generate``, and the files are read apart."""
 
+import itertools
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from dataclasses import fields
 
@@ -227,12 +229,22 @@ def test_two_processes(tmp_path):
     assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
 
 
-def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "in.jsonl", questions(3))
-    options = (*OPTIONS, "--data-parallel-size", "2", "--max-model-len", "5000")
+def test_an_engine_that_fails_in_its_process(tmp_path, monkeypatch, capsys):
+    """It ended while rows were on their way to it: then their end was an error before its own."""
+    rows_of, number = files.Input.rows, itertools.count()
+
+    def slowly(source):
+        yield from itertools.islice(rows := rows_of(source), 3)
+        if next(number) == 1:  # not for the ids: as a job that goes on looks for rows that are not done
+            time.sleep(8)
+        yield from rows
+
+    monkeypatch.setattr(files.Input, "rows", slowly)
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", "5000")
     err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
     assert "error: max_model_len=5000: the model has positions for 4096 tokens." in err
-    assert "0 of 3 rows are in" in err and "the same command goes on." in err
+    assert "0 of 2,000 rows are in" in err and "the same command goes on." in err
 
 
 def leave(pipe, args, rank, devices):
@@ -411,7 +423,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b'. Rows that repeat an id: 1. Make the "
          "ids unique, or name another --id-column."),
         (("in.jsonl", "none/out.jsonl"), "OUT={}/none/out.jsonl: there is no directory {}/none."),
-        (("in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, or lies in it."),
+        (("in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
+        (("in.jsonl", "/"), "OUT=/ must have a name, for OUT.run.json lies beside it."),
         (("in.jsonl", "twice.jsonl"),
          "{}/twice.jsonl exists and is not of a batch job; give another OUT, or --overwrite."),
         (("in.jsonl", "out.csv"),
@@ -446,6 +459,14 @@ def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, mes
     ]
     assert error_of(capsys, *argv) == f"nanovllm batch: error: {message.replace('{}', str(tmp_path))}\n"
     assert not list(tmp_path.glob("*.run.json"))
+
+
+def test_metrics_are_not_appended_to_the_rows(tmp_path, stubbed, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2))
+    for name in ("in.jsonl", "out.jsonl"):
+        err = error_of(capsys, source, tmp_path / "out.jsonl", "--metrics", tmp_path / name)
+        assert err.endswith(f"--metrics {tmp_path / name}: it is IN or OUT, and would be appended to.\n")
+    assert len(read_jsonl(source)) == 2 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_numbers_and_texts_of_one_spelling_are_one_id(tmp_path, stubbed, capsys):
@@ -515,6 +536,21 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     assert json.loads(found[3]["error"])["message"] == "the row has neither 'prompt' nor 'messages'."
     assert batch(tmp_path / "in", out, "--retry-errors") == 3
     assert parquet.read_table(out).num_rows == 30
+
+
+def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):
+    """Whatever else it holds; but not if that is the input."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out"
+    assert batch(source, out) == 0
+    (out / ".part-000001.parquet").write_bytes(b"half of a part")
+    (out / "_SUCCESS").touch()
+    assert "--max-tokens: None then, 7 now" in error_of(capsys, source, out, "--max-tokens", "7")
+    assert batch(source, out, "--max-tokens", "7", "--overwrite") == 0 == batch(source, out, "--max-tokens", "7")
+    assert parquet.read_table(out)["finish_reason"].to_pylist() == ["1.0 7"] * 3
+    inside = out / "part-000000.parquet"
+    err = error_of(capsys, inside, out, "--overwrite", "--prompt-column", "text")
+    assert err.endswith(f"OUT={out} is the input, lies in it, or holds it.\n") and inside.exists()
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch, capsys):

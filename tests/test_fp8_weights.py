@@ -20,12 +20,13 @@ from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.models.decoder import CausalLM
 from nanovllm.quantization import LINEARS
 from nanovllm.utils import fp8 as fp8_utils
 from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.fp8 import quantize
-from nanovllm.utils.loader import init_dummy_weights, load_model
+from nanovllm.utils.fp8 import Scales, quantize
+from nanovllm.utils.loader import CheckpointTensor, InMemory, init_dummy_weights, load_model, quantized
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
@@ -616,6 +617,19 @@ def test_update_of_blocks(published, make_llm):
 
 
 # ---------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_update_of_a_single_block(rows):
+    """A tensor that is smaller than a block has one scale, in 16 bits too."""
+    with torch.no_grad():
+        layer, weight = MergedColumnParallelLinear(96, [rows, 200], fp8_block=128), torch.randn(rows + 200, 96)
+        for i, part in enumerate(weight.split([rows, 200])):
+            for param, tensor in quantized(layer.weight, CheckpointTensor("w", InMemory(part))):
+                lazy = Scales(tensor.lazy, param.group_size) if hasattr(param, "group_size") else tensor.lazy
+                param.weight_loader(param, tensor._replace(lazy=lazy), i)
+    want = torch.cat([blockwise(part) for part in weight.split([rows, 200])])
+    assert torch.equal(layer.weight.float() * layer.weight_scale.repeat_interleave(32, 1), want)
 
 
 def test_the_demo_model_answers_as_before():

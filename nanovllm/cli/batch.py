@@ -35,6 +35,8 @@ SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go
 def run(args: Any) -> int:
     """The command. Everything that can be wrong is looked at before an engine starts."""
     path, (k, n) = Path(args.output), shard_of(args.shard)
+    if path.name in ("", ".."):
+        raise ConfigError(f"OUT={path} must have a name, for OUT.run.json lies beside it.")
     if args.shard:
         path = path.with_name(f"{path.stem}-{k}-of-{n}{path.suffix}")
     if args.data_parallel_size < 1:
@@ -43,11 +45,14 @@ def run(args: Any) -> int:
     defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
     args.base_params = SamplingParams(**ready({**defaults, **args.sampling}))
     source = Input(Path(args.input))
-    if Path(args.input).resolve() in (path.resolve(), path.resolve().parent):
-        raise ConfigError(f"OUT={path} is the input, or lies in it.")
+    there, out = Path(args.input).resolve(), path.resolve()
+    if there in (out, out.parent) or out in there.parents:  # the last: --overwrite would delete it
+        raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
     hashes, all_integers = scan_ids(source, args)
     output = output_at(path, all_integers)
     if args.metrics:
+        if Path(args.metrics).resolve() in (there, out):
+            raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         Path(args.metrics).open("ab").close()
     with closing(RunFile(output, args.overwrite)) as run_file:
         run_file.check(facts_of(args, model_path, source, len(hashes)))

@@ -165,9 +165,11 @@ def _work(pipe: Any, args: Any, rank: int, devices: str | None) -> None:
         except (EOFError, OSError):  # the parent is gone
             os._exit(1)
 
-    threading.Thread(target=receive, daemon=True).start()
+    receiver = threading.Thread(target=receive, daemon=True)
+    receiver.start()
     try:
         complete(args, iter(rows.get, None), lambda *message: pipe.send(message), rank)
         pipe.send(None)
     except Exception as error:
         pipe.send(error if isinstance(error, NanoVLLMError) else EngineError(f"engine {rank}: {error!r}"))
+        receiver.join()  # until the parent kills this process: a pipe that ends with rows unread loses the error

@@ -280,7 +280,8 @@ class RunFile:
     """OUT.run.json: what OUT is made with; locked while a job writes to OUT."""
 
     def __init__(self, output: "JsonlOutput | ParquetOutput", overwrite: bool):
-        self.output, path = output, output.path.with_name(output.path.name + ".run.json")
+        self.output, self.overwrite = output, overwrite
+        path = output.path.with_name(output.path.name + ".run.json")
         if output.is_begun() and not overwrite and not path.exists():
             raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
         self._file = path.open("a+", encoding="utf-8")
@@ -297,7 +298,8 @@ class RunFile:
 
     def check(self, facts: dict[str, Any]) -> None:
         """Refuse to go on with an output that was begun with something else."""
-        if not self.output.is_begun():  # only then: a kill while they are written loses them
+        # Only then: a kill while they are written loses them. A directory may hold other files than it was rid of.
+        if self.overwrite or not self.output.is_begun():
             return self.write(facts)
         self._file.seek(0)
         try:

@@ -159,10 +159,10 @@ class FittedScales:
         ranges = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=False)]
         rows, groups = ranges if len(ranges) == 2 else (ranges[0], range(self.shape[1]))
         begin, end = self.start + rows.start, self.start + rows.stop
-        is_one = math.prod(lazy.get_shape()) == 1
-        height = BLOCK if group_size else 1
-        first = begin // height
-        grid = lazy[...] if is_one else lazy[first : -(-end // height),]
+        given, height = lazy.get_shape(), BLOCK if group_size else 1
+        is_one = math.prod(given) == 1
+        first, last = (0, 1) if is_one else (begin // height, -(-end // height))
+        grid = lazy[first:last,] if given else lazy[...]
         check_is(grid, torch.float32, self.name)
         grid = grid.reshape(1 if is_one else len(grid), -1).float()
         if len(grid) == 1:
