@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from helpers import generate, generate_with_logits, greedy, prompt_of
 from benchmarks.workloads import write_model
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.config import Config
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.runner import micro_batches
 from nanovllm.runner import worker as worker_module
 from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, max_sum_bytes, min_tokens, split
@@ -223,3 +225,18 @@ def test_warm_up_fits_the_smallest_buffers(make_llm):
     with torch.inference_mode():
         compile_kernels(runner, WARMUP_FEATURES)
     assert len(halves) == 2 and max(halves) <= max_half(micro_batches.MIN_TOKENS)
+
+
+def test_rank_0_does_not_wait_for_ever_for_its_device(monkeypatch):
+    """In the middle of a launch it waits as for the tokens: until a worker fails, or nothing has moved for long."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
+
+    def wait_until(condition):
+        raise WorkerError(1, f"it is stuck: {condition()}")
+
+    one_rank = SimpleNamespace(tensor_parallel_size=1)
+    batches = MicroBatches(one_rank, SINGLE_RANK, torch.device("cuda"), wait_until)
+    for _ in range(micro_batches.MAX_LAYERS_AHEAD):
+        batches._limit_queue()
+    with pytest.raises(WorkerError, match="stuck: False"):
+        batches._limit_queue()
