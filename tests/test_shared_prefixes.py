@@ -17,6 +17,7 @@ from nanovllm import SamplingParams, kernels
 from nanovllm.kernels.attention import reference
 from nanovllm.layers.attention import PagedBackend
 from nanovllm.runner import model_runner, prefix_groups
+from nanovllm.runner import worker as worker_module
 
 BLOCK = 16
 
@@ -26,6 +27,7 @@ def decode_in_two_halves(
 ):
     if groups is None:
         return reference.paged_decode_attention(q, k_cache, v_cache, req_indices, context_lens, tables, scale, 0)
+    assert groups.sizes.any()
     acc, stats = reference.prefix_attention(q, k_cache, v_cache, tables, scale, groups)
     out, gqa_group = torch.zeros_like(q), q.shape[1] // k_cache.shape[2]
     for i, (req_idx, context) in enumerate(zip(req_indices.tolist(), context_lens.tolist(), strict=True)):
@@ -67,10 +69,14 @@ def small_groups(monkeypatch):
     return seen
 
 
+def two_halves_backend():
+    ops = SimpleNamespace(**{**vars(kernels.select("cpu")), "paged_decode_attention": decode_in_two_halves})
+    return PagedBackend(ops, capturable=True)
+
+
 @pytest.fixture
 def two_halves(monkeypatch):
-    ops = SimpleNamespace(**{**vars(kernels.select("cpu")), "paged_decode_attention": decode_in_two_halves})
-    backend = PagedBackend(ops, capturable=True)
+    backend = two_halves_backend()
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: backend)
 
 
@@ -126,6 +132,24 @@ def test_random_prefix_trees(make_llm, monkeypatch, small_groups, two_halves, wa
     assert any(len(sizes) > 1 for sizes in small_groups), "several groups at once"
     assert [] in small_groups and max(map(sum, small_groups)) > 4
     assert (llm.scheduler.num_preemptions > 0) == (way == "preempted")
+
+
+def groups_in_a_worker(worker, config):
+    prefix_groups.MIN_MEMBERS, backend = 2, two_halves_backend()
+    model_runner.select_backend = lambda *_: backend
+    worker_module.worker_main(worker, config)
+
+
+def test_two_ranks(make_llm, monkeypatch, small_groups, two_halves):
+    """The other rank gets the groups of rank 0, and chooses none."""
+    monkeypatch.setattr(worker_module, "worker_main", groups_in_a_worker)
+    llm = make_llm(tensor_parallel_size=2, max_num_seqs=16, max_num_batched_tokens=256)
+    plain = make_plain(monkeypatch, make_llm, max_num_seqs=16, max_num_batched_tokens=256)
+    rng = random.Random(0)
+    prompts = prompts_of_a_tree(rng, 12)
+    params = [greedy(rng.randint(1, 24)) for _ in prompts]
+    assert generate(llm, prompts, params) == generate(plain, prompts, params)
+    assert any(len(sizes) > 1 for sizes in small_groups)
 
 
 def test_samples_of_one_prompt(make_llm, small_groups, two_halves, monkeypatch):

@@ -12,6 +12,7 @@ other rank (``distributed/pushed_sums.py``; on the CPU they are computed at once
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +129,17 @@ class PostNormed:
         return self._post_norm.add_to(self._residual, self._pending.total())
 
 
-class MicroBatches:
-    """One rank's: which prefills are split, and their forward pass."""
+def poll(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(1e-4)
 
-    def __init__(self, config: Config, tp: TPGroup, device: torch.device):
-        self._tp, self._device = tp, device
+
+class MicroBatches:
+    """One rank's: which prefills are split, and their forward pass. ``wait_until``: how it waits for the device."""
+
+    def __init__(self, config: Config, tp: TPGroup, device: torch.device,
+                 wait_until: Callable[[Callable[[], bool]], None] = poll):
+        self._tp, self._device, self._wait_until = tp, device, wait_until
         self._ends: deque[torch.cuda.Event] = deque()  # of layers, on the device
         self._took_last = False
         self._sums = None if tp.peers is None else tp.peers.sums
@@ -193,6 +200,4 @@ class MicroBatches:
         self._ends.append(torch.cuda.Event())
         self._ends[-1].record()
         if len(self._ends) > MAX_LAYERS_AHEAD:
-            end = self._ends.popleft()
-            while not end.query():
-                time.sleep(1e-4)
+            self._wait_until(self._ends.popleft().query)

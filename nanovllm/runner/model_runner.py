@@ -149,7 +149,8 @@ class ModelRunner:
         self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
         self.residency = Residency(self)
-        self.micro_batches = MicroBatches(config, tp, self.device)
+        waiting = {} if workers is None else {"wait_until": workers.wait_until}  # not for ever, on rank 0
+        self.micro_batches = MicroBatches(config, tp, self.device, **waiting)
         if on_gpu:
             torch.cuda.set_device(self.device)
         with torch.inference_mode(), translate_oom():

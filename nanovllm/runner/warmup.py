@@ -8,6 +8,7 @@ import torch
 from nanovllm.runner.graph_sizes import grouped_sizes
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import allocate_kv_cache
+from nanovllm.runner.micro_batches import MIN_TOKENS
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
             max_seqlen_q=num_tokens, max_context=context,
         )  # fmt: skip
         runner.run_prefill(header, step, np.empty(0, np.int32))
-        if num_tokens == WARMUP_SIZES[-1] and runner.micro_batches.min_tokens is not None:
+        # of larger halves a sum may not fit its buffers
+        if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
             inputs = runner.packed_prefill_inputs(header, step, step.logits_indices.long())
             runner.micro_batches.forward(runner.model.model, [inputs, inputs])
     for size in runner.decode_sizes:
