@@ -182,7 +182,7 @@ def test_true_is_one(make_llm, tiny):
 
 def test_the_order_of_an_entry(make_llm):
     """The sampled token first with its own rank, then the most probable ones: k entries or k + 1."""
-    params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, logprobs=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=60, logprobs=3, ignore_eos=True)
     (output,) = run(make_llm(), PROMPT, params)
     lengths = set()
     for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):

@@ -115,7 +115,8 @@ def our_layer(family, block, merged=True, tp=TPGroup()):
 def problem(num_tokens, dtype=torch.float32):
     norm = RMSNorm(C)
     norm.weight.data.normal_(1.0, 0.3)
-    context = SimpleNamespace(slot_mapping=torch.arange(num_tokens, dtype=torch.int32), logits_indices=None)
+    slot_mapping = torch.arange(num_tokens, dtype=torch.int32)
+    context = SimpleNamespace(slot_mapping=slot_mapping, logits_indices=None, leaves_sums=False)
     return torch.randn(num_tokens, C).to(dtype), norm.to(dtype), context
 
 

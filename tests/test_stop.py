@@ -133,8 +133,8 @@ def test_incomplete_characters(demo):
     """Characters of two and three bytes, a token each: a string ends where the last byte comes, and not before."""
     ids = {text: demo.tokenizer.encode(text, add_special_tokens=False) for text in ("é", "日", "a")}
     assert [len(ids[text]) for text in ids] == [2, 3, 1]
-    fixed = [{**each, "temperature": ANY_TEXT, "allowed_token_ids": ids["é" if i % 2 else "日"] + ids["a"]}
-             for i, each in enumerate(FREE)]  # fmt: skip
+    fixed = [{"seed": i + 6, "ignore_eos": True, "temperature": ANY_TEXT,
+              "allowed_token_ids": ids["é" if i % 2 else "日"] + ids["a"]} for i in range(len(PROMPTS))]  # fmt: skip
     stops = [["日"], ["éa", "aé"], ["日a", "a日"], ["é"], ["aaa", "日"], ["aéa", "éé"], ["日日"], ["aa"]]
     params = [SamplingParams(max_tokens=64, stop=stop, **each) for stop, each in zip(stops, fixed, strict=True)]
     free = run(demo, PROMPTS, [SamplingParams(max_tokens=64, **each) for each in fixed])
