@@ -42,11 +42,15 @@ def gemv_config(num_features, num_channels, itemsize):
         block_c = min(1024 if is_gate_up else 512, max(8, triton.next_power_of_2(num_channels)))
         return GemvConfig(2 if is_gate_up else 4, block_c, 1)
     if num_channels <= 2048:
-        return GemvConfig(2 if num_features < 4096 else 4, 1024, 4 if num_features < 5120 else 1)
+        if num_features <= 256:  # a router
+            return GemvConfig(2, 2048, 4)
+        return GemvConfig(2 if num_features < 4096 else 4, 1024, 4 if num_features <= 6144 else 1)
     if not is_whole_blocks:
         return GemvConfig(4, 1024, 1) if num_features > num_channels else GemvConfig(2, 4096, 4)
     if num_channels >= 8192:
         return GemvConfig(2, 2048, 2)
+    if num_channels == 4096 and num_features < 3072:
+        return GemvConfig(4, 4096, 4)
     return GemvConfig(8, 1024, 2) if 3072 <= num_features < 12288 else GemvConfig(4, 2048, 8)
 
 
