@@ -87,6 +87,15 @@ def start_from_prefix(
     return acc, row_max, sums
 
 
+@triton.jit
+def prefetch_to_l2(rows, HEAD_SIZE: tl.constexpr):
+    """Ask for the HEAD_SIZE elements behind each pointer, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+    for first in tl.static_range(0, HEAD_SIZE, LINE):
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [rows + first], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr,  # [B, H, D]
@@ -108,9 +117,10 @@ def _decode_kernel(
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    V_PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
+    V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     # V_PAIRS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
+    # PREFETCH: the first tile is requested before the wait. L2 is coherent: the newest token may be there too early.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     split = tl.program_id(1)
@@ -158,6 +168,10 @@ def _decode_kernel(
     first = (begin - first_seq_begin + first_tile(context, shared, WINDOW, BLOCK_N)) * BLOCK_N
     block_ids = load_block_ids(tables_ptr + req_idx.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
+    if PREFETCH:
+        offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
+        prefetch_to_l2(k_head_ptr + offs, HEAD_SIZE)
+        prefetch_to_l2(v_head_ptr + offs, HEAD_SIZE)
     # Lengths and tables were written before the layers ran; q and the newest keys and values by the previous kernels.
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
@@ -412,6 +426,7 @@ def paged_decode_attention(
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
+        PREFETCH=num_seqs <= 8 and has_inline_asm(q.device),
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

@@ -2,9 +2,9 @@
 
 Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. A single token is
 multiplied as it is, in fp32 (W8A16). From two on, on Hopper, each token is quantized to e4m3 as well (W8A8), which the
-FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there (docs/experiments.md). (For more than 256
-tokens a weight is dequantized if its scales of 128 channels are not those of whole blocks of 128 x 128, as when a rank's
-shard cuts blocks.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
+FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there (docs/experiments.md). (Scales of 128 channels
+that are not those of whole blocks of 128 x 128, as when a rank's shard cuts blocks: for more than 256 tokens such a
+weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
 
     1           gemv.py, the norm fused, from sm_89 on
     2 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs

@@ -53,7 +53,7 @@ def gate_up_rows_kernel(
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
         weight = tl.load(weight_ptrs + first, mask=exists & inside[:, None, :], other=0.0)
-        # Returns at once. ptxas moves no load across it: those of the weight are all in flight before the first is used.
+        # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
         x = tl.load(x_ptrs + first, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
