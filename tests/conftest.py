@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny random Qwen3 checkpoints made by transformers, engines on them, and their oracle."""
 
+import gc
 import json
 import multiprocessing.util
 import os
@@ -38,6 +39,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules():
+    """Each engine's start collects garbage, which walks the objects of torch and transformers for 0.3 s. They stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

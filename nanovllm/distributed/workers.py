@@ -62,7 +62,7 @@ class Workers:
         self._size, self._target, self._args = size, target, args
         self._owner = os.getpid()
         self._busy = False  # collective work was begun and not completed
-        self._context = multiprocessing.get_context(START_METHOD)
+        self._context: Any = multiprocessing.get_context(START_METHOD)
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
