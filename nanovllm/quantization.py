@@ -41,11 +41,13 @@ class FP8Weights:
         layers: of each decoder layer, the names of its FP8 linear layers; keys of ``LINEARS``.
         block: a scale is that of so many output features and as many input channels; 0: of one output feature.
         in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
+        method: ``quant_method`` of the checkpoint.
     """
 
     layers: tuple[frozenset[str], ...]
     block: int = 0
     in_checkpoint: bool = False
+    method: str | None = None
 
     @classmethod
     def of_all(cls, num_layers: int) -> "FP8Weights":
@@ -74,7 +76,7 @@ class FP8Weights:
             frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
             for i in range(num_layers)
         ]
-        return cls(tuple(layers), block, in_checkpoint=True)
+        return cls(tuple(layers), block, in_checkpoint=True, method=method)
 
 
 def _refusal(what: str) -> CheckpointError:

@@ -1,6 +1,8 @@
 """Fixtures of all tests: tiny random Qwen3 checkpoints made by transformers, engines on them, and their oracle."""
 
+import gc
 import json
+import multiprocessing.util
 import os
 
 # operations of tiny models on several threads stall at their barriers where cores are shared
@@ -37,6 +39,35 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules():
+    """Each engine's start collects garbage, which walks the objects of torch and transformers for 0.3 s. They stay."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers():
+    """Without a GPU, workers are forked from a server that has imported torch, which costs a process 1.5 s of CPU time.
+
+    They are spawned, as a user's are, in tests/distributed/test_workers.py and in scripts that tests run.
+    """
+    if HAS_GPU or "forkserver" not in multiprocessing.get_all_start_methods():
+        yield
+        return
+    from nanovllm.distributed import workers
+
+    multiprocessing.util.get_temp_dir()  # its socket: before a test has a longer path for temporary files
+    multiprocessing.set_forkserver_preload(["torch.distributed", "nanovllm.runner.model_runner"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "START_METHOD", "forkserver")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -350,6 +350,31 @@ def test_ctrl_c(tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(out)) == 5
 
 
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (lambda text: text + '{"id": "q5", "prompt": "late"}\n', 0,
+         "IN has grown while the job ran; done are the 5 rows that it held at the start."),
+        (lambda text: text[: text.index('{"id": "q3"')], 1, "IN has changed while the job ran: it held 5 rows, now 3."),
+        (lambda text: text.replace("q2", "new"), 1, "IN has changed while the job ran: row 2 has another id, 'new'."),
+    ],
+)  # fmt: skip
+def test_in_that_changes_while_the_job_runs(tmp_path, monkeypatch, capsys, change, status, said):
+    """One that grew ended in a traceback; one that lost rows seemed complete."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
+
+    def change_it_first(args, rows, emit):
+        source.write_text(change(source.read_text()))
+        stub(args, rows, emit)
+
+    monkeypatch.setattr(engines, "complete", change_it_first)
+    assert batch(source, out, *OPTIONS) == status
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    ids = [record["custom_id"] for record in read_jsonl(out)]
+    assert ids == [f"q{i}" for i in range(5)][: len(ids)] and (len(ids) == 5) == (status == 0)
+
+
 def test_shards_cover_the_rows(tmp_path, stubbed):
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": str(i)} for i in range(10)])  # ids are the rows' numbers
     for k in range(3):

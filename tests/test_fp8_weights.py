@@ -3,6 +3,7 @@ the plain formula; which rows share scales; every refusal. 65 s."""
 
 import copy
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
-from nanovllm.as_vllm.options import to_nanovllm
+from nanovllm.as_vllm import launch
+from nanovllm.as_vllm.options import EngineArgs, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.attention import Attention
@@ -260,6 +262,19 @@ def test_scales_of_the_kv_cache(form, published):
             ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("rank", "size", "heads"), [(0, 1, [0, 1]), (1, 2, [1]), (1, 4, [0]), (2, 4, [1])])
+def test_scales_of_the_kv_cache_per_head(rank, size, heads, published, tmp_path):
+    """Each rank takes those of its KV heads, which may be replicas. Such a checkpoint was refused."""
+    shutil.copytree(published("qwen3", "tensor")[0], tmp_path, dirs_exist_ok=True)
+    tensors, given = load_file(tmp_path / "model.safetensors"), {"k": [0.25, 0.5], "v": [2.0, 3.0]}
+    for which, scales in given.items():
+        tensors[f"model.layers.1.self_attn.{which}_scale"] = torch.tensor(scales).reshape(2, 1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    attn = built(str(tmp_path), TPGroup(rank, size, None)).model.layers[1].self_attn.attn
+    assert attn.kv_scale.tolist() == [[given[which][head] for head in heads] for which in "kv"]
+    assert attn.kv_scale_is_given == [True, True]
+
+
 def test_hf_quant_config(published, tmp_path):
     """ModelOpt's older checkpoints have a file of their own instead of ``quantization_config``."""
     path, _, model = published("qwen3", "modelopt")
@@ -384,10 +399,10 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
      f"tensor '{O_PROJ}.weight_scale' has shape [2, 1], expected [1] or [192, 1]."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
      f"tensor '{O_PROJ}.weight_scale_inv' is of uint8, expected floats."),
-    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.ones(2)}),
-     "tensor 'model.layers.1.self_attn.v_scale' has shape [2], expected [1]."),
-    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.tensor([-1.0])}),
-     "tensor 'model.layers.1.self_attn.v_scale' is -1.0, expected a positive number."),
+    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.ones(3)}),
+     "tensor 'model.layers.1.self_attn.v_scale' has shape [3], expected [1] or [2]."),
+    ("tensor", lambda t: t.update({"model.layers.1.self_attn.v_scale": torch.tensor([1.0, -1.0])}),
+     "tensor 'model.layers.1.self_attn.v_scale' has -1.0, expected positive numbers."),
     ("qwen", lambda t: t.update({f"{O_PROJ}.weight_zero_point": torch.ones(2, 1)}),
      f"tensor '{O_PROJ}.weight_zero_point' is twice there, or unknown to the model."),
 ])  # fmt: skip
@@ -502,6 +517,26 @@ def test_online_shards(case, size, block, tmp_path):
 def test_the_keyword_of_vllm():
     assert to_nanovllm({"quantization": "fp8"})["quantization"] == "fp8"
     assert "quantization" not in to_nanovllm({"quantization": None})
+
+
+@pytest.mark.parametrize(("form", "name", "has"), [
+    ("tensor", "compressed-tensors", "'compressed-tensors'"), ("modelopt", "modelopt", "'modelopt'"),
+    ("qwen", "fp8", None), ("qwen", "modelopt", "'fp8'"), (None, "compressed-tensors", "none"),
+])  # fmt: skip
+def test_vllm_names_the_quantization_of_a_checkpoint(form, name, has, published, make_checkpoint):
+    """vLLM takes the name of the checkpoint's own, where there is nothing to choose, and refuses another one."""
+    path = make_checkpoint() if form is None else published("qwen3", form)[0]
+    args = EngineArgs(model=path, quantization=name, max_model_len=128)
+    options = {"quantization": name, "max_model_len": 128, "device": "cpu", "skip_tokenizer_init": True}
+    if has not in (None, repr(name)):
+        text = re.escape(f"LLM: quantization={name!r} names the quantization of a checkpoint, and {path} has {has}.")
+        for start in (args.create_model_config, lambda: launch.start(path, options)):
+            with pytest.raises(ConfigError, match=text):
+                start()
+        return
+    assert args.create_model_config().max_model_len == 128
+    with launch.start(path, options) as llm, launch.start(path, {**options, "quantization": None}) as plain:
+        assert generate(llm, [[5, 6, 7] * 7], greedy(4)) == generate(plain, [[5, 6, 7] * 7], greedy(4))
 
 
 def test_dummy_weights():

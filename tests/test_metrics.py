@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers import generate, greedy, prompt_of
 
-from nanovllm import SamplingParams
+from nanovllm import ConfigError, SamplingParams
 from nanovllm.cli import main
 from nanovllm.jobs import plot
 
@@ -166,6 +166,22 @@ def test_png(tmp_path):
     source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t, running=3) for t in range(30)])
     assert main(["plot", str(source), str(tmp_path / "page.png")]) == 0
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_torn_last_line_is_left_out(tmp_path, capsys):
+    """A job that was killed may leave one; the figures of hours could not be drawn."""
+    source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t) for t in range(5)])
+    whole, text = plot.read(source), source.read_bytes()
+    source.write_bytes(text[:-1])  # nothing is missing but the line's end
+    assert plot.read(source)[2] == whole[2] and capsys.readouterr().err == ""
+    source.write_bytes(text + text[:70])
+    seconds, _, totals = plot.read(source)
+    assert (seconds == whole[0]).all() and totals == whole[2]
+    assert capsys.readouterr().err == f"{source}: the last line is not whole, and left out.\n"
+    for damaged in (text + text[:70] + b"\n", text[:70] + b"\n" + text):
+        source.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"line [16]: not what --metrics writes: "):
+            plot.read(source)
 
 
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):

@@ -39,6 +39,7 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
     path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
     overrides = config_overrides(keywords)
     overlay = overlaid(path, overrides) if overrides else None
+    options.leave_to_checkpoint(given, overlay.name if overlay else path)
     max_model_len = keywords.get("max_model_len")
     is_default = max_model_len in (None, -1, "auto")
     if is_default:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, field, fields, make_dataclass, replace
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.utils import checkpoint
 from nanovllm.validation import did_you_mean
 
 # keyword -> default; None leaves the choice to nanovllm
@@ -150,6 +151,8 @@ HINTS: dict[str, Any] = {
     "show_hidden_metrics_for_version": None,
     "data_parallel_backend": "mp",
 }
+# names of a checkpoint's own quantization; "fp8" is also nanovllm's option
+PUBLISHED = ("compressed-tensors", "modelopt")
 KNOWN: dict[str, Any] = {**PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
 
 
@@ -186,6 +189,24 @@ def to_nanovllm(options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def leave_to_checkpoint(given: dict[str, Any], path: str) -> None:
+    """Remove a ``quantization`` that names what the checkpoint at ``path`` has anyhow.
+
+    Raises:
+        ConfigError: it has another one, or none.
+    """
+    method = given.get("quantization")
+    if method in PUBLISHED:
+        fp8 = checkpoint.read_model_config(path).fp8
+        if fp8 is None or fp8.method != method:
+            has = "none" if fp8 is None else repr(fp8.method)
+            raise ConfigError(
+                f"LLM: quantization={method!r} names the quantization of a checkpoint, and {path} has {has}. Leave it "
+                "out, or take quantization='fp8', which quantizes 16-bit weights as they load."
+            )
+        del given["quantization"]
+
+
 class _EngineArgs:
     """Engine keywords as a value: ``LLM(**dataclasses.asdict(EngineArgs(...)))``."""
 
@@ -211,7 +232,10 @@ class _EngineArgs:
 
         keywords = keywords_of(self)
         model = keywords.pop("model", PASSED["model"])
-        config = Config.from_options(model, to_nanovllm(keywords))
+        given = to_nanovllm(keywords)
+        if given.get("quantization") in PUBLISHED:
+            leave_to_checkpoint(given, checkpoint.resolve_model(model, given.get("revision"), weights=False))
+        config = Config.from_options(model, given)
         max_model_len = keywords.get("max_model_len") or config.model_config.max_position_embeddings
         return ModelConfig(replace(config, max_model_len=max_model_len), {"model": model, **keywords})
 

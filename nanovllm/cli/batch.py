@@ -59,7 +59,7 @@ def run(args: Any) -> int:
         done, num_errors = output.scan(args.retry_errors)
         todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
-        rows = (Row(i, values, args.id_column) for i, values in enumerate(source.rows()) if todo[i])
+        rows = source.rows_to_do(todo, hashes, args.id_column)
         return Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors).run(args, rows)
 
 

@@ -38,6 +38,7 @@ from nanovllm.errors import NanoVLLMError, WorkerError
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
 
+START_METHOD = "spawn"  # a fork would inherit CUDA, and locks that nobody releases
 HEARTBEAT_S = 0.5
 SILENCE_LIMIT_S = 30.0  # without a heartbeat; one import can hold the GIL for long on a cold disk
 UP_TIMEOUT_S = 120.0  # from spawn until torch is imported and the device opened
@@ -61,7 +62,7 @@ class Workers:
         self._size, self._target, self._args = size, target, args
         self._owner = os.getpid()
         self._busy = False  # collective work was begun and not completed
-        self._context = multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context(START_METHOD)
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")

@@ -7,19 +7,22 @@ leaves at most one torn line, which is cut.
 import csv
 import json
 import os
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from threading import Event
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.jobs.rows import hash_of
+from nanovllm.jobs.rows import Row, hash_of
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 
@@ -50,6 +53,25 @@ class Input:
                 yield from READERS[file.suffix](file)
             except (ValueError, csv.Error) as error:  # of decoding, and pyarrow's, are ValueErrors
                 raise ConfigError(f"{file} cannot be read: {error}") from None
+
+    def rows_to_do(self, todo: np.ndarray, hashes: array, id_column: str | None) -> Iterator[Row]:
+        """The rows of bool ``todo`` [N], read again: the first N, whose ids' hashes these are.
+
+        Raises:
+            ConfigError: they are no longer the same.
+        """
+        again, number = self.rows(), -1
+        for number, values in enumerate(islice(again, len(todo))):
+            row = Row(number, values, id_column)
+            if hash_of(row.key) != hashes[number]:
+                raise ConfigError(f"IN has changed while the job ran: row {number} has another id, {row.key!r:.100}.")
+            if todo[number]:
+                yield row
+        if number + 1 < len(todo):
+            raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {number + 1:,}.")
+        if next(again, None) is not None:
+            print(f"IN has grown while the job ran; done are the {len(todo):,} rows that it held at the start.",
+                  file=sys.stderr)  # fmt: skip
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any] | RequestError]:

@@ -18,7 +18,7 @@ OPS = {
     "decode_inputs": "step_inputs",
     "embed_part": "embedding",
     "rms_norm": "linear.norm",
-    "add_rms_norm": "linear.post_norm",
+    "add_post_norm": "linear.post_norm",
     "qk_rms_norm": "linear.post_norm",
     "act_and_mul": "linear.silu_and_mul",
     "norm_rope_store": "linear.norm_rope_store",

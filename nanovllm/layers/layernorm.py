@@ -38,4 +38,4 @@ class RMSNorm(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + norm(x), all [T, size]; ``residual`` may be overwritten."""
-        return self.ops.add_rms_norm(x, self.weight, self.eps, residual)
+        return self.ops.add_post_norm(x, self.weight, self.eps, residual)

@@ -18,7 +18,6 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.fp8 import E4M3, new_weight, shared_rows
 from nanovllm.utils.loader import CheckpointTensor, copy_checked, split_rows
@@ -48,10 +47,11 @@ class ReplicatedLinear(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_checked(param, loaded)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, input_size] -> residual + act_fn(norm(x) W^T + b), [T, output_size]; half as wide with ``act_fn``.
+        """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
+        With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide.
         With ``residual`` the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which reduces them, may read
         it; after that it serves as the next ``residual``.
         """
@@ -62,7 +62,7 @@ class ReplicatedLinear(nn.Module):
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             residual=residual,
-            act_mul=None if act_fn is None else act_fn.act,
+            act_mul=act,
             allow_split_k=self.tp.size == 1,  # an all-reduce needs the reduced sum
         )
 
@@ -179,8 +179,8 @@ class RowParallelLinear(ReplicatedLinear):
         if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale
             param.mul_(self.scale)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act_fn: SiluAndMul | None = None,
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None, leaves_sum: bool = False) -> torch.Tensor:
         """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
-        y = super().forward(x, norm, act_fn, residual if self.tp.rank == 0 else None)
+        y = super().forward(x, norm, act, residual if self.tp.rank == 0 else None)
         return self.tp.all_reduce(y) if self.all_reduce and self.tp.size > 1 and not leaves_sum else y

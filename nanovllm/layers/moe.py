@@ -14,7 +14,6 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.moe.reference import Routing
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -73,11 +72,11 @@ class SharedExpert(nn.Module):
     def __init__(self, moe: MoEConfig, hidden_size: int, act: str, tp: TPGroup):
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [moe.shared_size] * 2, tp=tp)
-        self.act_fn = SiluAndMul(act)
+        self.act = act
         self.down_proj = RowParallelLinear(moe.shared_size, hidden_size, tp=tp, all_reduce=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x, act_fn=self.act_fn))
+        return self.down_proj(self.gate_up_proj(x, act=self.act))
 
 
 class SparseMoE(nn.Module):

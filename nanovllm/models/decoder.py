@@ -17,7 +17,6 @@ from torch import nn
 
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -107,13 +106,13 @@ class MLP(nn.Module):
         C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         fp8 = [config.fp8_block(layer, name) for name in ("mlp.gate_up_proj", "mlp.down_proj")]
         self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, fp8[0])
-        self.act_fn = SiluAndMul(config.act)
+        self.act = config.act
         self.down_proj = RowParallelLinear(I, C, bias, tp, scale=config.residual_scale, fp8_block=fp8[1])
         self.post_norm = hidden_norm(config, config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> residual + mlp(norm(residual)), [T, C]."""
-        gated = self.gate_up_proj(residual, norm=norm, act_fn=self.act_fn)
+        gated = self.gate_up_proj(residual, norm=norm, act=self.act)
         return add_to_residual(self.down_proj, gated, residual, self.post_norm, context.leaves_sums)
 
 

@@ -108,7 +108,11 @@ class TensorNames:
     def __init__(self, model: Any):
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.renamed, self.unused = model.renamed_tensors, model.unused_tensors
-        self.attentions = {name: module for name, module in model.named_modules() if hasattr(module, "set_kv_scale")}
+        modules = dict(model.named_modules())
+        self.attentions = {  # and the shard of the KV heads that this rank has
+            name: (module.attn, module.qkv_proj.kv_shard) for name, module in modules.items()
+            if hasattr(getattr(module, "attn", None), "set_kv_scale")
+        }  # fmt: skip
         packed = model.packed_modules_mapping
         self.parts = {name: _parts(name, param, packed) for name, param in self.params.items()}
         self.targets = {part: (name, shard_id) for name, parts in self.parts.items() for part, shard_id in parts}
@@ -127,13 +131,14 @@ class TensorNames:
             return self.params[name], None, [part for part, _ in self.parts[name]]
         return None
 
-    def kv_scale(self, name: str) -> tuple[Any, str, str]:
-        """The attention whose keys or values ("k", "v", "kv") a tensor scales; (None, "", "") for any other tensor."""
+    def kv_scale(self, name: str) -> tuple[Any, tuple[int, int], str]:
+        """The attention whose keys or values ("k", "v", "kv") a tensor scales, and its shard; None for any other."""
         for old, new in self.renamed:
             name = name.replace(old, new)
         match = re.fullmatch(KV_SCALES, name)
-        attention = self.attentions.get(f"{match[1]}.attn") if match else None
-        return (attention, match[2], match[3]) if match else (None, "", "")
+        if match is None or match[1] not in self.attentions:
+            return None, (0, 1), ""
+        return *self.attentions[match[1]], match[2] or match[3]
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -193,18 +198,21 @@ class WeightFiller:
         self.filled.update(parts)
 
     def _is_kv_scale(self, tensor: CheckpointTensor) -> bool:
-        """Whether it is a scale of the KV cache, which the attention then has; one number for all heads."""
-        attention, of_kv, of_output = self._names.kv_scale(tensor.name)
+        """Whether it is a scale of the KV cache, which the attention then has; for all heads, or for each KV head."""
+        attention, (shard, num_shards), which = self._names.kv_scale(tensor.name)
         if attention is None:
             return False
-        if math.prod(tensor.lazy.get_shape()) != 1:
-            raise CheckpointError(f"tensor {tensor.name!r} has shape {tensor.lazy.get_shape()}, expected [1].")
+        shape, num_heads = tensor.lazy.get_shape(), attention.kv_scale.shape[1] * num_shards
+        if math.prod(shape) not in (1, num_heads):
+            raise CheckpointError(f"tensor {tensor.name!r} has shape {list(shape)}, expected [1] or [{num_heads}].")
         value = tensor.lazy[...]
         check_is(value, torch.float32, tensor.name)
-        if not 0 < value.item() < math.inf:
-            raise CheckpointError(f"tensor {tensor.name!r} is {value.item()}, expected a positive number.")
-        for which in of_kv or of_output:
-            attention.set_kv_scale(which, value.float().reshape(()))
+        for number in value.flatten().tolist():
+            if not 0 < number < math.inf:
+                raise CheckpointError(f"tensor {tensor.name!r} has {number}, expected positive numbers.")
+        scales = value.float().reshape(-1).expand(num_heads).chunk(num_shards)[shard]
+        for name in which:
+            attention.set_kv_scale(name, scales)
         return True
 
     def fill_from_files(self, path: str | Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import worker_mains
 from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, SUM_CAPACITY, SUM_PROGRAMS, SUM_SIZES, addend, push_cases
 
+from nanovllm.distributed import workers
 from nanovllm.distributed.peer_memory import RenumberedStore
 from nanovllm.distributed.workers import hidden_main_module
 
@@ -36,7 +37,7 @@ def check_pushed(results, bf16_rtol=0.0):
 
 def run_ranks(target, num_results, *memory):
     """What each of two processes reports; ``memory``: tensors [WORLD] shared between them."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context(workers.START_METHOD)
     pipes, processes = [], []
     for rank in range(WORLD):
         ours, theirs = context.Pipe(duplex=False)
@@ -116,6 +117,39 @@ def test_push_takes_the_words_of_its_epoch_only():
     assert epochs.tolist() == [2**32 + 2 | 1 << 62] * 2
 
 
+def run_on_streams(launch, num_cases, zeroed, before=lambda rank, i: None):
+    """Each case of ``launch(rank, case)`` on two ranks of one GPU, a stream each, which it returns.
+
+    ``zeroed``: state of the ranks to begin with. ``before(rank, case)`` runs on the rank's stream.
+    """
+    streams = [torch.cuda.Stream() for _ in range(WORLD)]
+    for i in range(num_cases):  # the driver loads no kernel while another one runs: load all of them first
+        for rank in range(WORLD):
+            launch(rank, i)
+    torch.cuda.synchronize()
+    for tensor in zeroed:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    for i in range(num_cases):
+        for rank in range(WORLD):
+            with torch.cuda.stream(streams[rank]):
+                before(rank, i)
+                launch(rank, i)
+    torch.cuda.synchronize()
+    return streams
+
+
+def check_release(launch, stream, abort_flag):
+    """Rank 0 waits for a peer that never launches, until its abort flag is set."""
+    with torch.cuda.stream(stream):
+        launch(0, 0)
+        launch(0, 1)
+    time.sleep(0.05)
+    assert not stream.query()
+    abort_flag.fill_(1)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.gpu
 def test_one_shot_between_streams():
     """Two ranks on one GPU; then one whose peer never launches, released by its abort flag."""
@@ -125,7 +159,6 @@ def test_one_shot_between_streams():
     signal_pads = [torch.zeros(WORLD, SUM_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
     addresses = [torch.tensor([t.data_ptr() for t in tensors], device="cuda") for tensors in (buffers, signal_pads)]
     epochs = [torch.zeros(SUM_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
-    streams = [torch.cuda.Stream() for _ in range(WORLD)]
     xs = [[addend(n, rank).cuda() for n in SUM_SIZES] for rank in range(WORLD)]
     outs = [[torch.full((WORLD + 1, *x.shape), float("nan"), device="cuda") for x in xs[rank]] for rank in range(WORLD)]
     abort_flags = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(WORLD)]
@@ -135,28 +168,10 @@ def test_one_shot_between_streams():
         one_shot(xs[rank][i], outs[rank][i][0], *arguments, block=512, num_warps=4)
         one_shot(xs[rank][i], outs[rank][i][1:], *arguments, gather=True, block=512, num_warps=4)
 
-    for i in range(len(SUM_SIZES)):  # the driver loads no kernel while another one runs: load all of them first
-        for rank in range(WORLD):
-            launch(rank, i)
-    torch.cuda.synchronize()
-    for tensor in (*abort_flags, *signal_pads, *epochs):
-        tensor.zero_()
-    torch.cuda.synchronize()
-    for i in range(len(SUM_SIZES)):
-        for rank in range(WORLD):
-            with torch.cuda.stream(streams[rank]):
-                launch(rank, i)
-    torch.cuda.synchronize()
+    streams = run_on_streams(launch, len(SUM_SIZES), [*abort_flags, *signal_pads, *epochs])
     for rank in range(WORLD):
         check_results([(out[0].cpu(), out[1:].cpu()) for out in outs[rank]])
-
-    with torch.cuda.stream(streams[0]):
-        launch(0, 0)
-        launch(0, 1)
-    time.sleep(0.05)
-    assert not streams[0].query()  # it waits for rank 1
-    abort_flags[0].fill_(1)
-    torch.cuda.synchronize()
+    check_release(launch, streams[0], abort_flags[0])
 
 
 @pytest.mark.gpu
@@ -167,7 +182,6 @@ def test_push_between_streams():
     buffers = [torch.zeros(2, WORLD, PUSH_CAPACITY, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
     epochs = [torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
-    streams = [torch.cuda.Stream() for _ in range(WORLD)]
     cases = list(push_cases())
     xs = [[addend(n, rank).to(dtype).cuda() for dtype, n, _ in cases] for rank in range(WORLD)]
     outs = [[torch.cat([x, x[:1], x[:1]]).fill_(float("nan")) for x in xs[rank]] for rank in range(WORLD)]
@@ -178,28 +192,12 @@ def test_push_between_streams():
         arguments = (addresses, epochs[rank], abort_flags[rank], PUSH_CAPACITY, rank, WORLD)
         push_all_reduce(x, out, *arguments, block=PUSH_BLOCK)
 
-    for i in range(len(cases)):  # the driver loads no kernel while another one runs: load all of them first
-        for rank in range(WORLD):
-            launch(rank, i)
-    torch.cuda.synchronize()
-    for tensor in (*abort_flags, *buffers, *epochs):
-        tensor.zero_()
-    torch.cuda.synchronize()
-    for i, (_, _, added) in enumerate(cases):
-        for rank in range(WORLD):
-            with torch.cuda.stream(streams[rank]):
-                epochs[rank] += added
-                launch(rank, i)
-    torch.cuda.synchronize()
-    check_pushed([[out.cpu().float() for out in outs[rank]] for rank in range(WORLD)])
+    def advance(rank, i):
+        epochs[rank] += cases[i][2]
 
-    with torch.cuda.stream(streams[0]):
-        launch(0, 0)
-        launch(0, 1)
-    time.sleep(0.05)
-    assert not streams[0].query()  # it waits for rank 1
-    abort_flags[0].fill_(1)
-    torch.cuda.synchronize()
+    streams = run_on_streams(launch, len(cases), [*abort_flags, *buffers, *epochs], advance)
+    check_pushed([[out.cpu().float() for out in outs[rank]] for rank in range(WORLD)])
+    check_release(launch, streams[0], abort_flags[0])
 
 
 def test_ranks_connect_whatever_they_connected_before(tmp_path):

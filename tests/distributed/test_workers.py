@@ -32,6 +32,7 @@ LIMIT_S = 10.0  # from a failure to its WorkerError, everything torn down
 def start(tmp_path, monkeypatch):
     """start(target) -> Workers. In the end no process, shared memory or directory may be left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(workers_module, "START_METHOD", "spawn")
     made = []
 
     def start(target, size=2):

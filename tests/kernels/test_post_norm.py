@@ -25,25 +25,25 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE[expected.dtype], atol=TOLERANCE[expected.dtype])
 
 
-def test_add_rms_norm_twin_agrees_with_hugging_face():
+def test_add_post_norm_twin_agrees_with_hugging_face():
     olmo2 = pytest.importorskip("transformers.models.olmo2.modeling_olmo2")
     norm = olmo2.Olmo2RMSNorm(40, EPS)
     norm.weight.data.normal_()
     x, residual = torch.randn(2, 3, 40)
-    torch.testing.assert_close(reference.add_rms_norm(x, norm.weight, EPS, residual), residual + norm(x))
+    torch.testing.assert_close(reference.add_post_norm(x, norm.weight, EPS, residual), residual + norm(x))
 
 
 # a weight in fp32: an offset was added to it
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
-def test_add_rms_norm(num_tokens, num_channels, weight_dtype, dtype):
+def test_add_post_norm(num_tokens, num_channels, weight_dtype, dtype):
     packed = randn(num_tokens, num_channels + 6, dtype=dtype)
     residual, padding = packed[:, :num_channels], packed[:, num_channels:].clone()
     x = 3 * randn(num_tokens, num_channels + 2, dtype=dtype)[:, 1:-1]
     weight = torch.rand(num_channels, device=DEVICE).to(weight_dtype)
-    expected = reference.add_rms_norm(x, weight, EPS, residual)
-    y = post_norm.add_rms_norm(x, weight, EPS, residual)
+    expected = reference.add_post_norm(x, weight, EPS, residual)
+    y = post_norm.add_post_norm(x, weight, EPS, residual)
     assert y.data_ptr() == residual.data_ptr() and expected.dtype == dtype
     assert_close(y, expected)
     assert torch.equal(packed[:, num_channels:], padding)

@@ -13,6 +13,7 @@ from nanovllm.utils.gc_pause import no_full_gc
 def gc_threshold():
     """gc_threshold(*values) sets the thresholds for the length of a test."""
     before = gc.get_threshold()
+    gc.unfreeze()  # what the tests before have imported counts again
     gc.collect()  # a full collection that is due comes now
     yield gc.set_threshold
     gc.set_threshold(*before)

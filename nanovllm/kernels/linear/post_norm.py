@@ -1,6 +1,6 @@
 """Triton: RMSNorm of what attention or MLP adds to the residual, and RMSNorm over all heads of q or k.
 
-Owns `add_rms_norm` and `qk_rms_norm`; norm.py has the norm before a linear layer. The twins are in reference.py.
+Owns `add_post_norm` and `qk_rms_norm`; norm.py has the norm before a linear layer. The twins are in reference.py.
 
 T tokens, C channels, H query heads, K KV heads, D head size.
 """
@@ -41,8 +41,8 @@ def post_norm_kernel(
     tl.store(residual_ptrs, (residual.to(tl.float32) + y.to(tl.float32)).to(residual.dtype), mask=mask)
 
 
-def add_rms_norm(x, weight, eps, residual):
-    """See reference.add_rms_norm. Adds to `residual` in place."""
+def add_post_norm(x, weight, eps, residual):
+    """See reference.add_post_norm. Adds to `residual` in place."""
     num_tokens, num_channels = x.shape
     assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
     block_c = triton.next_power_of_2(num_channels)

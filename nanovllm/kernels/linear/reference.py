@@ -71,7 +71,7 @@ def rms_norm(x, weight, eps):
     return (normalized.to(x.dtype) * weight).to(x.dtype)
 
 
-def add_rms_norm(x, weight, eps, residual):
+def add_post_norm(x, weight, eps, residual):
     """residual + rms_norm(x), all [T, C]; the kernel overwrites `residual`."""
     return residual + rms_norm(x, weight, eps)
 
