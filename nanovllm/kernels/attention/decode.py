@@ -90,10 +90,10 @@ def start_from_prefix(
 @triton.jit
 def prefetch_to_l2(rows, HEAD_SIZE: tl.constexpr):
     """Ask for the HEAD_SIZE elements behind each pointer, in lines of 128 bytes."""
+    ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
     for first in tl.static_range(0, HEAD_SIZE, LINE):
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [rows + first], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(ASM, "=r,l", [rows + first], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
