@@ -22,7 +22,7 @@ FLOORS = [
     ["layers"],
     ["models"],
     ["engine.sequence", "engine.block_manager", "engine.metrics", "engine.scheduler", "engine.detokenizer",
-     "engine.grammars", "engine.chat_template", "engine.fast_tokenizer"],
+     "engine.prompts", "engine.grammars", "engine.chat_template", "engine.fast_tokenizer"],
     ["engine.tokenizer", "engine.structured", "engine.watch"],
     ["runner.request_state", "runner.sampling_tables", "runner.prefix_groups", "runner.step", "runner.prefill_graphs",
      "runner.prepare"],

@@ -13,7 +13,7 @@ Several completions of one prompt are forked: the prompt is computed once, and t
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,18 +107,43 @@ class Scheduler:
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
+        self._expected: Iterator[list[Sequence]] = iter(())
+        self.num_expected = 0  # sequences that count as waiting, and are made when they are taken
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
     def is_finished(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.waiting and not self.running and not self.num_expected
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
         self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.waiting.append(seq)
+
+    def expect(self, prompts: Iterator[list[Sequence]], num_seqs: int) -> None:
+        """Queue sequences that are not made yet, of one prompt after the other. Taking them makes them."""
+        while self.num_expected:
+            self._take_expected()  # of a call around this one
+        self._expected, self.num_expected = prompts, num_seqs
+
+    def _take_expected(self) -> None:
+        for seq in next(self._expected):
+            self.num_expected -= 1
+            if seq.status is SequenceStatus.WAITING:  # else it had nothing to compute
+                self.add(seq)
+
+    def look_ahead(self) -> None:
+        """Make the sequences that the free seats will take, while the device works."""
+        while self.num_expected and len(self.waiting) <= len(self.table.free_req_indices):
+            self._take_expected()
+
+    def _has_waiting(self) -> bool:
+        """Whether a sequence waits, at ``waiting[0]``."""
+        while self.num_expected and not self.waiting:
+            self._take_expected()
+        return len(self.waiting) > 0
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
@@ -141,9 +166,9 @@ class Scheduler:
         """
         num_free = len(self.table.free_req_indices)
         return (
-            0 < num_free < len(self.waiting)
+            0 < num_free < len(self.waiting) + self.num_expected
             and self._missed_tokens < len(self.table.seq_id)
-            and self.waiting[0].req_idx < 0  # else it is half computed
+            and not (self.waiting and self.waiting[0].req_idx >= 0)  # it is half computed
         )
 
     def _schedule_prefill(self) -> PrefillBatch | None:
@@ -151,7 +176,7 @@ class Scheduler:
         new_seqs, sampled, sampled_from, unsampled = [], [], [], []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
-        while self.waiting and budget > 0:
+        while budget > 0 and self._has_waiting():
             seq = self.waiting[0]
             if seq.req_idx < 0:
                 if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):

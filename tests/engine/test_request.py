@@ -285,6 +285,5 @@ def test_abort(make_llm):
 def test_requests_come_out_as_they_finish(small_llm):
     """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
-    requests = small_llm._requests.make_all([None] * 3, [[5], [6], [7]], params)
-    first = requests[0].request_id
-    assert [request.request_id - first for request in small_llm._run(requests)] == [1, 2, 0]
+    drafts = small_llm._requests.draft_all([None] * 3, [[5], [6], [7]], params)
+    assert [request.index for request in small_llm._run(drafts)] == [1, 2, 0]
