@@ -248,7 +248,7 @@ class LLMEngine:
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
             if call.drafts.left:
-                self.scheduler.num_expected = 0
+                self.scheduler.forget_expected()
                 self._requests.drop(call.drafts)
 
     def _exclusive(self) -> "Exclusive":

@@ -107,8 +107,7 @@ class Scheduler:
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self._expected: Iterator[list[Sequence]] = iter(())
-        self.num_expected = 0  # sequences that count as waiting, and are made when they are taken
+        self.forget_expected()
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
@@ -128,11 +127,17 @@ class Scheduler:
             self._take_expected()  # of a call around this one
         self._expected, self.num_expected = prompts, num_seqs
 
+    def forget_expected(self) -> None:
+        self._expected: Iterator[list[Sequence]] = iter(())
+        self.num_expected = 0  # sequences that count as waiting, and are made when they are taken
+
     def _take_expected(self) -> None:
         for seq in next(self._expected):
             self.num_expected -= 1
             if seq.status is SequenceStatus.WAITING:  # else it had nothing to compute
                 self.add(seq)
+        if not self.num_expected:
+            self.forget_expected()  # whose maker it refers to
 
     def look_ahead(self) -> None:
         """Make the sequences that the free seats will take, while the device works."""
