@@ -267,6 +267,11 @@ class SamplingParams(Parameters):
         return bits
 
     @property
+    def is_checked_when_made(self) -> bool:
+        """Whether only the making of a request can check it: stop strings need the tokenizer, grammars are compiled."""
+        return bool(self.stop or self.features & (MIN_TOKENS | TOKEN_MASK | LOGPROBS | GUIDED))
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 

@@ -24,26 +24,13 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
+from nanovllm.utils.exclusive import Exclusive
 from nanovllm.utils.gc_pause import no_full_gc
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
 Prompt = str | ListLike[int] | dict[str, Any]
-
-
-class Exclusive:
-    """Holds a lock, or raises EngineError if another thread does."""
-
-    def __init__(self, lock: Any):
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class LLMEngine:
@@ -141,7 +128,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
-        is_idle = self._requests.is_empty() and not self.scheduler.num_expected
+        is_idle = self._requests.is_empty() and not self.scheduler.waiting
         return is_idle and not self._added.finished and not self._added.dropped
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -245,13 +232,13 @@ class LLMEngine:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
         with self._lock:
             if self._finalizer.alive:
+                if call.drafts.left:
+                    self.scheduler.waiting.forget_drafts()
+                    self._requests.drop(call.drafts)
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
-            if call.drafts.left:
-                self.scheduler.forget_expected()
-                self._requests.drop(call.drafts)
 
-    def _exclusive(self) -> "Exclusive":
+    def _exclusive(self) -> Exclusive:
         """Use of the engine by this thread alone.
 
         Raises:
@@ -280,12 +267,12 @@ class LLMEngine:
             raise
 
     def _expect(self, call: Call) -> None:
-        """Queue the drafts of a call: the scheduler makes them as it takes them."""
+        """Queue the drafts of a call, which become requests as the scheduler takes them."""
         with self._exclusive():
             self._require_ready()
             call.arrived_at = perf_counter()
             drafts = call.drafts
-            self.scheduler.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
+            self.scheduler.waiting.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
 
     def _start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; its sequences, of which those with nothing to compute are finished at once."""

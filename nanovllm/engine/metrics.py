@@ -76,7 +76,7 @@ class Metrics:
             "num_preemptions": scheduler.num_preemptions,
             "kv_cache_usage_perc": 1 - blocks.num_available / len(blocks.blocks),
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + scheduler.num_expected,
+            "num_requests_waiting": len(scheduler.waiting),
             "request_success": dict(self.request_success),
             **{name: {"count": self._num_timed, "sum": total} for name, total in self._seconds.items()},
         }

@@ -1,6 +1,6 @@
 """Prompts given as token ids, as arrays.
 
-Owns what counts as a list of token ids. Knows nothing of limits: ``engine/request.py`` checks them.
+Owns what counts as a list of token ids. Most limits are checked in ``engine/request.py``.
 """
 
 from array import array
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.errors import RequestError
+from nanovllm.validation import check, integer
 
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 
@@ -54,6 +55,24 @@ def pack_prompts(prompts: ListLike[Any], vocab_size: int) -> list[np.ndarray] | 
     if flat.min() < 0 or flat.max() >= vocab_size:
         return None
     return [flat[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
+
+
+def check_scored(token_ids: Any, start: Any, max_model_len: int) -> tuple[np.ndarray, int]:
+    """A list whose tokens from ``start`` on are to be scored, and the start."""
+    ids = as_token_ids(token_ids)
+    start = check("score", "start", start, integer("an integer"), RequestError)
+    if not 1 <= start < len(ids):
+        raise RequestError(
+            f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
+            "before it, and one at least must be scored."
+        )
+    limit = max_model_len + 1
+    if len(ids) > limit:
+        raise RequestError(
+            f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
+            "Shorten it or raise max_model_len."
+        )
+    return ids, start
 
 
 def as_list(rule: str, given: Any) -> list:

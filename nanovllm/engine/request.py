@@ -19,15 +19,14 @@ import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.prompts import as_token_ids, pack_prompts
+from nanovllm.engine.prompts import as_token_ids, check_scored, pack_prompts
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
-from nanovllm.sampling_params import GUIDED, LOGPROBS, MAX_STOP_IDS, MIN_TOKENS, TOKEN_MASK, SamplingParams
-from nanovllm.validation import check, integer
+from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
 
 logger = logging.getLogger("nanovllm")
 
@@ -186,18 +185,17 @@ class RequestProcessor:
                 raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; see LLM(max_logprobs=...).")
         return params
 
-    def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
+    def make(self, prompt: str | None, token_ids: Any, params: SamplingParams) -> Request:
         """A request that is sure to finish. It is not registered before ``start``.
 
         Args:
             prompt: the text of ``token_ids``, if the user gave text.
             params: a snapshot, which nobody else changes.
-            num_before: sequences of requests that will be started before this one.
 
         Raises:
             RequestError: it can never be served.
         """
-        return self._make(prompt, *self._check(as_token_ids(token_ids), params), self._num_seqs + num_before)
+        return self._make(prompt, *self._check(as_token_ids(token_ids), params), self._num_seqs)
 
     def draft_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any], params: ListLike[SamplingParams],
                   is_snapshot: bool = False) -> Drafts:
@@ -208,16 +206,16 @@ class RequestProcessor:
         """
         drafts, first_id = Drafts(), self._num_seqs
         last: Any = drafts  # the parameters before: none yet
-        snapshots: dict[Any, SamplingParams] = {}  # requests with equal parameters share one
+        known: dict[Any, tuple[SamplingParams, bool]] = {}  # requests with equal parameters share a snapshot
         packed = pack_prompts(token_ids, self._config.model_config.vocab_size)
         for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
             try:
                 if given is not last:
-                    key, last = given.key() if isinstance(given, SamplingParams) else None, given
-                    if key not in snapshots:
-                        snapshots[key] = given if is_snapshot else self.snapshot(given)
-                    snapshot = snapshots[key]
-                    is_made_now = must_be_made(snapshot)
+                    last, key = given, given.key() if isinstance(given, SamplingParams) else None
+                    if key not in known:
+                        snapshot = given if is_snapshot else self.snapshot(given)
+                        known[key] = snapshot, snapshot.is_checked_when_made
+                    snapshot, is_made_now = known[key]
                 ids = as_token_ids(token_ids[i]) if packed is None else packed[i]
                 ids, resolved = self._check(ids, snapshot, packed is not None)
                 draft = partial(self._make, prompt, ids, resolved, first_id + drafts.num_seqs, i)
@@ -230,19 +228,7 @@ class RequestProcessor:
 
     def make_scoring(self, token_ids: Any, start: Any, index: int, num_before: int) -> Request:
         """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
-        ids = as_token_ids(token_ids)
-        start = check("score", "start", start, integer("an integer"), RequestError)
-        if not 1 <= start < len(ids):
-            raise RequestError(
-                f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
-                "before it, and one at least must be scored."
-            )
-        limit = self._config.max_model_len + 1
-        if len(ids) > limit:
-            raise RequestError(
-                f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
-                "Shorten it or raise max_model_len."
-            )
+        ids, start = check_scored(token_ids, start, self._config.max_model_len)
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
         prompt = self._check_prompt(ids[:-1], params)
         self._check_ids("token id", ids[-1:])
@@ -436,12 +422,6 @@ class RequestProcessor:
                 "max_tokens=%d is cut to %d by max_model_len=%d (the prompt has %d tokens). This is said once.",
                 params.max_tokens, config.max_model_len - n, config.max_model_len, n,
             )  # fmt: skip
-
-
-def must_be_made(params: SamplingParams) -> bool:
-    """Whether a request is checked by making it: grammars are compiled, and stop strings need the tokenizer."""
-    checked_when_made = MIN_TOKENS | TOKEN_MASK | LOGPROBS | GUIDED
-    return bool(params.stop or params.features & checked_when_made)
 
 
 def finished_text(text: str) -> Future[str]:

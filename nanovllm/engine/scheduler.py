@@ -13,7 +13,7 @@ Several completions of one prompt are forked: the prompt is computed once, and t
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
+from nanovllm.engine.waiting import WaitingQueue
 
 MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
 
@@ -105,50 +106,23 @@ class Scheduler:
         config = self._config
         self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: deque[Sequence] = deque()
-        self.forget_expected()
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
     def is_finished(self) -> bool:
-        return not self.waiting and not self.running and not self.num_expected
+        return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
-        self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.waiting.append(seq)
 
-    def expect(self, prompts: Iterator[list[Sequence]], num_seqs: int) -> None:
-        """Queue sequences that are not made yet, of one prompt after the other. Taking them makes them."""
-        while self.num_expected:
-            self._take_expected()  # of a call around this one
-        self._expected, self.num_expected = prompts, num_seqs
-
-    def forget_expected(self) -> None:
-        self._expected: Iterator[list[Sequence]] = iter(())
-        self.num_expected = 0  # sequences that count as waiting, and are made when they are taken
-
-    def _take_expected(self) -> None:
-        for seq in next(self._expected):
-            self.num_expected -= 1
-            if seq.status is SequenceStatus.WAITING:  # else it had nothing to compute
-                self.add(seq)
-        if not self.num_expected:
-            self.forget_expected()  # whose maker it refers to
-
     def look_ahead(self) -> None:
-        """Make the sequences that the free seats will take, while the device works."""
-        while self.num_expected and len(self.waiting) <= len(self.table.free_req_indices):
-            self._take_expected()
-
-    def _has_waiting(self) -> bool:
-        """Whether a sequence waits, at ``waiting[0]``."""
-        while self.num_expected and not self.waiting:
-            self._take_expected()
-        return len(self.waiting) > 0
+        """Make the sequences that the free seats will take; the device works meanwhile."""
+        self.waiting.make(len(self.table.free_req_indices) + 1)
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
@@ -171,9 +145,10 @@ class Scheduler:
         """
         num_free = len(self.table.free_req_indices)
         return (
-            0 < num_free < len(self.waiting) + self.num_expected
+            0 < num_free < len(self.waiting)
             and self._missed_tokens < len(self.table.seq_id)
-            and not (self.waiting and self.waiting[0].req_idx >= 0)  # it is half computed
+            and (head := self.waiting.head()) is not None
+            and head.req_idx < 0  # else it is half computed
         )
 
     def _schedule_prefill(self) -> PrefillBatch | None:
@@ -181,8 +156,7 @@ class Scheduler:
         new_seqs, sampled, sampled_from, unsampled = [], [], [], []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
-        while budget > 0 and self._has_waiting():
-            seq = self.waiting[0]
+        while budget > 0 and (seq := self.waiting.head()) is not None:
             if seq.req_idx < 0:
                 if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
                     break
@@ -227,13 +201,13 @@ class Scheduler:
         """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
         forked: list[Sequence] = []
         while (
-            self.waiting
-            and self.waiting[0].group_id == seq.group_id
-            and self.waiting[0].num_tokens == seq.num_tokens == seq.num_prompt_tokens
+            (sibling := self.waiting.head()) is not None
+            and sibling.group_id == seq.group_id
+            and sibling.num_tokens == seq.num_tokens == seq.num_prompt_tokens
             and self.table.free_req_indices
             and self.block_manager.can_fork(seq)
         ):
-            sibling = self.waiting.popleft()
+            self.waiting.popleft()
             copy = self.block_manager.fork(seq, sibling)
             if copy is not None:
                 block_copies.append(copy)
@@ -308,7 +282,7 @@ class Scheduler:
         if not seqs:
             return
         for seq in seqs:
-            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
+            is_partial = self.waiting.is_head(seq)  # computed up to some chunk
             if is_partial or seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
             if seq.req_idx >= 0:
@@ -329,6 +303,8 @@ class Scheduler:
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""
+        if seq.sampling_params.stop_token_ids:
+            self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.table.add(seq)
         self._seqs[seq.req_idx] = seq
         if seq.num_completion_tokens == 0:
