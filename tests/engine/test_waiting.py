@@ -93,7 +93,7 @@ def test_refused_before_any_launch(make_llm, monkeypatch, place, prompt, params,
     assert llm.generate([[5, 6]], greedy(1), use_tqdm=False)[0].request_id == "0"
 
 
-def launches_of(seed, at_once):
+def launches_of(seed, at_once, least):
     """What the device is given for a random call, and the tokens of each request."""
     rng = Random(seed)
     in_flight, caching, seats = rng.randrange(2), rng.random() < 0.5, rng.randint(1, 5)
@@ -101,7 +101,7 @@ def launches_of(seed, at_once):
     engine, prompts, every = harness.engine, [], []
     for _ in range(rng.randint(1, 14)):
         prompts.append([rng.randint(1, 2) for _ in range(rng.randint(1, 8))])
-        n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([0, 1, 2, 5, 8])
+        n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([least, 1, 2, 5, 8])
         every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
     drafts = engine._requests.draft_all([None] * len(prompts), prompts, every)
     for draft, prompt in zip(drafts.left, prompts, strict=True):
@@ -133,9 +133,15 @@ def launches_of(seed, at_once):
 
 def test_launches_are_those_of_a_full_queue():
     """Whether requests are made one by one or all at once: the same batches in the same order."""
-    histories = [(launches_of(seed, False), launches_of(seed, True)) for seed in range(150)]
+    histories = [[launches_of(seed, at_once, least=1) for at_once in (False, True)] for seed in range(100)]
     assert all(one_by_one == at_once for one_by_one, at_once in histories)
     assert max(len(launches) for (launches, _), _ in histories) > 20
+
+
+def test_requests_with_nothing_to_compute():
+    """They count as waiting until their turn comes, which may let others wait for seats; nobody waits for ever."""
+    for seed in range(100):
+        assert launches_of(seed, False, least=0)[1] == launches_of(seed, True, least=0)[1]
 
 
 def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
