@@ -10,7 +10,8 @@ import numpy as np
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.engine.request import NON_SEQUENCES, Call, Request, as_list
+from nanovllm.engine.prompts import NON_SEQUENCES, as_list
+from nanovllm.engine.request import Call, Drafts, Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, Score
@@ -181,14 +182,15 @@ class LLM(LLMEngine):
         starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
         if len(starts) != len(lists):
             raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
-        requests: list[Request] = []
+        drafts = Drafts()
         with self._exclusive():
             for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
                 try:
-                    requests.append(self._requests.make_scoring(token_ids, first, i, len(requests)))
+                    drafts.left.append(self._requests.make_scoring(token_ids, first, i, i))
                 except RequestError as error:
                     raise RequestError(f"list {i}: {error}") from None
-            return self._drain(requests, use_tqdm, Request.score)
+            drafts.num_seqs = len(drafts.left)
+            return self._drain(drafts, use_tqdm, Request.score)
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
@@ -293,30 +295,28 @@ class LLM(LLMEngine):
                 "give one, or one for each prompt."
             )
         with self._exclusive():
-            requests = self._requests.make_all(texts, token_ids, sampling_params)
-            return self._drain(requests, use_tqdm, Request.output)
+            drafts = self._requests.draft_all(texts, token_ids, sampling_params)
+            return self._drain(drafts, use_tqdm, Request.output)
 
     @no_full_gc()
     def _complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
         num_prompts = len(token_ids)
         with self._exclusive():
-            requests = self._requests.make_all(
-                [None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True
-            )
-            return self._drain(requests, False, Request.output)
+            drafts = self._requests.draft_all([None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True)
+            return self._drain(drafts, False, Request.output)
 
-    def _drain(self, requests: list[Request], use_tqdm: bool | Callable, result: Callable[[Request], T]) -> list[T]:
+    def _drain(self, drafts: Drafts, use_tqdm: bool | Callable, result: Callable[[Request], T]) -> list[T]:
         """``result`` of each request; most are made while the device works on the others, once their text is there."""
-        num_completions = sum(len(request.seqs) for request in requests)
         results: dict[int, T] = {}
         finished: deque[Request] = deque()
-        for request in self._run(requests, None, num_completions, use_tqdm):
+        for request in self._run(drafts, use_tqdm=use_tqdm):
             finished.append(request)
             if finished[0].has_text:
                 first = finished.popleft()
                 results[first.index] = result(first)
-        return [results[r.index] if r.index in results else result(r) for r in requests]
+        results |= {request.index: result(request) for request in finished}
+        return [results[index] for index in range(len(results))]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -1,8 +1,10 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
+import marshal
 from array import array
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -228,9 +230,8 @@ class SamplingParams(Parameters):
 
     def verify(self) -> None:
         """Check and normalise every value."""
-        for (name, default), value in zip(DEFAULTS.items(), VALUES_OF(self), strict=True):
-            if value is not default:
-                setattr(self, name, check("SamplingParams", name, value, RULES[name], RequestError))
+        for name in compress(DEFAULTS, map(is_not, VALUES_OF(self), DEFAULTS.values())):  # the loop in C
+            setattr(self, name, check("SamplingParams", name, getattr(self, name), RULES[name], RequestError))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"SamplingParams: min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}."
@@ -246,6 +247,13 @@ class SamplingParams(Parameters):
         """A checked copy, for the engine to keep."""
         return SamplingParams(*VALUES_OF(self))
 
+    def key(self) -> bytes | int:
+        """Equal for parameters whose values, and their types, are equal; else the identity."""
+        try:
+            return marshal.dumps(VALUES_OF(self), 2)  # version 2: bytes that depend on the values alone
+        except ValueError:  # an object, such as structured outputs
+            return id(self)
+
     @property
     def features(self) -> int:
         """What a step must do for this request beyond plain sampling, as bits."""
@@ -257,6 +265,11 @@ class SamplingParams(Parameters):
         if self.structured_outputs is not None or self.bad_words:
             bits |= TOKEN_MASK | GUIDED
         return bits
+
+    @property
+    def is_checked_when_made(self) -> bool:
+        """Whether only the making of a request can check it: stop strings need the tokenizer, grammars are compiled."""
+        return bool(self.stop or self.features & (MIN_TOKENS | TOKEN_MASK | LOGPROBS | GUIDED))
 
     @property
     def has_penalties(self) -> bool:

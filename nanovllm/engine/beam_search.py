@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.engine.detokenizer import decode
-from nanovllm.engine.request import as_token_ids
+from nanovllm.engine.prompts import as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import FinishReason, LogprobsAt
 from nanovllm.sampling_params import Parameters, SamplingParams

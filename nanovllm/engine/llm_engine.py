@@ -8,41 +8,29 @@ import gc
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from threading import RLock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.request import Call, Request, RequestProcessor
+from nanovllm.engine.request import Call, Drafts, Request, RequestProcessor
 from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
+from nanovllm.utils.exclusive import Exclusive
 from nanovllm.utils.gc_pause import no_full_gc
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
 Prompt = str | ListLike[int] | dict[str, Any]
-
-
-class Exclusive:
-    """Holds a lock, or raises EngineError if another thread does."""
-
-    def __init__(self, lock: Any):
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class LLMEngine:
@@ -140,7 +128,8 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
-        return self._requests.is_empty() and not self._added.finished and not self._added.dropped
+        is_idle = self._requests.is_empty() and not self.scheduler.waiting
+        return is_idle and not self._added.finished and not self._added.dropped
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next batch, and process the one before it.
@@ -201,28 +190,30 @@ class LLMEngine:
         encoded = iter(self._tokenizer.encode(to_encode))
         return texts, [next(encoded) if to_do else ids for ids, to_do in zip(given, is_text, strict=True)]
 
-    def _run(self, feed: Iterable[Request], window: int | None = None, num_completions: int = 0,
+    def _run(self, feed: Drafts | Iterator[Request], window: int = 0,
              use_tqdm: bool | Callable = False) -> Iterator[Request]:
         """Run requests; yields each as it is finished. Closed early, it aborts its own and no others.
 
         Args:
-            feed: built lazily; at most ``window`` are unfinished at a time.
-            num_completions: for the progress bar.
+            feed: drafts, which count as queued from now on and for the progress bar; or requests as they come.
+            window: so many of the latter are unfinished at a time.
         """
-        call, requests, is_exhausted = Call(), iter(feed), False
-        progress = Progress(num_completions, use_tqdm)
+        call, requests = (Call(feed), None) if isinstance(feed, Drafts) else (Call(), feed)
+        progress = Progress(call.drafts.num_seqs, use_tqdm)
         try:
+            if requests is None:
+                self._expect(call)
             while True:
-                while not is_exhausted and (window is None or len(call.unfinished) < window):
+                while requests is not None and len(call.unfinished) < window:
                     with self._exclusive():
                         request = next(requests, None)
                         if request is None:
-                            is_exhausted = True
+                            requests = None
                         else:
                             self._add(request, call)
                 batch = None
                 if not call.finished and not call.dropped:  # finished already: one had nothing to compute
-                    if not call.unfinished:
+                    if not call.unfinished and not call.drafts.left:
                         return
                     batch = self._step()
                 finished = self._take(call)
@@ -241,10 +232,13 @@ class LLMEngine:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
         with self._lock:
             if self._finalizer.alive:
+                if call.drafts.left:
+                    self.scheduler.waiting.forget_drafts()
+                    self._requests.drop(call.drafts)
                 for request in list(call.unfinished.values()):
                     self.scheduler.finish(self._requests.abort(request))
 
-    def _exclusive(self) -> "Exclusive":
+    def _exclusive(self) -> Exclusive:
         """Use of the engine by this thread alone.
 
         Raises:
@@ -265,15 +259,29 @@ class LLMEngine:
     def _add(self, request: Request, call: Call) -> None:
         self._require_ready()
         try:
-            for seq in self._requests.start(request, call):
-                if seq.is_sampled or seq.targets is not None:
+            for seq in self._start(request, call):
+                if seq.status is SequenceStatus.WAITING:
                     self.scheduler.add(seq)
-                else:  # nothing to compute
-                    seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
-                    self._requests.finish([seq])
         except BaseException:  # an interrupt: registered and not queued, it would never finish
             self._abort()
             raise
+
+    def _expect(self, call: Call) -> None:
+        """Queue the drafts of a call, which become requests as the scheduler takes them."""
+        with self._exclusive():
+            self._require_ready()
+            call.arrived_at = perf_counter()
+            drafts = call.drafts
+            self.scheduler.waiting.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
+
+    def _start(self, request: Request, call: Call) -> list[Sequence]:
+        """Register a request; its sequences, of which those with nothing to compute are finished at once."""
+        seqs = self._requests.start(request, call)
+        for seq in seqs:
+            if not seq.is_sampled and seq.targets is None:
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                self._requests.finish([seq])
+        return seqs
 
     def _step(self) -> Batch | None:
         """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch
@@ -284,6 +292,7 @@ class LLMEngine:
                 batch, done = self.scheduler.schedule(), None
                 if batch is not None:
                     handle = self.model_runner.run(batch)
+                    self.scheduler.look_ahead()
                     if handle.output is None:  # guided: what it may sample depends on the tokens before
                         done = self._process() if self._in_flight else None
                         self.model_runner.sample_guided(handle, *self._requests.masks(batch))

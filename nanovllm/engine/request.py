@@ -5,13 +5,12 @@ Owns every check of a prompt and its parameters, the seeds, and the join of a re
 """
 
 import logging
-from array import array
 from collections import deque
-from collections.abc import Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +19,7 @@ import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.prompts import as_token_ids, check_scored, pack_prompts
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -27,18 +27,36 @@ from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
-from nanovllm.validation import check, integer
 
-NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
 logger = logging.getLogger("nanovllm")
+
+
+@dataclass(eq=False)
+class Drafts:
+    """The checked requests of a call, in order. Iterating makes and removes them: most while the device works.
+
+    Attributes:
+        left: requests, or what makes them.
+        num_seqs: of all.
+    """
+
+    left: "deque[Request | Callable[[], Request]]" = field(default_factory=deque)
+    num_seqs: int = 0
+
+    def __iter__(self) -> Iterator["Request"]:
+        while self.left:
+            draft = self.left.popleft()
+            yield draft if isinstance(draft, Request) else draft()
 
 
 @dataclass(eq=False)
 class Call:
     """The requests of one caller: of one ``generate``, one ``stream``, or all of ``add_request``."""
 
+    drafts: Drafts = field(default_factory=Drafts)  # not made yet
     unfinished: dict[int, "Request"] = field(default_factory=dict)  # by request_id
     finished: deque["Request"] = field(default_factory=deque)  # not yet taken by the caller
+    arrived_at: float = 0.0  # perf_counter, if all its requests came at once
     detokenize: bool = True  # in the background, as sequences finish
     dropped: bool = False  # the engine had to drop its requests
 
@@ -144,7 +162,7 @@ class RequestProcessor:
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
         self._watch_maker = WatchMaker(config, tokenizer, self._eos_token_ids)
-        self._num_seqs = 0  # started so far; the next seq_id
+        self._num_seqs = 0  # the next seq_id
         self._unfinished: dict[str, Request] = {}  # by request_id
         self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
         self._watches: dict[int, Watch] = {}  # the same, where every token is looked at
@@ -167,68 +185,62 @@ class RequestProcessor:
                 raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; see LLM(max_logprobs=...).")
         return params
 
-    def make(self, prompt: str | None, token_ids: Any, params: SamplingParams, num_before: int = 0) -> Request:
+    def make(self, prompt: str | None, token_ids: Any, params: SamplingParams) -> Request:
         """A request that is sure to finish. It is not registered before ``start``.
 
         Args:
             prompt: the text of ``token_ids``, if the user gave text.
             params: a snapshot, which nobody else changes.
-            num_before: sequences of requests that will be started before this one.
 
         Raises:
             RequestError: it can never be served.
         """
-        ids = self._check_prompt(as_token_ids(token_ids), params)
-        if params.max_tokens is None:
-            params = params.snapshot()
-            params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens, 1)
-        self._check_params(len(ids), params)
-        return self._make(prompt, ids, params, num_before)
+        return self._make(prompt, *self._check(as_token_ids(token_ids), params), self._num_seqs)
 
-    def make_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any], params: ListLike[SamplingParams],
-                 is_snapshot: bool = False) -> list[Request]:
-        """All requests or, if one can never be served, a RequestError with its index."""
-        requests: list[Request] = []
-        num_before = 0
-        snapshots: dict[int, SamplingParams] = {}  # usually all prompts have the same parameters
-        for i, (prompt, ids, given) in enumerate(zip(prompts, token_ids, params, strict=True)):
+    def draft_all(self, prompts: ListLike[str | None], token_ids: ListLike[Any], params: ListLike[SamplingParams],
+                  is_snapshot: bool = False) -> Drafts:
+        """Check all requests of a call, before anything is made that costs time; their ids are given away.
+
+        Raises:
+            RequestError: one can never be served, with its index. No id was given away.
+        """
+        drafts, first_id = Drafts(), self._num_seqs
+        last: Any = drafts  # the parameters before: none yet
+        known: dict[Any, tuple[SamplingParams, bool]] = {}  # requests with equal parameters share a snapshot
+        packed = pack_prompts(token_ids, self._config.model_config.vocab_size)
+        for i, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
             try:
-                if id(given) not in snapshots:
-                    snapshots[id(given)] = given if is_snapshot else self.snapshot(given)
-                requests.append(self.make(prompt, ids, snapshots[id(given)], num_before))
+                if given is not last:
+                    last, key = given, given.key() if isinstance(given, SamplingParams) else None
+                    if key not in known:
+                        snapshot = given if is_snapshot else self.snapshot(given)
+                        known[key] = snapshot, snapshot.is_checked_when_made
+                    snapshot, is_made_now = known[key]
+                ids = as_token_ids(token_ids[i]) if packed is None else packed[i]
+                ids, resolved = self._check(ids, snapshot, packed is not None)
+                draft = partial(self._make, prompt, ids, resolved, first_id + drafts.num_seqs, i)
+                drafts.left.append(draft() if is_made_now else draft)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
-            requests[-1].index = i
-            num_before += len(requests[-1].seqs)
-        return requests
+            drafts.num_seqs += resolved.n
+        self._num_seqs += drafts.num_seqs
+        return drafts
 
     def make_scoring(self, token_ids: Any, start: Any, index: int, num_before: int) -> Request:
         """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
-        ids = as_token_ids(token_ids)
-        start = check("score", "start", start, integer("an integer"), RequestError)
-        if not 1 <= start < len(ids):
-            raise RequestError(
-                f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
-                "before it, and one at least must be scored."
-            )
-        limit = self._config.max_model_len + 1
-        if len(ids) > limit:
-            raise RequestError(
-                f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
-                "Shorten it or raise max_model_len."
-            )
+        ids, start = check_scored(token_ids, start, self._config.max_model_len)
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
         prompt = self._check_prompt(ids[:-1], params)
         self._check_ids("token id", ids[-1:])
-        request = self._make(None, prompt, params, num_before)
+        request = self._make(None, prompt, params, self._num_seqs + num_before, index)
         seq = request.seqs[0]
         seq.targets, seq.first_target = ids[start:].astype(np.int32), start - 1
-        request.index = index
         return request
 
-    def _make(self, prompt: str | None, ids: np.ndarray, params: SamplingParams, num_before: int) -> Request:
-        """The sequences of a request whose prompt and parameters are checked."""
-        first_id, block_size = self._num_seqs + num_before, self._config.kvcache_block_size
+    def _make(self, prompt: str | None, ids: np.ndarray, params: SamplingParams, first_id: int,
+              index: int = 0) -> Request:
+        """The sequences of a request whose prompt and parameters are checked; the rest is checked here."""
+        block_size = self._config.kvcache_block_size
         stop_ids = self._watch_maker.min_tokens_stop_ids(params)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
@@ -248,7 +260,7 @@ class RequestProcessor:
         if params.prompt_logprobs is not None and len(ids) > 1:
             seqs[0].targets, seqs[0].first_target = ids[1:].astype(np.int32), 0
         watches = {seq.seq_id: watch for seq in seqs if (watch := self._watch_maker.make(seq)) is not None}
-        return Request(prompt, seqs, watches, self._tokenizer)
+        return Request(prompt, seqs, watches, self._tokenizer, index)
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:
@@ -260,12 +272,12 @@ class RequestProcessor:
     def start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; return its sequences, for the scheduler."""
         request.call = call
-        request.seqs[0].arrived_at = perf_counter()
+        request.seqs[0].arrived_at = call.arrived_at or perf_counter()
         call.unfinished[request.request_id] = self._unfinished[str(request.request_id)] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
         self._watches.update(request.watches)
-        self._num_seqs += len(request.seqs)
+        self._num_seqs = max(self._num_seqs, request.seqs[-1].seq_id + 1)
         return request.seqs
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
@@ -327,6 +339,11 @@ class RequestProcessor:
             self._watches.pop(seq.seq_id, None)
         return unfinished
 
+    def drop(self, drafts: Drafts) -> None:
+        """Forget drafts, as ``abort`` forgets what they would have become."""
+        self._metrics.aborted(len(drafts.left))
+        drafts.left.clear()
+
     def find(self, request_id: int | str) -> Request | None:
         """The unfinished request of this id."""
         return self._unfinished.get(str(request_id))
@@ -353,7 +370,17 @@ class RequestProcessor:
             bad = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise RequestError(f"{what} {bad} is outside the vocabulary [0, {vocab_size}).")
 
-    def _check_prompt(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+    def _check(self, ids: np.ndarray, params: SamplingParams,
+               are_known: bool = False) -> tuple[np.ndarray, SamplingParams]:
+        """Prompt and parameters, truncated and resolved. ``are_known``: the ids are in the vocabulary."""
+        ids = self._check_prompt(ids, params, are_known)
+        if params.max_tokens is None:
+            params = params.snapshot()
+            params.max_tokens = max(self._max_tokens - len(ids), params.min_tokens, 1)
+        self._check_params(len(ids), params)
+        return ids, params
+
+    def _check_prompt(self, ids: np.ndarray, params: SamplingParams, are_known: bool = False) -> np.ndarray:
         """The prompt's ids, truncated if the request asks for it, and fit to be computed (invariant 6)."""
         max_model_len = self._config.max_model_len
         if params.truncate_prompt_tokens is not None:
@@ -361,7 +388,8 @@ class RequestProcessor:
             ids = ids[-keep:]
         if len(ids) == 0:
             raise RequestError("the prompt is empty; it must hold at least one token.")
-        self._check_ids("token id", ids)
+        if not are_known:
+            self._check_ids("token id", ids)
         longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
         if len(ids) > longest:
             raise RequestError(
@@ -409,30 +437,3 @@ def text_ids(seq: Sequence, token_ids: list[int]) -> list[int]:
         return []
     ends_early = seq.finish_reason == "stop" and not params.include_stop_str_in_output
     return token_ids[:-1] if ends_early else token_ids
-
-
-def as_token_ids(token_ids: Any) -> np.ndarray:
-    """A prompt as an integer array [n]; raises RequestError for anything but a flat list of integers."""
-    rule = "a prompt must be a string or a flat list of integer token ids"
-    if isinstance(token_ids, np.ndarray):
-        ids = token_ids
-    else:
-        values = token_ids if isinstance(token_ids, (list, tuple)) else as_list(rule, token_ids)
-        try:
-            ids = np.array(array("q", values))  # faster than numpy's own conversion, and refuses floats
-        except (TypeError, OverflowError):
-            ids = np.empty(0, object)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"{rule}, not {token_ids!s:.100}.")
-    return ids
-
-
-def as_list(rule: str, given: Any) -> list:
-    """``list(given)``; raises RequestError with the rule if it is no list of prompts, parameters or messages."""
-    if isinstance(given, NON_SEQUENCES) and not isinstance(given, KeysView):  # keys are a set, but ordered
-        raise RequestError(f"{rule}, not {given!s:.100}.")
-    try:
-        items = iter(given)
-    except TypeError:
-        raise RequestError(f"{rule}, not {given!s:.100}.") from None
-    return list(items)  # an exception from the user's generator passes through

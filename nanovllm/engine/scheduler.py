@@ -22,6 +22,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
+from nanovllm.engine.waiting import WaitingQueue
 
 MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
 
@@ -105,7 +106,7 @@ class Scheduler:
         config = self._config
         self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
@@ -117,8 +118,11 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
-        self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.waiting.append(seq)
+
+    def look_ahead(self) -> None:
+        """Make the sequences that the free seats will take; the device works meanwhile."""
+        self.waiting.make(len(self.table.free_req_indices) + 1)
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
@@ -143,7 +147,8 @@ class Scheduler:
         return (
             0 < num_free < len(self.waiting)
             and self._missed_tokens < len(self.table.seq_id)
-            and self.waiting[0].req_idx < 0  # else it is half computed
+            and (head := self.waiting.head()) is not None
+            and head.req_idx < 0  # else it is half computed
         )
 
     def _schedule_prefill(self) -> PrefillBatch | None:
@@ -151,8 +156,7 @@ class Scheduler:
         new_seqs, sampled, sampled_from, unsampled = [], [], [], []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
-        while self.waiting and budget > 0:
-            seq = self.waiting[0]
+        while budget > 0 and (seq := self.waiting.head()) is not None:
             if seq.req_idx < 0:
                 if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
                     break
@@ -197,13 +201,13 @@ class Scheduler:
         """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
         forked: list[Sequence] = []
         while (
-            self.waiting
-            and self.waiting[0].group_id == seq.group_id
-            and self.waiting[0].num_tokens == seq.num_tokens == seq.num_prompt_tokens
+            (sibling := self.waiting.head()) is not None
+            and sibling.group_id == seq.group_id
+            and sibling.num_tokens == seq.num_tokens == seq.num_prompt_tokens
             and self.table.free_req_indices
             and self.block_manager.can_fork(seq)
         ):
-            sibling = self.waiting.popleft()
+            self.waiting.popleft()
             copy = self.block_manager.fork(seq, sibling)
             if copy is not None:
                 block_copies.append(copy)
@@ -278,7 +282,7 @@ class Scheduler:
         if not seqs:
             return
         for seq in seqs:
-            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
+            is_partial = self.waiting.is_head(seq)  # computed up to some chunk
             if is_partial or seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
             if seq.req_idx >= 0:
@@ -299,6 +303,8 @@ class Scheduler:
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""
+        if seq.sampling_params.stop_token_ids:
+            self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.table.add(seq)
         self._seqs[seq.req_idx] = seq
         if seq.num_completion_tokens == 0:

@@ -49,8 +49,8 @@ def prepare_masks(req_indices: np.ndarray, masks: np.ndarray) -> tuple[StepHeade
 
 def prepare_prefill(batch: PrefillBatch, staged: StagedWrites, block_size: int,
                     sizes: PrefillSizes) -> tuple[StepHeader, np.ndarray]:
-    for seq in batch.new_seqs:
-        staged.add(seq)
+    if batch.new_seqs:
+        staged.add(*batch.new_seqs)
     indices, values = staged.drain()
     chunks = list(zip(batch.seqs, batch.starts, batch.stops, strict=True))
     starts, lengths = np.array(batch.starts, np.int32), np.subtract(batch.stops, batch.starts, dtype=np.int32)

@@ -5,7 +5,9 @@ is a table with a row per request slot: last token, length, sampling parameters,
 inputs from this state and writes its tokens to it, so the host sends only what changes, and nothing while nothing does.
 """
 
+from array import array
 from itertools import accumulate
+from struct import Struct
 
 import numpy as np
 import torch
@@ -35,6 +37,8 @@ COLUMNS = {
     "padding": 2,  # block tables begin at a multiple of 16 bytes
 }
 START = dict(zip([*COLUMNS, "block_table"], accumulate(COLUMNS.values(), initial=0), strict=True))
+ROW = Struct(f"=2ifi2fQi{MAX_STOP_IDS}i3f2i8x")  # the columns as bytes; Q is the seed, x the padding
+assert ROW.size == 4 * START["block_table"]
 
 
 class RequestState:
@@ -121,37 +125,35 @@ class StagedWrites:
         """What a request that gives this asks for; -1 is the whole vocabulary."""
         return self.tables.vocab_size if num_logprobs == -1 else min(num_logprobs or 0, self.tables.vocab_size)
 
-    def add(self, seq: Sequence) -> None:
-        """Stage everything about a sequence that was given a request slot."""
-        params = seq.sampling_params
-        features = seq.features
-        self._features[seq.req_idx] = features
-        self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
-        self.tables.add(seq, features)
-        self.groups.add(seq)
-        stop_ids = seq.min_tokens_stop_ids
-        temperature, *rest = _bits(
-            0.0 if params.is_greedy else min(params.temperature, MAX_FLOAT),
-            params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
-            max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT)),
-        )  # fmt: skip
-        words = [
-            0,  # last token: prefill samples it
-            seq.num_tokens,
-            temperature,
-            min(max(params.top_k, 0), INT32_MAX),  # larger values have the same effect
-            *rest[:2],
-            *np.array([seq.seed], np.uint64).view(np.int32).tolist(),
-            min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
-            *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)),
-            *rest[2:],
-            features & LOGIT_ADJUSTMENTS,
-            features & TOKEN_MASK,
-            *[0] * COLUMNS["padding"],
-            *seq.block_table,
-        ]  # fmt: skip
-        start = self.groups.end + seq.req_idx * self.width
-        self._stage(np.arange(start, start + len(words), dtype=np.int32), np.array(words, np.int64).astype(np.int32))
+    def add(self, *seqs: Sequence) -> None:
+        """Stage everything about sequences that were given a request slot."""
+        starts, rows = [], []
+        for seq in seqs:
+            params, features, stop_ids = seq.sampling_params, seq.features, seq.min_tokens_stop_ids
+            self._features[seq.req_idx] = features
+            self._num_logprobs[seq.req_idx] = self.num_alternatives(params.logprobs)
+            self.tables.add(seq, features)
+            self.groups.add(seq)
+            row = ROW.pack(
+                0,  # last token: prefill samples it
+                seq.num_tokens,
+                0.0 if params.is_greedy else min(params.temperature, MAX_FLOAT),
+                min(max(params.top_k, 0), INT32_MAX),  # larger values have the same effect
+                params.top_p, params.min_p,
+                seq.seed,
+                min(seq.num_prompt_tokens + params.min_tokens, INT32_MAX),
+                *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)),
+                params.presence_penalty, params.frequency_penalty,
+                max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT)),
+                features & LOGIT_ADJUSTMENTS,
+                features & TOKEN_MASK,
+            )  # fmt: skip
+            rows.append(row + array("i", seq.block_table).tobytes())
+            starts.append(self.groups.end + seq.req_idx * self.width)
+        sizes = [len(row) // 4 for row in rows]
+        offsets = np.repeat(np.subtract(starts, np.cumsum([0, *sizes[:-1]])), sizes)  # of the buffer to the values
+        values = np.frombuffer(b"".join(rows), np.int32)
+        self._stage((np.arange(len(values)) + offsets).astype(np.int32), values)
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
         """Stage the last block of these sequences' block tables."""
@@ -181,7 +183,3 @@ class StagedWrites:
         staged = np.concatenate(self._indices), np.concatenate(self._values)
         self._indices, self._values = [], []
         return staged
-
-
-def _bits(*values: float) -> list[int]:
-    return np.array(values, np.float32).view(np.int32).tolist()

@@ -285,6 +285,38 @@ def test_abort(make_llm):
 def test_requests_come_out_as_they_finish(small_llm):
     """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
-    requests = small_llm._requests.make_all([None] * 3, [[5], [6], [7]], params)
-    first = requests[0].request_id
-    assert [request.request_id - first for request in small_llm._run(requests)] == [1, 2, 0]
+    drafts = small_llm._requests.draft_all([None] * 3, [[5], [6], [7]], params)
+    assert [request.index for request in small_llm._run(drafts)] == [1, 2, 0]
+
+
+def test_equal_parameters_share_a_snapshot(small_llm):
+    """Equal in values and types: True was taken for the 1 of the request before. None is the caller's object."""
+    every = [SamplingParams(max_tokens=1, stop_token_ids=[7]) for _ in range(3)] + [SamplingParams(max_tokens=2)]
+    requests = list(small_llm._requests.draft_all([None] * 4, [[5]] * 4, every))
+    first, *others = [request.params for request in requests]
+    assert [params is first for params in others] == [True, True, False]
+    assert first == every[0] and first is not every[0] and others[2].max_tokens == 2
+    for wrong in (True, 1.0, np.int64(0)):
+        every[1].min_tokens = 1
+        every[2].min_tokens = wrong
+        if isinstance(wrong, np.int64):
+            assert len(small_llm.generate([[5]] * 3, every[:3], use_tqdm=False)) == 3
+            continue
+        with refuses(f"prompt 2: SamplingParams: min_tokens={wrong!r} must be an integer"):
+            small_llm.generate([[5]] * 3, every[:3], use_tqdm=False)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_are_copied(make_llm, mixed):
+    """Requests are made while others run: an array that its owner fills again meanwhile is not theirs any more."""
+    llm, buffers = make_llm(max_num_seqs=1), [np.array([5, 6, i]) for i in range(4)]
+    run = llm.model_runner.run
+
+    def overwritten(batch):
+        for buffer in buffers:
+            buffer[:] = 9
+        return run(batch)
+
+    llm.model_runner.run = overwritten
+    outputs = llm.generate([*buffers, range(3)][: 4 + mixed], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs[:4]] == [[5, 6, i] for i in range(4)]

@@ -285,7 +285,7 @@ class Harness:
             assert is_taken == all(seq.status is SequenceStatus.FINISHED for seq in request.seqs)
         assert all(seq.status is SequenceStatus.RUNNING for seq in holders)
         assert all(seq.req_idx >= 0 for seq in running)
-        assert all(seq is waiting[0] for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
+        assert all(waiting.is_head(seq) for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting if seq.req_idx < 0)
 
         # invariant 5, and request slots

@@ -1,0 +1,174 @@
+"""Sequences that are made when their turn comes: nobody can tell, except by the time of the first launch."""
+
+from collections import deque
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from helpers import generate, greedy, prompt_of, tokens_of
+from test_scheduler import EOS, Harness, Request
+
+from nanovllm import RequestError, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import RequestProcessor
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.waiting import WaitingQueue
+
+
+def test_queue_is_a_list():
+    """Against a plain list, over random histories: the same order and length, and drafts are made in order."""
+    rng = Random(0)
+    for _ in range(100):
+        queue, expected, made, number = WaitingQueue(), deque(), [], 0
+
+        def drafts(groups, made=made):
+            for group in groups:
+                made.extend(group)
+                yield group
+
+        for _ in range(30):
+            action = rng.choice(["expect", "append", "appendleft", "pop", "make", "remove", "forget"])
+            if action == "expect":
+                groups = []
+                for _ in range(rng.randrange(4)):
+                    size, is_empty = rng.randint(1, 3), rng.random() < 0.2
+                    status = SequenceStatus.FINISHED if is_empty else SequenceStatus.WAITING
+                    groups.append([SimpleNamespace(seq_id=number + i, status=status) for i in range(size)])
+                    number += size
+                queue.expect(drafts(groups), sum(map(len, groups)))
+                expected.extend(seq for group in groups for seq in group)
+            elif action in ("append", "appendleft"):
+                seq, number = SimpleNamespace(seq_id=number, status=SequenceStatus.WAITING), number + 1
+                getattr(queue, action)(seq)
+                made.append(seq)
+                getattr(expected, action)(seq)
+            elif action == "make":
+                queue.make(rng.randrange(5))
+            elif action == "remove" and list(queue):
+                seq = rng.choice(list(queue))
+                queue.remove(seq)
+                expected.remove(seq)
+            elif action == "forget":
+                queue.forget_drafts()
+                expected = deque(seq for seq in expected if seq in made)
+            head = queue.head() if action == "pop" else None
+            expected = deque(seq for seq in expected if seq.status is SequenceStatus.WAITING or seq not in made)
+            if action == "pop":
+                assert head is (expected[0] if expected else None)
+                if head is not None:
+                    assert queue.is_head(head) and queue.popleft() is expected.popleft()
+            assert len(queue) == len(expected)
+            assert list(queue) == [seq for seq in expected if seq in made]
+
+
+def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference, monkeypatch):
+    """2,048 short requests were all made while the device idled: 50 ms of 580."""
+    llm, made, at_launch = make_llm(max_num_seqs=2), [], []
+    make, run = RequestProcessor._make, llm.model_runner.run
+    monkeypatch.setattr(RequestProcessor, "_make", lambda *args: made.append(args[-1]) or make(*args))
+    monkeypatch.setattr(llm.model_runner, "run", lambda batch: at_launch.append(len(made)) or run(batch))
+    prompts, limits = [prompt_of(5, seed=i) for i in range(8)], [3, 6, 2, 4, 5, 1, 3, 2]
+    outputs = llm.generate(prompts, [greedy(n) for n in limits], use_tqdm=False)
+    assert at_launch[0] == 3 and made == list(range(8))  # two seats, and the head of those that wait
+    assert tokens_of(outputs) == [reference(prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    assert [(output.index, output.request_id) for output in outputs] == [(i, str(i)) for i in range(8)]
+
+
+@pytest.mark.parametrize("place", [0, 7, 15])
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [([], {}, "the prompt is empty"), ([5, 512], {}, "token id 512 is outside"), ([5] * 200, {}, "has 200 tokens"),
+     ([5, 2.5], {}, "a flat list of integer token ids"), ([5], {"stop_token_ids": [600]}, "stop_token_ids: 600"),
+     ([5], {"stop": "a"}, "stop needs a tokenizer"), ([5], {"max_tokens": 150}, "need 10 KV blocks")],
+)  # fmt: skip
+def test_refused_before_any_launch(make_llm, monkeypatch, place, prompt, params, text):
+    llm = make_llm(max_num_seqs=2, max_model_len=200, num_kvcache_blocks=6, skip_tokenizer_init=True)
+    monkeypatch.setattr(llm.model_runner, "run", lambda batch: pytest.fail("launched"))
+    prompts, every = [[5, 6]] * 16, [greedy(3)] * 16
+    prompts[place], every[place] = prompt, greedy(**{"max_tokens": 3, **params})
+    with pytest.raises(RequestError, match=f"prompt {place}: .*{text}"):
+        llm.generate(prompts, every, use_tqdm=False)
+    assert llm.is_finished() and llm.metrics()["request_success"]["abort"] == 0
+    monkeypatch.undo()
+    assert llm.generate([[5, 6]], greedy(1), use_tqdm=False)[0].request_id == "0"
+
+
+def launches_of(seed, at_once, least):
+    """What the device is given for a random call, and the tokens of each request."""
+    rng = Random(seed)
+    in_flight, caching, seats = rng.randrange(2), rng.random() < 0.5, rng.randint(1, 5)
+    harness = Harness(in_flight, caching, 2, 12, seats, rng.randint(1, 12), 16)
+    engine, prompts, every = harness.engine, [], []
+    for _ in range(rng.randint(1, 14)):
+        prompts.append([rng.randint(1, 2) for _ in range(rng.randint(1, 8))])
+        n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([least, 1, 2, 5, 8])
+        every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
+    drafts = engine._requests.draft_all([None] * len(prompts), prompts, every)
+    for draft, prompt in zip(drafts.left, prompts, strict=True):
+        for seq in draft().seqs:  # a twin, for what the device is to expect
+            params = seq.sampling_params
+            harness.requests[seq.seq_id] = Request(prompt, params, 16, seq.seed, (EOS,), None, None, 0)
+    launches, queue, run = [], harness.scheduler.waiting, harness.device.run
+
+    def recorded(batch):
+        chunks = (batch.starts, batch.stops) if hasattr(batch, "starts") else ()
+        launches.append((batch.seq_ids.tolist(), batch.req_indices.tolist(), chunks))
+        return run(batch)
+
+    def step():
+        batch = LLMEngine._step(engine)
+        harness.made = {r.request_id: r for r in engine._requests._requests.values()}
+        harness.check()
+        return batch
+
+    harness.device.run, engine._step = recorded, step
+    if at_once:
+        expect = queue.expect
+        queue.expect = lambda drafts, number: (expect(drafts, number), queue.make(number))
+    finished = {request.index: list(request.token_ids.values()) for request in engine._run(drafts)}
+    assert engine.is_finished() and not harness.scheduler.waiting and not drafts.left
+    assert len(finished) == len(prompts)
+    return launches, finished
+
+
+def test_launches_are_those_of_a_full_queue():
+    """Whether requests are made one by one or all at once: the same batches in the same order."""
+    histories = [[launches_of(seed, at_once, least=1) for at_once in (False, True)] for seed in range(60)]
+    assert all(one_by_one == at_once for one_by_one, at_once in histories)
+    assert max(len(launches) for (launches, _), _ in histories) > 20
+
+
+def test_requests_with_nothing_to_compute():
+    """They count as waiting until their turn comes, which may let others wait for seats; nobody waits for ever."""
+    for seed in range(40):
+        assert launches_of(seed, False, least=0)[1] == launches_of(seed, True, least=0)[1]
+
+
+def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
+    """They wait from the call on; a call that ends early aborts them, and leaves nothing behind."""
+    llm, seen = make_llm(max_num_seqs=2), []
+    run = llm.model_runner.run
+    monkeypatch.setattr(llm.model_runner, "run", lambda batch: seen.append(llm.metrics()) or run(batch))
+
+    class Bar:
+        def __init__(self, total, **_):
+            self.total = total
+
+        def update(self, number):
+            raise KeyError(self.total)
+
+        def refresh(self):
+            pass
+
+        close = refresh
+
+    with pytest.raises(KeyError, match="7"):
+        llm.generate([[5, 6]] * 7, greedy(3), use_tqdm=Bar)
+    assert [(now["num_requests_running"], now["num_requests_waiting"]) for now in seen[:2]] == [(2, 5)] * 2
+    now = llm.metrics()
+    assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0) and llm.is_finished()
+    assert now["request_success"] == {"stop": 0, "length": 2, "abort": 5}
+    assert len(generate(llm, [[5, 6]], greedy(3))[0]) == 3
+    llm.generate([[7, 8]] * 6, greedy(4), use_tqdm=False)
+    times = {name: llm.metrics()[f"{name}_seconds"]["sum"] for name in ("request_queue_time", "e2e_request_latency")}
+    assert times["request_queue_time"] > times["e2e_request_latency"] / 6  # the later ones had waited since the call
