@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.workers import Worker, Workers
+from nanovllm.utils.compile_server import compile_server
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -28,28 +29,30 @@ def start_runner(config: Config) -> "ModelRunner":
         ConfigError: more ranks than devices; nothing was spawned.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
-    from nanovllm.runner.device import describe, select_device
-    from nanovllm.runner.kv_scales import warn_of_outliers
-    from nanovllm.runner.micro_batches import max_sum_bytes
-    from nanovllm.runner.model_runner import ModelRunner
+    with compile_server(config):  # first: it imports torch at the same time
+        from nanovllm.runner.device import describe, select_device
+        from nanovllm.runner.kv_scales import warn_of_outliers
+        from nanovllm.runner.micro_batches import max_sum_bytes
+        from nanovllm.runner.model_runner import ModelRunner
 
-    warn_of_outliers(config)
-    size = config.tensor_parallel_size
-    device = select_device(config.device, 0, size)
-    if size == 1:
-        runner = ModelRunner(config)
-    else:
-        workers = Workers(size, worker_main, config)
-        try:
-            with workers.guard():
-                runner = ModelRunner(config, workers.connect(device, max_sum_bytes(config, device)), workers=workers)
-                workers.wait_for_state("ready")
-        except BaseException:
-            workers.dismiss()
-            workers.join()
-            if workers.tp is not None:
-                workers.tp.close()
-            raise
+        warn_of_outliers(config)
+        size = config.tensor_parallel_size
+        device = select_device(config.device, 0, size)
+        if size == 1:
+            runner = ModelRunner(config)
+        else:
+            workers = Workers(size, worker_main, config)
+            try:
+                with workers.guard():
+                    tp = workers.connect(device, max_sum_bytes(config, device))
+                    runner = ModelRunner(config, tp, workers=workers)
+                    workers.wait_for_state("ready")
+            except BaseException:
+                workers.dismiss()
+                workers.join()
+                if workers.tp is not None:
+                    workers.tp.close()
+                raise
     RUNNERS.add(runner)
     if not config.quiet:
         announce(describe(config, device, runner.dtype, runner.num_kvcache_blocks))
@@ -76,7 +79,8 @@ def worker_main(worker: Worker, config: Config) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
+    with compile_server(config):  # rank 0 has started it: this rank waits for its kernels
+        runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
     worker.report("ready")
     runner.loop(worker.report)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank

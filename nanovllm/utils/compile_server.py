@@ -1,0 +1,247 @@
+"""Compiles Triton kernels in processes of their own during a first start; threads compile one by one, for the GIL.
+
+Owns the server process, its protocol, and the record of what was compiled before. The server imports torch, Triton and
+the kernels while the engine's process imports torch. It has one thread and no CUDA context, so it may fork: each child
+compiles one kernel into Triton's disk cache, where the engine's process finds it. What fails here is compiled there.
+
+Protocol: over the server's standard input comes, for each kernel, one end of a socket pair. Over that pair come the
+pickled request and, when the kernel is cached, the answer; without an answer the pair is closed. When the standard
+input is closed, the engine's process needs nothing more, or is dead.
+"""
+
+import glob
+import hashlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from importlib import import_module, metadata
+from multiprocessing.spawn import get_executable
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+
+LOGGER = logging.getLogger("nanovllm")
+ANSWER = b"cached"
+TIMEOUT_S = 60.0  # for a kernel, and for the kernels of another process
+MIN_CPUS, MAX_CHILDREN = 4, 16  # below, threads compile as fast as processes
+PACKAGE = Path(__file__).resolve().parent.parent
+# options that choose kernels; one forgotten here costs the time that the server would have saved
+OPTIONS = (
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager",
+    "kvcache_block_size", "dtype", "kv_cache_dtype", "attention_backend", "logprobs_mode", "model_config",
+)  # fmt: skip
+
+
+class CompileServer:
+    """The server as seen by the engine's process.
+
+    Args:
+        record: file that is not empty once the kernels are compiled; locked while a server compiles them. A second
+            process with the same kernels starts no server, and waits for the first.
+    """
+
+    def __init__(self, record: Path):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        self._record = record.open("a")
+        self._is_owner = self._lock(exclusive=True)
+        if not self._is_owner:
+            return
+        self._control, server_end = socket.socketpair()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        try:
+            with server_end:
+                self._process = subprocess.Popen(
+                    [get_executable(), "-c", code], stdin=server_end, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the engine's process
+                )  # fmt: skip
+        except BaseException:
+            self._control.close()
+            self._record.close()
+            raise
+
+    def request(self, compile_kernel: Callable) -> Callable[[], None]:
+        """Have a kernel compiled. The result waits until it is cached, or the server has failed.
+
+        Args:
+            compile_kernel: the closure that Triton would have run by an executor.
+        """
+        self._deadline = time.monotonic() + TIMEOUT_S
+        if not self._is_owner:
+            return self._wait_for_other
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                ours.sendall(pickle_request(compile_kernel))
+                socket.send_fds(self._control, [b" "], [theirs.fileno()])
+        except Exception:  # the server is gone; or Triton's closure has changed, or a value cannot be pickled
+            LOGGER.debug("compile server: no request was made", exc_info=True)
+            ours.close()
+            return lambda: None
+
+        def wait() -> None:
+            with ours, suppress(OSError):
+                ours.settimeout(max(0.01, self._deadline - time.monotonic()))
+                if ours.recv(len(ANSWER)) == ANSWER:
+                    return
+            LOGGER.debug("compile server: a request was not answered")
+
+        return wait
+
+    def close(self, is_compiled: bool) -> None:
+        """End the server; if ``is_compiled``, the next start needs none. May be called again."""
+        if self._record.closed:
+            return
+        if self._is_owner:
+            self._control.close()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its children too
+            self._process.wait()
+            if is_compiled:
+                self._record.write("compiled\n")
+        self._record.close()
+
+    def _wait_for_other(self) -> None:
+        while not self._lock(exclusive=False) and time.monotonic() < self._deadline:
+            time.sleep(0.02)
+
+    def _lock(self, exclusive: bool) -> bool:
+        """The lock goes with the process. True where the file system has no locks."""
+        import fcntl
+
+        try:
+            fcntl.flock(self._record, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+
+active: ContextVar[CompileServer | None] = ContextVar("active_compile_server", default=None)
+
+
+@contextmanager
+def compile_server(config: "Config") -> Iterator[None]:
+    """Inside, kernels are compiled by a server, if they were not compiled before on this machine's NVIDIA GPU.
+
+    To be entered before torch is imported, which takes the server as long as this process.
+    """
+    server, num_cpus = None, len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    try:
+        has_gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        if config.device != "cpu" and has_gpu and num_cpus >= MIN_CPUS and os.environ.get("TRITON_INTERPRET", "0") == "0":
+            path = record_path(config)
+            if not path.exists() or not path.stat().st_size:
+                server = CompileServer(path)
+    except (OSError, metadata.PackageNotFoundError):
+        LOGGER.debug("compile server: not started", exc_info=True)
+    token = active.set(server)
+    try:
+        yield
+    finally:
+        active.reset(token)
+        if server is not None:
+            server.close(is_compiled=False)
+
+
+def record_path(config: "Config") -> Path:
+    """Beside the kernels in Triton's cache; its name is a hash of what decides them. Imports no Triton."""
+    sources = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(PACKAGE.glob("kernels/**/*.py"))]
+    gpus = [Path(name).read_text().split("\n")[0] for name in glob.glob("/proc/driver/nvidia/gpus/*/information")]
+    versions = sys.version, metadata.version("torch"), metadata.version("triton")
+    options = [getattr(config, name) for name in OPTIONS]
+    digest = hashlib.sha256(repr((versions, sorted(gpus), sources, options)).encode()).hexdigest()
+    home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home) / f"nanovllm-{digest[:32]}"
+
+
+def pickle_request(compile_kernel: Callable) -> bytes:
+    """(source, target, options, environment) of Triton's closure; kernels by module and name."""
+    from io import BytesIO
+
+    from triton.runtime.jit import JITFunction
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> tuple[str, str] | None:
+            return (obj.__module__, obj.__qualname__) if isinstance(obj, JITFunction) else None
+
+    cells = zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in cells}
+    Pickler(buffer := BytesIO()).dump((values["src"], values["target"], values["options"].__dict__, values["env_vars"]))
+    return buffer.getvalue()
+
+
+class Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: tuple[str, str]) -> Any:
+        return attrgetter(name[1])(import_module(name[0]))
+
+
+# ---------------------------------------------------------------- in the server
+
+
+def serve() -> NoReturn:
+    """Main function of the server. Each child ends with its kernel; all that are left end with the server."""
+    import gc
+
+    import triton  # noqa: F401
+
+    fork(build_driver)
+    from triton.runtime.cache import triton_key
+
+    from nanovllm import kernels
+
+    kernels._load_ops(use_triton=True)
+    triton_key()  # a hash of the whole of Triton, kept in memory, which every child needs
+    gc.freeze()
+    gc.disable()
+    control, num_running = socket.socket(fileno=0), 1
+    limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)))
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        fork(lambda: compile_request(fds[0]))  # noqa: B023
+        os.close(fds[0])
+        num_running += 1
+        while num_running and os.waitpid(-1, 0 if num_running >= limit else os.WNOHANG)[0]:
+            num_running -= 1
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def fork(work: Callable[[], None]) -> None:
+    """Run ``work`` in a child."""
+    if os.fork() == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+
+
+def compile_request(fd: int) -> None:
+    """Compile the kernel of one request, and answer."""
+    import triton
+
+    with socket.socket(fileno=fd) as connection, connection.makefile("rb") as file:
+        src, target, options, env_vars = Unpickler(file).load()
+        kernel = triton.compile(src, target=target, options=options, _env_vars=env_vars)
+        with suppress(Exception):  # no libcuda here, or another Triton: the engine's process builds it
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)  # Triton 3.6 compiles it from C, into the cache
+        connection.sendall(ANSWER)
+
+
+def build_driver() -> None:
+    """Triton's own C module, which its first use in a process needs, into the cache."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()
