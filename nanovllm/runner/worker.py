@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.workers import Worker, Workers
-from nanovllm.utils.compile_server import compile_server
+from nanovllm.utils.head_start import head_start
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -29,7 +29,7 @@ def start_runner(config: Config) -> "ModelRunner":
         ConfigError: more ranks than devices; nothing was spawned.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
-    with compile_server(config):  # first: it imports torch at the same time
+    with head_start(config, rank=0):
         from nanovllm.runner.device import describe, select_device
         from nanovllm.runner.kv_scales import warn_of_outliers
         from nanovllm.runner.micro_batches import max_sum_bytes
@@ -69,17 +69,17 @@ def announce(line: str) -> None:
 
 def worker_main(worker: Worker, config: Config) -> None:
     """Worker process: connect, build this rank's runner, run steps until dismissed."""
-    import torch
+    with head_start(config, worker.rank):
+        import torch
 
-    from nanovllm.runner.device import select_device
-    from nanovllm.runner.micro_batches import max_sum_bytes
-    from nanovllm.runner.model_runner import ModelRunner
+        from nanovllm.runner.device import select_device
+        from nanovllm.runner.micro_batches import max_sum_bytes
+        from nanovllm.runner.model_runner import ModelRunner
 
-    device = select_device(config.device, worker.rank, worker.size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    with compile_server(config):  # rank 0 has started it: this rank waits for its kernels
+        device = select_device(config.device, worker.rank, worker.size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
         runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
     worker.report("ready")
     runner.loop(worker.report)

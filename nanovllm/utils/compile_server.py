@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module, metadata
-from multiprocessing.spawn import get_executable
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("nanovllm")
 ANSWER = b"cached"
 TIMEOUT_S = 60.0  # for a kernel, and for the kernels of another process
-MIN_CPUS, MAX_CHILDREN = 4, 16  # below, threads compile as fast as processes
+MAX_CHILDREN = 16
 PACKAGE = Path(__file__).resolve().parent.parent
 # options that choose kernels; one forgotten here costs the time that the server would have saved
 OPTIONS = (
@@ -62,7 +61,7 @@ class CompileServer:
         try:
             with server_end:
                 self._process = subprocess.Popen(
-                    [get_executable(), "-c", code], stdin=server_end, stdout=subprocess.DEVNULL,
+                    [sys.executable, "-c", code], stdin=server_end, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the engine's process
                 )  # fmt: skip
         except BaseException:
@@ -133,17 +132,15 @@ active: ContextVar[CompileServer | None] = ContextVar("active_compile_server", d
 
 @contextmanager
 def compile_server(config: "Config") -> Iterator[None]:
-    """Inside, kernels are compiled by a server, if they were not compiled before on this machine's NVIDIA GPU.
+    """Inside, kernels are compiled by a server, unless they were compiled before.
 
     To be entered before torch is imported, which takes the server as long as this process.
     """
-    server, num_cpus = None, len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    server = None
     try:
-        has_gpu = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-        if config.device != "cpu" and has_gpu and num_cpus >= MIN_CPUS and os.environ.get("TRITON_INTERPRET", "0") == "0":
-            path = record_path(config)
-            if not path.exists() or not path.stat().st_size:
-                server = CompileServer(path)
+        path = record_path(config)
+        if not path.exists() or not path.stat().st_size:
+            server = CompileServer(path)
     except (OSError, metadata.PackageNotFoundError):
         LOGGER.debug("compile server: not started", exc_info=True)
     token = active.set(server)
@@ -208,7 +205,7 @@ def serve() -> NoReturn:
     control, num_running = socket.socket(fileno=0), 1
     limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)))
     while fds := socket.recv_fds(control, 1, 1)[1]:
-        fork(lambda: compile_request(fds[0]))  # noqa: B023
+        fork(lambda: compile_request(fds[0]))
         os.close(fds[0])
         num_running += 1
         while num_running and os.waitpid(-1, 0 if num_running >= limit else os.WNOHANG)[0]:
