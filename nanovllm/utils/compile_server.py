@@ -61,7 +61,7 @@ class CompileServer:
         try:
             with server_end:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=server_end, stdout=subprocess.DEVNULL,
+                    [sys.executable, "-c", code], stdin=server_end.fileno(), stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the engine's process
                 )  # fmt: skip
         except BaseException:
@@ -112,7 +112,7 @@ class CompileServer:
 
     def _wait_for_other(self) -> None:
         while not self._lock(exclusive=False) and time.monotonic() < self._deadline:
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def _lock(self, exclusive: bool) -> bool:
         """The lock goes with the process. True where the file system has no locks."""

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from nanovllm.utils.compile_server import compile_server
@@ -40,7 +41,12 @@ def expects_nvidia(config: "Config") -> bool:
     is_interpreted = os.environ.get("TRITON_INTERPRET", "0") != "0"
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_driver = sys.platform == "linux" and os.path.exists("/dev/nvidiactl")
-    return config.device != "cpu" and has_driver and not is_interpreted and not is_hidden
+    if config.device == "cpu" or not has_driver or is_interpreted or is_hidden:
+        return False
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def create_context(device: int) -> None:

@@ -171,22 +171,57 @@ def test_the_record_is_of_what_decides_the_kernels(tmp_path, monkeypatch, make_c
 
 
 @pytest.mark.parametrize(
-    ("variables", "device", "expected"),
+    ("variables", "device", "torch_version", "expected"),
     [
-        ({}, "auto", True), ({}, "cuda", True), ({}, "cpu", False), ({"TRITON_INTERPRET": "1"}, "cuda", False),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "auto", False), ({"CUDA_VISIBLE_DEVICES": "1"}, "auto", True),
+        ({}, "auto", "2.11.0", True), ({}, "cuda", "2.11.0+cu130", True), ({}, "cpu", "2.11.0", False),
+        ({}, "auto", "2.11.0+cpu", False), ({"TRITON_INTERPRET": "1"}, "cuda", "2.11.0", False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "auto", "2.11.0", False),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "auto", "2.11.0", True),
     ],
 )  # fmt: skip
-def test_a_head_start_is_for_nvidia_gpus(monkeypatch, make_checkpoint, variables, device, expected):
+def test_a_head_start_is_for_nvidia_gpus(monkeypatch, make_checkpoint, variables, device, torch_version, expected):
     for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = Config.from_options(make_checkpoint(), {"device": device})
+    monkeypatch.setattr(head_start.metadata, "version", {"torch": torch_version}.get)
     monkeypatch.setattr(head_start.os.path, "exists", lambda path: path == "/dev/nvidiactl")
     assert head_start.expects_nvidia(config) == expected
     monkeypatch.setattr(head_start.os.path, "exists", lambda path: False)
     assert not head_start.expects_nvidia(config)
+
+
+START = """
+import json, sys
+import nanovllm.utils.compile_server as module
+started, popen = [], module.subprocess.Popen
+module.subprocess.Popen = lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+import triton
+compiled = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(cache_hit)
+from nanovllm import LLM
+llm = LLM(sys.argv[1], load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, num_kvcache_blocks=64)
+llm.generate([[1, 2, 3]], use_tqdm=False)
+assert all(server.returncode is not None for server in started)
+print(json.dumps([len(started), len(compiled), sum(compiled)]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_first_start_has_its_kernels_compiled_and_a_second_starts_no_server(make_checkpoint, tmp_path):
+    model = make_checkpoint(hidden_size=128, intermediate_size=256, head_dim=64)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    reports = []
+    for _ in range(2):
+        printed = subprocess.run(
+            [sys.executable, "-c", START, model], env=environment, capture_output=True, text=True, check=True
+        )
+        reports.append(json.loads(printed.stdout.splitlines()[-1]))
+    (num_servers, num_kernels, num_cached), second = reports
+    assert num_servers == (len(os.sched_getaffinity(0)) >= head_start.MIN_CPUS)
+    assert num_kernels > 10 and num_cached == num_kernels * num_servers
+    assert second == [0, num_kernels, num_kernels]
 
 
 def script(name: str) -> None:
