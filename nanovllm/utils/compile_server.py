@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("nanovllm")
 ANSWER = b"cached"
 TIMEOUT_S = 60.0  # for a kernel, and for the kernels of another process
-MAX_CHILDREN = 16
+MAX_CHILDREN = 16  # at once
 PACKAGE = Path(__file__).resolve().parent.parent
 # options that choose kernels; one forgotten here costs the time that the server would have saved
 OPTIONS = (
@@ -202,13 +202,13 @@ def serve() -> NoReturn:
     triton_key()  # a hash of the whole of Triton, kept in memory, which every child needs
     gc.freeze()
     gc.disable()
-    control, num_running = socket.socket(fileno=0), 1
-    limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)))
+    control, num_running = socket.socket(fileno=0), 1  # build_driver
+    limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)) - 1)  # one core is for the engine's process
     while fds := socket.recv_fds(control, 1, 1)[1]:
         fork(lambda: compile_request(fds[0]))
         os.close(fds[0])
         num_running += 1
-        while num_running and os.waitpid(-1, 0 if num_running >= limit else os.WNOHANG)[0]:
+        while num_running and os.waitpid(-1, 0 if num_running > limit else os.WNOHANG)[0]:
             num_running -= 1
     os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -29,10 +29,9 @@ def head_start(config: "Config", rank: int) -> Iterator[None]:
     if not expects_nvidia(config):
         yield
         return
-    for work in (lambda: create_context(rank)), hash_triton:
-        threading.Thread(target=work, daemon=True).start()
-    has_cpus = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= MIN_CPUS
-    with compile_server(config) if has_cpus else nullcontext():
+    with compile_server(config) if len(os.sched_getaffinity(0)) >= MIN_CPUS else nullcontext():
+        for work in (lambda: create_context(rank)), hash_triton:
+            threading.Thread(target=work, daemon=True).start()
         yield
 
 
