@@ -208,7 +208,7 @@ def serve() -> NoReturn:
         fork(lambda: compile_request(fds[0]))
         os.close(fds[0])
         num_running += 1
-        while num_running and os.waitpid(-1, 0 if num_running > limit else os.WNOHANG)[0]:
+        while num_running and os.waitpid(-1, 0 if num_running >= limit else os.WNOHANG)[0]:
             num_running -= 1
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
