@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -26,33 +27,34 @@ def start_runner(config: Config) -> "ModelRunner":
     """Rank 0's runner. With tensor_parallel_size > 1 all workers are ready when it returns.
 
     Raises:
-        ConfigError: more ranks than devices; nothing was spawned.
+        ConfigError: more ranks than devices; all workers are gone.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
+    size = config.tensor_parallel_size
     with head_start(config, rank=0):
-        from nanovllm.runner.device import describe, select_device
-        from nanovllm.runner.kv_scales import warn_of_outliers
-        from nanovllm.runner.micro_batches import max_sum_bytes
-        from nanovllm.runner.model_runner import ModelRunner
+        workers = Workers(size, worker_main, config) if size > 1 else None  # they import torch at the same time
+        try:
+            from nanovllm.runner.device import describe, select_device
+            from nanovllm.runner.kv_scales import warn_of_outliers
+            from nanovllm.runner.micro_batches import max_sum_bytes
+            from nanovllm.runner.model_runner import ModelRunner
 
-        warn_of_outliers(config)
-        size = config.tensor_parallel_size
-        device = select_device(config.device, 0, size)
-        if size == 1:
-            runner = ModelRunner(config)
-        else:
-            workers = Workers(size, worker_main, config)
-            try:
-                with workers.guard():
+            warn_of_outliers(config)
+            with workers.guard() if workers is not None else nullcontext():
+                device = select_device(config.device, 0, size)
+                if workers is None:
+                    runner = ModelRunner(config)
+                else:
                     tp = workers.connect(device, max_sum_bytes(config, device))
                     runner = ModelRunner(config, tp, workers=workers)
                     workers.wait_for_state("ready")
-            except BaseException:
+        except BaseException:
+            if workers is not None:
                 workers.dismiss()
                 workers.join()
                 if workers.tp is not None:
                     workers.tp.close()
-                raise
+            raise
     RUNNERS.add(runner)
     if not config.quiet:
         announce(describe(config, device, runner.dtype, runner.num_kvcache_blocks))
