@@ -4,16 +4,19 @@ Owns the server process, its protocol, and the record of what was compiled befor
 the kernels while the engine's process imports torch. It has one thread and no CUDA context, so it may fork: each child
 compiles one kernel into Triton's disk cache, where the engine's process finds it. What fails here is compiled there.
 
-Protocol: over the server's standard input comes, for each kernel, one end of a socket pair. Over that pair come the
-pickled request and, when the kernel is cached, the answer; without an answer the pair is closed. When the standard
-input is closed, the engine's process needs nothing more, or is dead.
+Protocol: the server's standard input is a socket. It sends a byte when it is ready. For each kernel it receives one end
+of a socket pair, which brings the pickled request and takes the answer when the kernel is cached; the pair is closed
+without an answer if that failed. When the standard input ends, the engine's process needs nothing more, or is dead.
 """
 
+import gc
 import glob
 import hashlib
+import io
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -25,7 +28,7 @@ from contextvars import ContextVar
 from importlib import import_module, metadata
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("nanovllm")
 ANSWER = b"cached"
 TIMEOUT_S = 60.0  # for a kernel, and for the kernels of another process
+MIN_KERNELS = 8  # threads compile fewer in less time than a server needs to start
 MAX_CHILDREN = 16  # at once
 PACKAGE = Path(__file__).resolve().parent.parent
 # options that choose kernels; one forgotten here costs the time that the server would have saved
@@ -53,6 +57,7 @@ class CompileServer:
     def __init__(self, record: Path):
         record.parent.mkdir(parents=True, exist_ok=True)
         self._record = record.open("a")
+        self._num_requests = 0
         self._is_owner = self._lock(exclusive=True)
         if not self._is_owner:
             return
@@ -70,32 +75,50 @@ class CompileServer:
             raise
 
     def request(self, compile_kernel: Callable) -> Callable[[], None]:
-        """Have a kernel compiled. The result waits until it is cached, or the server has failed.
+        """Have a kernel compiled, unless it is cached. The result waits until it is, or the server has failed.
 
         Args:
             compile_kernel: the closure that Triton would have run by an executor.
         """
         self._deadline = time.monotonic() + TIMEOUT_S
-        if not self._is_owner:
-            return self._wait_for_other
+        try:
+            request = read_closure(compile_kernel)
+            if is_cached(*request):
+                return lambda: None
+            if not self._is_owner:
+                return lambda: self._wait_for_other(request)
+            answer = self._send(pickled(request))
+        except Exception:  # the server is gone; or Triton's names have changed, or a value cannot be pickled
+            LOGGER.debug("compile server: no request was made", exc_info=True)
+            return lambda: None
+        return lambda: self._wait_for(answer)
+
+    def _send(self, data: bytes) -> socket.socket:
+        """The end of the socket pair at which the answer will arrive."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                ours.sendall(pickle_request(compile_kernel))
+                ours.sendall(data)
                 socket.send_fds(self._control, [b" "], [theirs.fileno()])
-        except Exception:  # the server is gone; or Triton's closure has changed, or a value cannot be pickled
-            LOGGER.debug("compile server: no request was made", exc_info=True)
+        except BaseException:
             ours.close()
-            return lambda: None
+            raise
+        self._num_requests += 1
+        return ours
 
-        def wait() -> None:
-            with ours, suppress(OSError):
-                ours.settimeout(max(0.01, self._deadline - time.monotonic()))
-                if ours.recv(len(ANSWER)) == ANSWER:
-                    return
-            LOGGER.debug("compile server: a request was not answered")
+    def _wait_for(self, answer: socket.socket) -> None:
+        with answer, suppress(OSError):
+            is_ready = select.select([self._control], [], [], 0)[0]
+            if not is_ready and self._num_requests < MIN_KERNELS:
+                return
+            answer.settimeout(max(0.01, self._deadline - time.monotonic()))
+            if answer.recv(len(ANSWER)) == ANSWER:
+                return
+        LOGGER.debug("compile server: a request was not answered")
 
-        return wait
+    def _wait_for_other(self, request: tuple) -> None:
+        while not is_cached(*request) and not self._lock(exclusive=False) and time.monotonic() < self._deadline:
+            time.sleep(0.05)
 
     def close(self, is_compiled: bool) -> None:
         """End the server; if ``is_compiled``, the next start needs none. May be called again."""
@@ -109,10 +132,6 @@ class CompileServer:
             if is_compiled:
                 self._record.write("compiled\n")
         self._record.close()
-
-    def _wait_for_other(self) -> None:
-        while not self._lock(exclusive=False) and time.monotonic() < self._deadline:
-            time.sleep(0.05)
 
     def _lock(self, exclusive: bool) -> bool:
         """The lock goes with the process. True where the file system has no locks."""
@@ -163,19 +182,33 @@ def record_path(config: "Config") -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or home) / f"nanovllm-{digest[:32]}"
 
 
-def pickle_request(compile_kernel: Callable) -> bytes:
-    """(source, target, options, environment) of Triton's closure; kernels by module and name."""
-    from io import BytesIO
+def read_closure(compile_kernel: Callable) -> tuple[Any, Any, dict, dict]:
+    """(source, target, options, environment): arguments of ``triton.compile``."""
+    cells = zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in cells}
+    return values["src"], values["target"], values["options"].__dict__, values["env_vars"]
 
+
+def is_cached(source: Any, target: Any, options: dict, environment: dict) -> bool:
+    """Whether ``triton.compile`` would find the kernel."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(options), environment)
+    name = f"{source.name[:150]}.json"
+    return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or ())
+
+
+def pickled(request: tuple) -> bytes:
+    """With kernels by module and name."""
     from triton.runtime.jit import JITFunction
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> tuple[str, str] | None:
             return (obj.__module__, obj.__qualname__) if isinstance(obj, JITFunction) else None
 
-    cells = zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__ or (), strict=True)
-    values = {name: cell.cell_contents for name, cell in cells}
-    Pickler(buffer := BytesIO()).dump((values["src"], values["target"], values["options"].__dict__, values["env_vars"]))
+    Pickler(buffer := io.BytesIO()).dump(request)
     return buffer.getvalue()
 
 
@@ -187,22 +220,28 @@ class Unpickler(pickle.Unpickler):
 # ---------------------------------------------------------------- in the server
 
 
-def serve() -> NoReturn:
+def serve() -> None:
     """Main function of the server. Each child ends with its kernel; all that are left end with the server."""
-    import gc
+    try:
+        import triton  # noqa: F401
 
-    import triton  # noqa: F401
+        fork(build_driver)
+        from triton.runtime.cache import triton_key
 
-    fork(build_driver)
-    from triton.runtime.cache import triton_key
+        from nanovllm import kernels
 
-    from nanovllm import kernels
+        kernels._load_ops(use_triton=True)
+        triton_key()  # a hash of the whole of Triton, kept in memory, which every child needs
+        gc.freeze()
+        gc.disable()
+        answer_requests(socket.socket(fileno=0))
+    finally:
+        os.killpg(0, signal.SIGKILL)
 
-    kernels._load_ops(use_triton=True)
-    triton_key()  # a hash of the whole of Triton, kept in memory, which every child needs
-    gc.freeze()
-    gc.disable()
-    control, num_running = socket.socket(fileno=0), 1  # build_driver
+
+def answer_requests(control: socket.socket) -> None:
+    control.sendall(b" ")  # ready
+    num_running = 1  # build_driver
     limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)) - 1)  # one core is for the engine's process
     while fds := socket.recv_fds(control, 1, 1)[1]:
         fork(lambda: compile_request(fds[0]))
@@ -210,8 +249,6 @@ def serve() -> NoReturn:
         num_running += 1
         while num_running and os.waitpid(-1, 0 if num_running >= limit else os.WNOHANG)[0]:
             num_running -= 1
-    os.killpg(0, signal.SIGKILL)
-    os._exit(1)
 
 
 def fork(work: Callable[[], None]) -> None:
@@ -228,8 +265,8 @@ def compile_request(fd: int) -> None:
     import triton
 
     with socket.socket(fileno=fd) as connection, connection.makefile("rb") as file:
-        src, target, options, env_vars = Unpickler(file).load()
-        kernel = triton.compile(src, target=target, options=options, _env_vars=env_vars)
+        source, target, options, environment = Unpickler(file).load()
+        kernel = triton.compile(source, target=target, options=options, _env_vars=environment)
         with suppress(Exception):  # no libcuda here, or another Triton: the engine's process builds it
             from triton.backends.nvidia.driver import CudaLauncher
 

@@ -95,11 +95,11 @@ def test_the_server_ends_with_its_engine(run_script):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The servers started; they end at once."""
+    """The servers started: processes that wait until they are killed, or their standard input ends."""
     started = []
 
     def popen(command, **options):
-        started.append(subprocess_popen([sys.executable, "-c", ""], **options))
+        started.append(subprocess_popen([sys.executable, "-c", "import sys; sys.stdin.buffer.read()"], **options))
         return started[-1]
 
     subprocess_popen = subprocess.Popen
@@ -107,27 +107,52 @@ def started(monkeypatch):
     return started
 
 
-def test_a_second_process_with_the_same_kernels_waits_for_the_first(started, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+@pytest.fixture
+def cached(monkeypatch):
+    """Kernels in the cache. Kernels are numbers here."""
+    cached = set()
+    monkeypatch.setattr(module, "read_closure", lambda kernel: (kernel,))
+    monkeypatch.setattr(module, "is_cached", cached.__contains__)
+    monkeypatch.setattr(module, "pickled", lambda request: b"request")
+    return cached
+
+
+def test_a_second_process_with_the_same_kernels_waits_for_the_first(started, cached, tmp_path, monkeypatch):
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            cached.add(7)
+
+    slept = []
     first, second = module.CompileServer(tmp_path / "record"), module.CompileServer(tmp_path / "record")
     assert len(started) == 1
-    wait, begin = second.request(lambda: None), time.monotonic()
-    wait()
-    assert time.monotonic() - begin >= 0.2  # not for ever
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "sleep", sleep)
+        second.request(7)()
+        assert len(slept) == 3
+        patch.setattr(module, "TIMEOUT_S", -1.0)
+        second.request(8)()  # not for ever
+    wait = second.request(8)
     first.close(is_compiled=True)
-    wait = second.request(lambda: None)
-    monkeypatch.setattr(module.time, "sleep", pytest.fail)
     wait()
     second.close(is_compiled=True)
-    assert (tmp_path / "record").read_text() == "compiled\n" and len(started) == 1
+    assert (tmp_path / "record").read_text() == "compiled\n" and len(slept) == 3
 
 
-def test_a_request_to_a_server_that_is_gone_returns_at_once(started, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "pickle_request", lambda compile_kernel: b"request")
+def test_nobody_waits_for_a_server_without_need(started, cached, tmp_path, monkeypatch):
     server = module.CompileServer(tmp_path / "record")
-    started[0].wait()
+    cached.add(7)
+    server.request(7)()
+    assert server._num_requests == 0
     begin = time.monotonic()
-    server.request(lambda: None)()
+    for wait in [server.request(8) for _ in range(module.MIN_KERNELS - 1)]:
+        wait()  # few, and the server is not ready
+    assert server._num_requests == module.MIN_KERNELS - 1
+    waits = [server.request(8) for _ in range(module.MIN_KERNELS)]
+    started[0].kill()
+    for wait in waits:
+        wait()  # the server is gone
+    server.request(8)()
     assert time.monotonic() - begin < module.TIMEOUT_S / 2
     server.close(is_compiled=False)
     server.close(is_compiled=True)
@@ -238,6 +263,7 @@ def script(name: str) -> None:
         def get_current_target(self):
             return triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
+    module.MIN_KERNELS = 0
     directory = Path(os.environ["TRITON_CACHE_DIR"])
     server = module.CompileServer(directory / "record")
     if name == "wait":
