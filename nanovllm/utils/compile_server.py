@@ -16,7 +16,6 @@ import io
 import logging
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -108,13 +107,20 @@ class CompileServer:
 
     def _wait_for(self, answer: socket.socket) -> None:
         with answer, suppress(OSError):
-            is_ready = select.select([self._control], [], [], 0)[0]
-            if not is_ready and self._num_requests < MIN_KERNELS:
+            if self._num_requests < MIN_KERNELS and not self._has_started():
                 return
             answer.settimeout(max(0.01, self._deadline - time.monotonic()))
             if answer.recv(len(ANSWER)) == ANSWER:
                 return
         LOGGER.debug("compile server: a request was not answered")
+
+    def _has_started(self) -> bool:
+        """True also of a server that has ended."""
+        try:
+            self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
 
     def _wait_for_other(self, request: tuple) -> None:
         while not is_cached(*request) and not self._lock(exclusive=False) and time.monotonic() < self._deadline:
