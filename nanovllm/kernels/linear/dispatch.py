@@ -9,8 +9,8 @@ The twins are in reference.py.
                   where few SMs idle during the last tiles; gate and up: 129 to 256 too, where each SM has one tile)
     otherwise     cuBLAS between separate kernels
 
-A weight with scales goes to fp8.py, which multiplies e4m3 on Hopper, and elsewhere a single token's; otherwise it is
-dequantized at each call, which is right, and slow.
+A weight with scales goes to fp8.py, which multiplies it with a single token, and on Hopper with more in e4m3; otherwise
+it is dequantized at each call, which is right, and slow.
 """
 
 import torch
@@ -44,7 +44,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     weight = weight.data
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
-    if len(x) == 1 and not isinstance(x, SplitKPartials):  # a layer with FP8 weights may leave partials
+    if len(x) == 1:
         return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)

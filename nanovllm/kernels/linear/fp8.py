@@ -1,16 +1,15 @@
 """Linear layers whose weight is e4m3, with a scale per output feature, or per output feature and 128 channels.
 
-Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. On Hopper each token
-is quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: from one token on
-it is the fastest there (docs/experiments.md), and so a token's result does not depend on how many others there are.
-(It does where scales of 128 channels are not those of whole blocks of 128 x 128, as when a rank's shard cuts blocks:
-for more than 256 tokens such a weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do
-not quantize x.
+Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. A single token is
+multiplied as it is, in fp32 (W8A16). From two on, on Hopper, each token is quantized to e4m3 as well (W8A8), which the
+FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there (docs/experiments.md). (For more than 256
+tokens a weight is dequantized if its scales of 128 channels are not those of whole blocks of 128 x 128, as when a rank's
+shard cuts blocks.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
 
-    1 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
+    1           gemv.py, the norm fused, from sm_89 on
+    2 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
     otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
     otherwise   torch._scaled_mm between separate kernels, with a scale per feature
-    otherwise   gemv.py for a single token, from sm_89 on, with x in its own type
     otherwise   not here: `dequantized` at each call and multiplied in 16 bits
 """
 
@@ -56,9 +55,9 @@ def supports(x, weight, epilogue=None):
 
 
 def supports_w8a8(x, weight, epilogue=None):
-    """Whether the FP8 tensor cores multiply these."""
+    """Whether the FP8 tensor cores multiply these: two tokens or more, on Hopper."""
     (num_features, num_channels), num_groups, device = weight.data.shape, weight.scale.shape[1], weight.data.device
-    if not (len(x) > 0 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
+    if not (len(x) > 1 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
         return False
     if dtype_of(x).itemsize != 2 or num_channels % 128 or num_groups not in (1, num_channels // 128):
         return False
@@ -75,8 +74,6 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if not supports_w8a8(x, weight):
-        if isinstance(x, SplitKPartials):
-            x, norm_weight = rms_norm(x, norm_weight, eps), None
         return gemv(x, weight.data, bias, norm_weight, eps, residual, act_mul, weight.scale)
     adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)

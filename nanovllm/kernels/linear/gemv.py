@@ -26,32 +26,32 @@ class GemvConfig(NamedTuple):
     block_n: int  # output features of a program
     block_c: int  # channels of a loop step
     num_warps: int
-    max_registers: int | None = None  # of a thread
 
 
 def gemv_config(num_features, num_channels, itemsize):
-    """Tuned by coordinate descent over a chain of layers, bf16, H200 (docs/experiments.md, "Linear")."""
-    num_bytes = num_features * num_channels * itemsize
-    block_c = max(8, triton.next_power_of_2(num_channels))
-    if itemsize == 1:  # tuned for the products of Qwen3-8B; those of up to 1,024 channels are not
-        if num_channels <= 1024:
-            return GemvConfig(4, max(16, block_c), 4)
-        if num_features >= 16384:
-            return GemvConfig(2, 1024, 1, 96)
-        if num_channels % 2048 or num_features > num_channels:
-            return GemvConfig(4, 512, 2)
-        return GemvConfig(2, 2048, 4 if num_channels >= 8192 else 2)
-    if num_features >= 12 * num_channels:  # an LM head
-        if num_channels <= 1024:
-            return GemvConfig(4, block_c, 1)
-        return GemvConfig(2, 2048, 4) if num_channels % 2048 == 0 else GemvConfig(4, 512, 1)
+    """Tuned over chains of layers of 0.6B to 8B, H200 (docs/experiments.md, "Linear")."""
+    is_whole_blocks = num_channels % 2048 == 0
+    if itemsize == 1:
+        if num_channels <= 1024 or not is_whole_blocks:
+            return GemvConfig(4, min(1024, max(16, triton.next_power_of_2(num_channels))), 2)
+        if num_features >= 3 * num_channels and num_channels % 4096 == 0:
+            return GemvConfig(4, 4096, 4)
+        return GemvConfig(2 if num_features < num_channels else 4, 2048, 4)
     if num_channels <= 1024:
-        return GemvConfig(2, block_c, 1) if num_features > 4096 else GemvConfig(4, block_c, 4)
-    if num_bytes < 40e6:
-        return GemvConfig(2, 2048 if num_channels % 2048 == 0 else min(block_c, 4096), 4)
-    if num_features < num_channels:
+        is_gate_up = 4096 < num_features < 12 * num_channels
+        block_c = min(1024 if is_gate_up else 512, max(8, triton.next_power_of_2(num_channels)))
+        return GemvConfig(2 if is_gate_up else 4, block_c, 1)
+    if num_channels <= 2048:
+        if num_features <= 256:  # a router
+            return GemvConfig(2, 2048, 4)
+        return GemvConfig(2 if num_features < 4096 else 4, 1024, 4 if num_features <= 6144 else 1)
+    if not is_whole_blocks:
+        return GemvConfig(4, 1024, 1) if num_features > num_channels else GemvConfig(2, 4096, 4)
+    if num_channels >= 8192:
         return GemvConfig(2, 2048, 2)
-    return GemvConfig(4, 512, 1) if num_bytes < 100e6 else GemvConfig(2, 1024, 1, 96)
+    if num_channels == 4096 and num_features < 3072:
+        return GemvConfig(4, 4096, 4)
+    return GemvConfig(8, 1024, 2) if 3072 <= num_features < 12288 else GemvConfig(4, 2048, 8)
 
 
 @triton.jit
@@ -95,13 +95,13 @@ def load_group_scale(
     scale_ptr, features, exists, first_c,
     NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Scales [BLOCK_N, BLOCK_C / VECTOR] of the vectors from channel first_c on; with one group [BLOCK_N]."""
+    """Scales [BLOCK_C / VECTOR, BLOCK_N] of the vectors from channel first_c on; with one group [BLOCK_N]."""
     if NUM_GROUPS > 1:
         GROUP: tl.constexpr = NUM_CHANNELS // NUM_GROUPS
         tl.static_assert(GROUP % VECTOR == 0)
         c = first_c + tl.arange(0, BLOCK_C // VECTOR) * VECTOR
-        mask = exists[:, None] & (c < NUM_CHANNELS)[None, :]
-        return tl.load(scale_ptr + features[:, None] * NUM_GROUPS + (c // GROUP)[None, :], mask=mask, other=0.0)
+        mask = (c < NUM_CHANNELS)[:, None] & exists[None, :]
+        return tl.load(scale_ptr + (c // GROUP)[:, None] + features[None, :] * NUM_GROUPS, mask=mask, other=0.0)
     elif NUM_GROUPS == 1:
         return tl.load(scale_ptr + features, mask=exists, other=0.0)
     else:
@@ -132,46 +132,65 @@ def gemv_kernel(
     """One program: BLOCK_N output features, all channels.
 
     A thread loads VECTOR channels at once and sums them itself: one accumulator per vector and feature saves registers.
+    Vectors are the first dimension, so that neighbouring threads hold neighbouring vectors of x and of the weight.
     """
     pdl_launch_dependents(USE_PDL)
     tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
-    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty.primitive_bitwidth == 8 else 8
+    IS_FP8: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 8
+    VECTOR: tl.constexpr = 16 if IS_FP8 else 8
     features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
-    c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
-    weight_ptrs = weight_ptr + features[:, None, None] * NUM_CHANNELS + c[None, :, :]  # [BLOCK_N, BLOCK_C/V, V]
-    weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+    first = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR  # [BLOCK_C/V, 1]
+    c = first + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
+    x_c = first + tl.arange(0, 8)[None, :]  # x and norm_weight: 8 channels at once, in e4m3 then the next 8
+    weight_ptrs = weight_ptr + c[:, None, :] + features[None, :, None] * NUM_CHANNELS  # [BLOCK_C/V, BLOCK_N, V]
+    weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
     scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
-    norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+    norm_weight = load_norm_weight(norm_weight_ptr, x_c, NUM_CHANNELS, HAS_NORM)
+    if IS_FP8:
+        norm_weight_2 = load_norm_weight(norm_weight_ptr, x_c + 8, NUM_CHANNELS, HAS_NORM)
     offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
     pdl_wait(USE_PDL)
     residual = tl.zeros((BLOCK_I,), tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK_N, BLOCK_C // VECTOR), tl.float32)
+    acc = tl.zeros((BLOCK_C // VECTOR, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for step in tl.static_range(STEPS):
-        x = tl.load(x_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + x_c, mask=x_c < NUM_CHANNELS, other=0.0).to(tl.float32)
+        if IS_FP8:
+            x_2 = tl.load(x_ptr + x_c + 8, mask=x_c + 8 < NUM_CHANNELS, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += tl.sum(x * x, axis=1)
             x *= norm_weight
+            if IS_FP8:
+                squares += tl.sum(x_2 * x_2, axis=1)
+                x_2 *= norm_weight_2
         step_weight, step_scale = weight, scale
         c += BLOCK_C
+        x_c += BLOCK_C
         if step + 1 < STEPS:
             weight_ptrs += BLOCK_C
-            weight = tl.load(weight_ptrs, mask=exists[:, None, None] & (c < NUM_CHANNELS)[None, :, :], other=0.0)
+            weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
             if NUM_GROUPS > 1:
                 scale = load_group_scale(
                     weight_scale_ptr, features, exists, (step + 1) * BLOCK_C, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
                 )
-            norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-        dot = tl.sum(x[None, :, :] * step_weight.to(tl.float32), axis=2)
+            norm_weight = load_norm_weight(norm_weight_ptr, x_c, NUM_CHANNELS, HAS_NORM)
+            if IS_FP8:
+                norm_weight_2 = load_norm_weight(norm_weight_ptr, x_c + 8, NUM_CHANNELS, HAS_NORM)
+        if IS_FP8:
+            halves = step_weight.to(tl.float32).reshape(BLOCK_C // VECTOR, BLOCK_N, 2, 8).permute(0, 1, 3, 2)
+            half_1, half_2 = tl.split(halves)
+            dot = tl.sum(x[:, None, :] * half_1, axis=2) + tl.sum(x_2[:, None, :] * half_2, axis=2)
+        else:
+            dot = tl.sum(x[:, None, :] * step_weight.to(tl.float32), axis=2)
         if NUM_GROUPS > 1:
             dot *= step_scale
         acc += dot
-    y = tl.sum(acc, axis=1)
+    y = tl.sum(acc, axis=0)
     if NUM_GROUPS == 1:
         y *= scale
     if HAS_NORM:
@@ -193,14 +212,12 @@ def gemv(x, weight, bias, norm_weight, eps, residual, act_mul, weight_scale=None
     config = gemv_config(num_features, num_channels, weight.element_size())
     num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    options = launch_options(x.device)
-    if config.max_registers is not None and torch.version.hip is None:
-        options = options | {"maxnreg": config.max_registers}
     launch(
         gemv_kernel, (triton.cdiv(num_features, config.block_n),),
         x, weight, bias, weight_scale, norm_weight, residual, y, num_outputs, eps,
         NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None,
         HAS_RESIDUAL=residual is not None, ACT_MUL=act_mul,
-        BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **options,
+        BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return y

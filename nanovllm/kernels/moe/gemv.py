@@ -11,7 +11,9 @@ import triton.language as tl
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate
 
-VECTOR = tl.constexpr(8)  # channels that a thread loads at once
+# Channels that a thread loads at once. Vectors are the first dimension, so that neighbouring threads hold neighbouring
+# vectors of x and of the weight.
+VECTOR = tl.constexpr(8)
 
 
 @triton.jit
@@ -34,34 +36,35 @@ def gate_up_rows_kernel(
     """One program: BLOCK_I units of one row, all channels."""
     pdl_launch_dependents(USE_PDL)
     row = tl.program_id(1)
-    unit = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    exists = (unit < NUM_UNITS)[:, None, None]
+    local = tl.arange(0, 2 * BLOCK_I)
+    unit = tl.program_id(0) * BLOCK_I + local % BLOCK_I
+    feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then as many of up
+    exists = (unit < NUM_UNITS)[None, :, None]
     c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C / V, V]
-    offs = unit.to(tl.int64)[:, None, None] * NUM_CHANNELS + c[None, :, :]
+    offs = feature.to(tl.int64)[None, :, None] * NUM_CHANNELS + c[:, None, :]  # [BLOCK_C / V, 2 BLOCK_I, V]
+    x_ptrs = x_ptr + (row // TOP_K).to(tl.int64) * NUM_CHANNELS + c
     pdl_wait(USE_PDL)
     expert = tl.load(ids_ptr + row).to(tl.int64)
     if expert < 0:
         return
-    gate_ptrs = weight_ptr + expert * (2 * NUM_UNITS * NUM_CHANNELS) + offs
-    up_ptrs = gate_ptrs + NUM_UNITS * NUM_CHANNELS
-    x_ptrs = x_ptr + (row // TOP_K).to(tl.int64) * NUM_CHANNELS + c
-    gate = tl.zeros((BLOCK_I, BLOCK_C // VECTOR), tl.float32)
-    up = tl.zeros((BLOCK_I, BLOCK_C // VECTOR), tl.float32)
+    weight_ptrs = weight_ptr + expert * (2 * NUM_UNITS * NUM_CHANNELS) + offs
+    acc = tl.zeros((BLOCK_C // VECTOR, 2 * BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
-        gate_weight = tl.load(gate_ptrs + first, mask=exists & inside[None, :, :], other=0.0)
-        up_weight = tl.load(up_ptrs + first, mask=exists & inside[None, :, :], other=0.0)
+        weight = tl.load(weight_ptrs + first, mask=exists & inside[:, None, :], other=0.0)
+        # Returns at once. ptxas moves no load across it: those of the weight are all in flight before the first is used.
+        pdl_wait(USE_PDL)
         x = tl.load(x_ptrs + first, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += tl.sum(x * x, axis=1)
             x *= tl.load(norm_weight_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
-        gate += tl.sum(x[None, :, :] * gate_weight.to(tl.float32), axis=2)
-        up += tl.sum(x[None, :, :] * up_weight.to(tl.float32), axis=2)
-    g, u = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+        acc += tl.sum(x[:, None, :] * weight.to(tl.float32), axis=2)
+    y = tl.sum(acc, axis=0)
     if HAS_NORM:
-        rstd = tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
-        g, u = g * rstd, u * rstd
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
+    g, u = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
+    unit = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     h = activate(g, ACT) * u
     tl.store(h_ptr + row.to(tl.int64) * NUM_UNITS + unit, h.to(h_ptr.dtype.element_ty), mask=unit < NUM_UNITS)
 
@@ -86,11 +89,11 @@ def down_rows_kernel(
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = (n < NUM_CHANNELS)[:, None, None]
+    exists = (n < NUM_CHANNELS)[None, :, None]
     i = tl.arange(0, BLOCK_I // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_I / V, V]
-    offs = n.to(tl.int64)[:, None, None] * NUM_UNITS + i[None, :, :]
+    offs = n.to(tl.int64)[None, :, None] * NUM_UNITS + i[:, None, :]  # [BLOCK_I / V, BLOCK_N, V]
     pdl_wait(USE_PDL)
-    y = tl.zeros((BLOCK_N, BLOCK_I // VECTOR), tl.float32)
+    y = tl.zeros((BLOCK_I // VECTOR, BLOCK_N), tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
         share = tl.load(weights_ptr + token * TOP_K + j)
@@ -98,16 +101,17 @@ def down_rows_kernel(
         h_ptrs = h_ptr + (token * TOP_K + j) * NUM_UNITS + i
         for first in tl.static_range(0, NUM_UNITS, BLOCK_I):
             inside = i < tl.where(expert >= 0, NUM_UNITS - first, 0)
-            weight = tl.load(weight_ptrs + first, mask=exists & inside[None, :, :], other=0.0)
+            weight = tl.load(weight_ptrs + first, mask=inside[:, None, :] & exists, other=0.0)
+            pdl_wait(USE_PDL)  # as above
             h = tl.load(h_ptrs + first, mask=inside, other=0.0).to(tl.float32)
-            y += tl.sum(h[None, :, :] * weight.to(tl.float32), axis=2) * share
-    total = tl.sum(y, axis=1)
+            y += tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2) * share
+    total = tl.sum(y, axis=0)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
 
 
-def gate_up_rows(x, norm_weight, eps, weight, ids, act, block_i=2, num_warps=4):
+def gate_up_rows(x, norm_weight, eps, weight, ids, act, block_i=2, num_warps=8):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten."""
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.shape[1] // 2, ids.shape[1]
@@ -122,7 +126,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, block_i=2, num_warps=4):
     return h
 
 
-def down_rows(h, weight, ids, weights, residual, block_n=2, num_warps=4):
+def down_rows(h, weight, ids, weights, residual, block_n=1, num_warps=1):
     """[residual +] sum over a token's rows of weight * down(h), [T, C]."""
     (num_tokens, top_k), (_, num_channels, num_units) = ids.shape, weight.shape
     assert h.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
