@@ -32,7 +32,13 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     if runner.tp.peers is not None:
         runner.tp.peers.warm_up(runner.dtype)
     calibrate(runner)
-    # The longest prefills first: their kernels take the longest to compile.
+    # First attention, filters and the longest prefills: their kernels take the longest to compile.
+    for size in runner.decode_sizes:
+        hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
+        for features in (0, warmup_features):
+            runner.sample(hidden, state.batch_req_indices[:size], features)
+    for size in grouped_sizes(runner.decode_sizes) if runner.staged_writes.groups.enabled else ():
+        runner.model(*runner.decode_inputs(size, config.max_model_len, is_grouped=True))
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
@@ -52,12 +58,6 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
         if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
             inputs = runner.packed_prefill_inputs(header, step, step.logits_indices.long())
             runner.micro_batches.forward(runner.model.model, [inputs, inputs])
-    for size in runner.decode_sizes:
-        hidden = runner.model(*runner.decode_inputs(size, config.max_model_len))
-        for features in (0, warmup_features):
-            runner.sample(hidden, state.batch_req_indices[:size], features)
-    for size in grouped_sizes(runner.decode_sizes) if runner.staged_writes.groups.enabled else ():
-        runner.model(*runner.decode_inputs(size, config.max_model_len, is_grouped=True))
     for size in runner.prefill_sizes.short:
         runner.model(*runner.prefill_inputs.short(size))
     for size, _ in runner.prefill_sizes.padded:

@@ -9,10 +9,12 @@ import logging
 import os
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.workers import Worker, Workers
+from nanovllm.utils.head_start import head_start
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -25,30 +27,33 @@ def start_runner(config: Config) -> "ModelRunner":
     """Rank 0's runner. With tensor_parallel_size > 1 all workers are ready when it returns.
 
     Raises:
-        ConfigError: more ranks than devices; nothing was spawned.
+        ConfigError: more ranks than devices; all workers are gone.
         WorkerError: a worker failed, died or stalled; all workers are gone.
     """
-    from nanovllm.runner.device import describe, select_device
-    from nanovllm.runner.kv_scales import warn_of_outliers
-    from nanovllm.runner.micro_batches import max_sum_bytes
-    from nanovllm.runner.model_runner import ModelRunner
-
-    warn_of_outliers(config)
     size = config.tensor_parallel_size
-    device = select_device(config.device, 0, size)
-    if size == 1:
-        runner = ModelRunner(config)
-    else:
-        workers = Workers(size, worker_main, config)
+    with head_start(config, rank=0):
+        workers = Workers(size, worker_main, config) if size > 1 else None  # they import torch at the same time
         try:
-            with workers.guard():
-                runner = ModelRunner(config, workers.connect(device, max_sum_bytes(config, device)), workers=workers)
-                workers.wait_for_state("ready")
+            from nanovllm.runner.device import describe, select_device
+            from nanovllm.runner.kv_scales import warn_of_outliers
+            from nanovllm.runner.micro_batches import max_sum_bytes
+            from nanovllm.runner.model_runner import ModelRunner
+
+            warn_of_outliers(config)
+            with workers.guard() if workers is not None else nullcontext():
+                device = select_device(config.device, 0, size)
+                if workers is None:
+                    runner = ModelRunner(config)
+                else:
+                    tp = workers.connect(device, max_sum_bytes(config, device))
+                    runner = ModelRunner(config, tp, workers=workers)
+                    workers.wait_for_state("ready")
         except BaseException:
-            workers.dismiss()
-            workers.join()
-            if workers.tp is not None:
-                workers.tp.close()
+            if workers is not None:
+                workers.dismiss()
+                workers.join()
+                if workers.tp is not None:
+                    workers.tp.close()
             raise
     RUNNERS.add(runner)
     if not config.quiet:
@@ -66,17 +71,18 @@ def announce(line: str) -> None:
 
 def worker_main(worker: Worker, config: Config) -> None:
     """Worker process: connect, build this rank's runner, run steps until dismissed."""
-    import torch
+    with head_start(config, worker.rank):
+        import torch
 
-    from nanovllm.runner.device import select_device
-    from nanovllm.runner.micro_batches import max_sum_bytes
-    from nanovllm.runner.model_runner import ModelRunner
+        from nanovllm.runner.device import select_device
+        from nanovllm.runner.micro_batches import max_sum_bytes
+        from nanovllm.runner.model_runner import ModelRunner
 
-    device = select_device(config.device, worker.rank, worker.size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
+        device = select_device(config.device, worker.rank, worker.size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
+        runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
     worker.report("ready")
     runner.loop(worker.report)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank

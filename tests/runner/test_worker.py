@@ -427,9 +427,20 @@ def test_sizes_that_do_not_divide_name_the_figures(make_checkpoint):
             LLM(make_checkpoint(**changes), tensor_parallel_size=size, device="cpu", skip_tokenizer_init=True)
 
 
-def test_more_ranks_than_devices_is_refused_before_anything_is_spawned(make_checkpoint, monkeypatch):
+def test_more_ranks_than_devices_is_refused_and_no_worker_is_left(make_checkpoint, monkeypatch):
+    """Workers start before torch is imported, which counts the devices."""
+    started = []
+
+    def start(*args):
+        started.append(workers_module.Workers(*args))
+        return started[-1]
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(worker_module, "Workers", None)
+    monkeypatch.setattr(worker_module, "Workers", start)
+    before = time.monotonic()
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs 2 CUDA devices; torch sees 1"):
         LLM(make_checkpoint(), device="cuda", tensor_parallel_size=2, skip_tokenizer_init=True)
+    assert time.monotonic() - before < LIMIT_S
+    (process,) = started[0].processes.values()
+    assert not process.is_alive() and not started[0]._thread.is_alive()
