@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
-from nanovllm.kernels.linear import dispatch, fp8, gemv, norm, reference  # noqa: E402
+from nanovllm.kernels.linear import dispatch, fp8, gemv, gemv_fp8, norm, reference  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
 from nanovllm.kernels.linear.reference import QKVEpilogue, QuantizedTokens, Weight  # noqa: E402
 
@@ -310,6 +310,30 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
             )
             assert y.dtype == dtype and (options["residual"] is None or y is options["residual"])
             assert_near(y, expected, 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, size", [*((torch.bfloat16, size) for size in (1e-30, 1e-3, 1.0, 1e5, 1e30)), (torch.float16, 1.0)]
+)
+@pytest.mark.parametrize("num_features, num_channels, num_groups", [(100, 48, 3), (6144, 4096, 1), (1000, 2560, 20)])
+def test_gemv_of_one_token(num_features, num_channels, num_groups, dtype, size):
+    """Products in fp16 of a token of any size, with outliers and zeros; features and channels that fill no tile."""
+    weight = make_weight(num_features, num_channels, num_groups)
+    x = randn(1, num_channels) * size
+    x[:, 3] *= 1000 if dtype == torch.bfloat16 else 10
+    x[:, 16:32] = 0
+    x = x.to(dtype)
+    assert gemv_fp8.supports(x, weight) or not fp8.has_e4m3(x.device)
+    # A norm's eps would hide tiny tokens, and the squares of huge ones are infinite.
+    others = (dict(norm=True, act_mul="silu"), dict(bias=True, residual=True)) if 1e-5 < size < 1e10 else ()
+    for more in (dict(), *others):
+        options = make_options(1, num_features, num_channels, dtype, **more)
+        expected = reference.fused_linear(x.float(), weight, **widened(options))
+        y = gemv_fp8.gemv_fp8(
+            x, weight, options["bias"], options["norm_weight"], EPS, options["residual"], options["act_mul"]
+        )
+        assert_near(y, expected, 6e-3)
 
 
 @pytest.mark.gpu

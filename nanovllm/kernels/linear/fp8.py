@@ -1,12 +1,12 @@
 """Linear layers whose weight is e4m3, with a scale per output feature, or per output feature and 128 channels.
 
 Owns `fused_linear` and `qkv_linear` of such weights: the choice of kernel by the number of tokens. A single token is
-multiplied as it is, in fp32 (W8A16). From two on, on Hopper, each token is quantized to e4m3 as well (W8A8), which the
+multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is quantized to e4m3 as well (W8A8), which the
 FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there (docs/experiments.md). (Scales of 128 channels
 that are not those of whole blocks of 128 x 128, as when a rank's shard cuts blocks: for more than 256 tokens such a
 weight is dequantized.) Knows nothing of layers. The twins are in reference.py, and do not quantize x.
 
-    1           gemv.py, the norm fused, from sm_89 on
+    1           gemv_fp8.py, from sm_89 on, or gemv.py; the norm fused
     2 to 256    decode_gemm_sm90.py; from 65 on only where it needs one wave or nothing else runs
     otherwise   prefill_gemm_sm90.py, where it has the epilogue; with scales of 128 channels only those of 128 x 128
     otherwise   torch._scaled_mm between separate kernels, with a scale per feature
@@ -21,6 +21,8 @@ import triton.language as tl
 
 from ..launch import is_sm90, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 from .gemv import gemv
+from .gemv_fp8 import gemv_fp8
+from .gemv_fp8 import supports as supports_gemv_fp8
 from .norm import SplitKPartials, quantize_tokens, rms_norm
 from .norm_rope_store import norm_rope_store
 from .reference import Weight
@@ -74,6 +76,8 @@ def fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_spl
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if not supports_w8a8(x, weight):
+        if supports_gemv_fp8(x, weight):
+            return gemv_fp8(x, weight, bias, norm_weight, eps, residual, act_mul)
         return gemv(x, weight.data, bias, norm_weight, eps, residual, act_mul, weight.scale)
     adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)

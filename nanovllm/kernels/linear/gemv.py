@@ -6,7 +6,8 @@ Bound by reading the weight. A program loads its first BLOCK_C channels before g
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
 
-A weight in e4m3 is multiplied in fp32 too, and its scales, of all channels or of groups of them, multiply the sums.
+A weight in e4m3 is multiplied in fp32 too, and its scales, of all channels or of groups of them, multiply the sums;
+where gemv_fp8.py runs, it is faster.
 
 N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul.
 """
@@ -32,11 +33,7 @@ def gemv_config(num_features, num_channels, itemsize):
     """Tuned over chains of layers of 0.6B to 8B, H200 (docs/experiments.md, "Linear")."""
     is_whole_blocks = num_channels % 2048 == 0
     if itemsize == 1:
-        if num_channels <= 1024 or not is_whole_blocks:
-            return GemvConfig(4, min(1024, max(16, triton.next_power_of_2(num_channels))), 2)
-        if num_features >= 3 * num_channels and num_channels % 4096 == 0:
-            return GemvConfig(4, 4096, 4)
-        return GemvConfig(2 if num_features < num_channels else 4, 2048, 4)
+        return GemvConfig(4, min(1024, max(16, triton.next_power_of_2(num_channels))), 2)
     if num_channels <= 1024:
         is_gate_up = 4096 < num_features < 12 * num_channels
         block_c = min(1024 if is_gate_up else 512, max(8, triton.next_power_of_2(num_channels)))
@@ -138,18 +135,13 @@ def gemv_kernel(
     tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
-    IS_FP8: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 8
-    VECTOR: tl.constexpr = 16 if IS_FP8 else 8
+    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty.primitive_bitwidth == 8 else 8
     features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
-    first = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR  # [BLOCK_C/V, 1]
-    c = first + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
-    x_c = first + tl.arange(0, 8)[None, :]  # x and norm_weight: 8 channels at once, in e4m3 then the next 8
+    c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
     weight_ptrs = weight_ptr + c[:, None, :] + features[None, :, None] * NUM_CHANNELS  # [BLOCK_C/V, BLOCK_N, V]
     weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
     scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
-    norm_weight = load_norm_weight(norm_weight_ptr, x_c, NUM_CHANNELS, HAS_NORM)
-    if IS_FP8:
-        norm_weight_2 = load_norm_weight(norm_weight_ptr, x_c + 8, NUM_CHANNELS, HAS_NORM)
+    norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
     offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
     pdl_wait(USE_PDL)
@@ -159,18 +151,12 @@ def gemv_kernel(
     acc = tl.zeros((BLOCK_C // VECTOR, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for step in tl.static_range(STEPS):
-        x = tl.load(x_ptr + x_c, mask=x_c < NUM_CHANNELS, other=0.0).to(tl.float32)
-        if IS_FP8:
-            x_2 = tl.load(x_ptr + x_c + 8, mask=x_c + 8 < NUM_CHANNELS, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += tl.sum(x * x, axis=1)
             x *= norm_weight
-            if IS_FP8:
-                squares += tl.sum(x_2 * x_2, axis=1)
-                x_2 *= norm_weight_2
         step_weight, step_scale = weight, scale
         c += BLOCK_C
-        x_c += BLOCK_C
         if step + 1 < STEPS:
             weight_ptrs += BLOCK_C
             weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
@@ -178,15 +164,8 @@ def gemv_kernel(
                 scale = load_group_scale(
                     weight_scale_ptr, features, exists, (step + 1) * BLOCK_C, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
                 )
-            norm_weight = load_norm_weight(norm_weight_ptr, x_c, NUM_CHANNELS, HAS_NORM)
-            if IS_FP8:
-                norm_weight_2 = load_norm_weight(norm_weight_ptr, x_c + 8, NUM_CHANNELS, HAS_NORM)
-        if IS_FP8:
-            halves = step_weight.to(tl.float32).reshape(BLOCK_C // VECTOR, BLOCK_N, 2, 8).permute(0, 1, 3, 2)
-            half_1, half_2 = tl.split(halves)
-            dot = tl.sum(x[:, None, :] * half_1, axis=2) + tl.sum(x_2[:, None, :] * half_2, axis=2)
-        else:
-            dot = tl.sum(x[:, None, :] * step_weight.to(tl.float32), axis=2)
+            norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
+        dot = tl.sum(x[:, None, :] * step_weight.to(tl.float32), axis=2)
         if NUM_GROUPS > 1:
             dot *= step_scale
         acc += dot
