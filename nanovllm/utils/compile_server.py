@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -61,6 +62,7 @@ class CompileServer:
         if not self._is_owner:
             return
         self._control, server_end = socket.socketpair()
+        self._control.setblocking(False)  # a server that hangs reads nothing
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         try:
             with server_end:
@@ -97,6 +99,7 @@ class CompileServer:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
+                ours.setblocking(False)  # nobody reads yet: what its buffer cannot hold would wait for ever
                 ours.sendall(data)
                 socket.send_fds(self._control, [b" "], [theirs.fileno()])
         except BaseException:
@@ -117,7 +120,7 @@ class CompileServer:
     def _has_started(self) -> bool:
         """True also of a server that has ended."""
         try:
-            self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._control.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         return True
@@ -137,7 +140,8 @@ class CompileServer:
             self._process.wait()
             if is_compiled:
                 self._record.write("compiled\n")
-        self._record.close()
+        with suppress(OSError):  # the disk is full
+            self._record.close()
 
     def _lock(self, exclusive: bool) -> bool:
         """The lock goes with the process. True where the file system has no locks."""
@@ -166,7 +170,7 @@ def compile_server(config: "Config") -> Iterator[None]:
         path = record_path(config)
         if not path.exists() or not path.stat().st_size:
             server = CompileServer(path)
-    except (OSError, metadata.PackageNotFoundError):
+    except Exception:  # no place for the record, no such package, no interpreter to start
         LOGGER.debug("compile server: not started", exc_info=True)
     token = active.set(server)
     try:
@@ -184,7 +188,7 @@ def record_path(config: "Config") -> Path:
     versions = sys.version, metadata.version("torch"), metadata.version("triton")
     options = [getattr(config, name) for name in OPTIONS]
     digest = hashlib.sha256(repr((versions, sorted(gpus), sources, options)).encode()).hexdigest()
-    home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+    home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     return Path(os.environ.get("TRITON_CACHE_DIR") or home) / f"nanovllm-{digest[:32]}"
 
 
@@ -228,6 +232,7 @@ class Unpickler(pickle.Unpickler):
 
 def serve() -> None:
     """Main function of the server. Each child ends with its kernel; all that are left end with the server."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # children of a user who ignores it could not be waited for
     try:
         import triton  # noqa: F401
 
@@ -249,7 +254,9 @@ def answer_requests(control: socket.socket) -> None:
     control.sendall(b" ")  # ready
     num_running = 1  # build_driver
     limit = min(MAX_CHILDREN, len(os.sched_getaffinity(0)) - 1)  # one core is for the engine's process
-    while fds := socket.recv_fds(control, 1, 1)[1]:
+    hangup = select.poll()
+    hangup.register(control, 0)  # reported at once; the end of the input only after all requests sent before
+    while (fds := socket.recv_fds(control, 1, 1)[1]) and not hangup.poll(0):
         fork(lambda: compile_request(fds[0]))
         os.close(fds[0])
         num_running += 1

@@ -63,7 +63,7 @@ def hash_triton() -> None:
     """Triton's hash of itself, 400 MB, which it keeps in memory and puts into the key of every kernel."""
     try:
         from triton.runtime.cache import triton_key
-    except ImportError:  # another version
-        LOGGER.debug("head start: no triton_key", exc_info=True)
-    else:
+
         triton_key()
+    except Exception:  # another version; what is wrong with Triton is told where it is needed
+        LOGGER.debug("head start: Triton was not hashed", exc_info=True)

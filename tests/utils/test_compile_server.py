@@ -159,6 +159,69 @@ def test_nobody_waits_for_a_server_without_need(started, cached, tmp_path, monke
     assert (tmp_path / "record").read_text() == ""
 
 
+def test_a_server_that_hangs_holds_up_nobody(started, cached, tmp_path, monkeypatch):
+    server = module.CompileServer(tmp_path / "record")
+    started[0].send_signal(signal.SIGSTOP)
+    waits = [server.request(7) for _ in range(400)]  # more than a socket holds
+    monkeypatch.setattr(module, "pickled", lambda request: bytes(10_000_000))
+    server.request(7)()
+    server.close(is_compiled=False)
+    assert started[0].returncode == -signal.SIGKILL
+    for wait in waits:
+        wait()
+
+
+def test_a_full_disk_ends_no_start(started, tmp_path):
+    server = module.CompileServer(Path("/dev/full"))
+    server.close(is_compiled=True)
+    server.close(is_compiled=False)
+
+
+SERVER = """
+import os, signal, socket, sys, time
+from types import ModuleType
+sys.path[:] = {path!r}
+from nanovllm.utils import compile_server as module
+
+def compile_request(fd):
+    time.sleep(0.2)
+    with socket.socket(fileno=fd) as connection:
+        os.write(1, connection.recv(1))
+        connection.sendall(module.ANSWER)
+
+for name in ("triton", "triton.runtime", "triton.runtime.cache", "nanovllm.kernels"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["triton.runtime.cache"].triton_key = lambda: None
+sys.modules["nanovllm"].kernels = sys.modules["nanovllm.kernels"]
+sys.modules["nanovllm.kernels"]._load_ops = lambda use_triton: None
+module.compile_request, module.MAX_CHILDREN = compile_request, 1
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a user's process that starts many may have it
+module.serve()
+"""
+
+
+def test_requests_end_with_the_engine(tmp_path, monkeypatch):
+    """Each is a letter here."""
+
+    def popen(command, **options):
+        with (tmp_path / "letters").open("wb") as file:
+            return subprocess_popen([sys.executable, "-c", code], **{**options, "stdout": file})
+
+    subprocess_popen, code = subprocess.Popen, SERVER.format(path=sys.path)
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    server = module.CompileServer(tmp_path / "record")
+    answers = [server._send(letter) for letter in (b"a", b"b", b"c", b"d", b"e", b"f")]
+    for answer in answers[:2]:
+        answer.settimeout(60)
+        assert answer.recv(10) == module.ANSWER
+    server._control.close()  # as if the engine's process were killed
+    for answer in answers:
+        answer.close()
+    server._process.wait(60)
+    assert (tmp_path / "letters").read_bytes() in (b"ab", b"abc")
+    server.close(is_compiled=False)
+
+
 def test_a_server_is_started_only_if_kernels_may_be_missing(started, tmp_path, monkeypatch, make_checkpoint):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = Config.from_options(make_checkpoint(), {})
@@ -171,6 +234,10 @@ def test_a_server_is_started_only_if_kernels_may_be_missing(started, tmp_path, m
     with module.compile_server(config):
         assert module.active.get() is None
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")  # cannot be written
+    with module.compile_server(config):
+        assert module.active.get() is None
+    monkeypatch.setattr(module.sys, "executable", None)  # in a program with Python inside
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     with module.compile_server(config):
         assert module.active.get() is None
     assert len(started) == 2
