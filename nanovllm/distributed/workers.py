@@ -150,13 +150,13 @@ class Workers:
         self.check()
         self._channel.send(words, self.check)
 
-    def dismiss(self) -> None:
-        """Tell the workers to leave; in the middle of collective work, have them killed. Does not wait."""
+    def dismiss(self, kill: bool = False) -> None:
+        """Tell the workers to leave; in collective work, or with ``kill``, have them killed. Does not wait."""
         if os.getpid() != self._owner or self._dismissed or self._killing:
             return  # a forked child does not own the workers
         try:
             with suppress(WorkerError):
-                if not self._busy:
+                if not (self._busy or kill):
                     self.send(np.empty(0, np.int32))
                     self._dismissed = True
         finally:  # Ctrl-C may strike while sending

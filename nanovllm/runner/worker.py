@@ -50,7 +50,7 @@ def start_runner(config: Config) -> "ModelRunner":
                     workers.wait_for_state("ready")
         except BaseException:
             if workers is not None:
-                workers.dismiss()
+                workers.dismiss(kill=True)  # while they start they read no message
                 workers.join()
                 if workers.tp is not None:
                     workers.tp.close()

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -444,3 +445,17 @@ def test_more_ranks_than_devices_is_refused_and_no_worker_is_left(make_checkpoin
     assert time.monotonic() - before < LIMIT_S
     (process,) = started[0].processes.values()
     assert not process.is_alive() and not started[0]._thread.is_alive()
+
+
+def test_ctrl_c_while_torch_is_imported_waits_for_no_worker(make_checkpoint, monkeypatch):
+    """Workers that start read no message: told to leave, they would be waited for."""
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    workers = Mock(tp=None)
+    monkeypatch.setattr(worker_module, "Workers", lambda *args: workers)
+    monkeypatch.setattr("nanovllm.runner.kv_scales.warn_of_outliers", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(make_checkpoint(), device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True)
+    assert workers.mock_calls == [call.dismiss(kill=True), call.join()]
