@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from importlib import import_module, metadata
 from operator import attrgetter
 from pathlib import Path
+from pprint import pformat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ def record_path(config: "Config") -> Path:
     gpus = [Path(name).read_text().split("\n")[0] for name in glob.glob("/proc/driver/nvidia/gpus/*/information")]
     versions = sys.version, metadata.version("torch"), metadata.version("triton")
     options = [getattr(config, name) for name in OPTIONS]
-    digest = hashlib.sha256(repr((versions, sorted(gpus), sources, options)).encode()).hexdigest()
+    # repr has sets (FP8 layers) in an order that changes with the process; pformat sorts them where it breaks lines
+    text = pformat((versions, sorted(gpus), sources, options), width=1)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     return Path(os.environ.get("TRITON_CACHE_DIR") or home) / f"nanovllm-{digest[:32]}"
 

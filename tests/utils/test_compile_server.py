@@ -254,12 +254,12 @@ def test_the_record_is_of_what_decides_the_kernels(tmp_path, monkeypatch, make_c
     assert len({path(), path(max_num_seqs=8), path(dtype="float16"), path(kv_cache_dtype="fp8")}) == 4
     code = (
         "from nanovllm.utils.compile_server import record_path; from nanovllm.config import Config; "
-        f"print(record_path(Config.from_options({make_checkpoint()!r}, {{}})))"
+        f"print(record_path(Config.from_options({make_checkpoint()!r}, {{'quantization': 'fp8'}})))"
     )
     for seed in "12":  # the order of sets
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert printed.stdout.strip() == str(path()), printed.stderr
+        assert printed.stdout.strip() == str(path(quantization="fp8")), printed.stderr
 
 
 @pytest.mark.parametrize(
