@@ -220,3 +220,22 @@ def test_a_call_whose_request_is_aborted(make_llm, which):
         llm.generate([[9, i] for i in range(4)], [greedy(n) for n in (2, 6, 6, 6)], use_tqdm=OnFirstUpdate(abort))
     assert llm.is_finished()
     assert len(llm.generate([[5, 6]] * 3, greedy(2), use_tqdm=False)) == 3
+
+
+def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeypatch):
+    """The outer call waited for ever for requests that nobody would make."""
+    llm = make_llm(max_num_seqs=2)
+
+    def fail(*_):
+        raise MemoryError
+
+    def generate_within():
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr("nanovllm.engine.request.Sequence", fail)
+            llm.generate([[7, 1]], greedy(3), use_tqdm=False)
+
+    steps, step = iter(range(100)), llm._step
+    monkeypatch.setattr(llm, "_step", lambda: pytest.fail("waits for ever") if next(steps) > 50 else step())
+    with pytest.raises(EngineError, match="were dropped"):
+        llm.generate([[5, i] for i in range(8)], greedy(3), use_tqdm=OnFirstUpdate(generate_within))
+    assert llm.is_finished() and len(generate(llm, [[5, 6]], greedy(3))[0]) == 3
