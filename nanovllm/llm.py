@@ -189,7 +189,7 @@ class LLM(LLMEngine):
                     drafts.left.append(self._requests.make_scoring(token_ids, first, i, i))
                 except RequestError as error:
                     raise RequestError(f"list {i}: {error}") from None
-            drafts.num_seqs = len(drafts.left)
+            drafts.num_seqs = self._requests.give_ids(len(drafts.left))
             return self._drain(drafts, use_tqdm, Request.score)
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
@@ -308,7 +308,7 @@ class LLM(LLMEngine):
 
     def _drain(self, drafts: Drafts, use_tqdm: bool | Callable, result: Callable[[Request], T]) -> list[T]:
         """``result`` of each request; most are made while the device works on the others, once their text is there."""
-        results: dict[int, T] = {}
+        number, results = len(drafts.left), dict[int, T]()
         finished: deque[Request] = deque()
         for request in self._run(drafts, use_tqdm=use_tqdm):
             finished.append(request)
@@ -316,7 +316,9 @@ class LLM(LLMEngine):
                 first = finished.popleft()
                 results[first.index] = result(first)
         results |= {request.index: result(request) for request in finished}
-        return [results[index] for index in range(len(results))]
+        if len(results) < number:
+            raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
+        return [results[index] for index in range(number)]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

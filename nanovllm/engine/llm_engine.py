@@ -272,7 +272,11 @@ class LLMEngine:
             self._require_ready()
             call.arrived_at = perf_counter()
             drafts = call.drafts
-            self.scheduler.waiting.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
+            try:
+                self.scheduler.waiting.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
+            except BaseException:  # those of a call around this one are half made
+                self._abort()
+                raise
 
     def _start(self, request: Request, call: Call) -> list[Sequence]:
         """Register a request; its sequences, of which those with nothing to compute are finished at once."""

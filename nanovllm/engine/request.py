@@ -223,11 +223,16 @@ class RequestProcessor:
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
             drafts.num_seqs += resolved.n
-        self._num_seqs += drafts.num_seqs
+        self.give_ids(drafts.num_seqs)
         return drafts
 
+    def give_ids(self, number: int) -> int:
+        """Give away the next ids, to sequences that are registered later: whatever comes between takes others."""
+        self._num_seqs += number
+        return number
+
     def make_scoring(self, token_ids: Any, start: Any, index: int, num_before: int) -> Request:
-        """A request for the log-probabilities of ``token_ids[start:]``, and nothing else."""
+        """A request for the log-probabilities of ``token_ids[start:]``, and nothing else. See ``give_ids``."""
         ids, start = check_scored(token_ids, start, self._config.max_model_len)
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
         prompt = self._check_prompt(ids[:-1], params)

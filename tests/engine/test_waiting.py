@@ -8,7 +8,7 @@ import pytest
 from helpers import generate, greedy, prompt_of, tokens_of
 from test_scheduler import EOS, Harness, Request
 
-from nanovllm import RequestError, SamplingParams
+from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import RequestProcessor
 from nanovllm.engine.sequence import SequenceStatus
@@ -172,3 +172,70 @@ def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
     llm.generate([[7, 8]] * 6, greedy(4), use_tqdm=False)
     times = {name: llm.metrics()[f"{name}_seconds"]["sum"] for name in ("request_queue_time", "e2e_request_latency")}
     assert times["request_queue_time"] > times["e2e_request_latency"] / 6  # the later ones had waited since the call
+
+
+class OnFirstUpdate:
+    """A bar that does something once, in the middle of a call."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def __call__(self, **_):
+        return self
+
+    def update(self, _):
+        action, self.action = self.action, None
+        if action is not None:
+            action()
+
+    def refresh(self, *_, **__):
+        pass
+
+    close = set_postfix = set_postfix_str = set_description = refresh
+
+
+def test_scores_that_are_not_made_keep_their_ids(make_llm):
+    """A request that was added in the middle of a call took the id of a score to come: one of them was lost."""
+    llm = make_llm(max_num_seqs=2)
+    lists = [[5, 6, 7, 8 + i] for i in range(10)]
+    plain, outputs = llm.score(lists), []
+
+    def stream():
+        outputs.extend(llm.stream([[9, i] for i in range(5)], greedy(4)))
+
+    assert llm.score(lists, use_tqdm=OnFirstUpdate(stream)) == plain
+    assert sorted(output.index for output in outputs) == [0, 1, 2, 3, 4]
+    assert llm.is_finished() and llm.metrics()["request_success"]["abort"] == 0
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_call_whose_request_is_aborted(make_llm, which):
+    """Without its last request it returned a shorter list, and said nothing."""
+    llm = make_llm(max_num_seqs=2)
+
+    def abort():
+        llm.abort(sorted(llm._requests._unfinished, key=int)[which])
+
+    with pytest.raises(EngineError, match="1 of the 4 requests of this call were aborted"):
+        llm.generate([[9, i] for i in range(4)], [greedy(n) for n in (2, 6, 6, 6)], use_tqdm=OnFirstUpdate(abort))
+    assert llm.is_finished()
+    assert len(llm.generate([[5, 6]] * 3, greedy(2), use_tqdm=False)) == 3
+
+
+def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeypatch):
+    """The outer call waited for ever for requests that nobody would make."""
+    llm = make_llm(max_num_seqs=2)
+
+    def fail(*_):
+        raise MemoryError
+
+    def generate_within():
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr("nanovllm.engine.request.Sequence", fail)
+            llm.generate([[7, 1]], greedy(3), use_tqdm=False)
+
+    steps, step = iter(range(100)), llm._step
+    monkeypatch.setattr(llm, "_step", lambda: pytest.fail("waits for ever") if next(steps) > 50 else step())
+    with pytest.raises(EngineError, match="were dropped"):
+        llm.generate([[5, i] for i in range(8)], greedy(3), use_tqdm=OnFirstUpdate(generate_within))
+    assert llm.is_finished() and len(generate(llm, [[5, 6]], greedy(3))[0]) == 3

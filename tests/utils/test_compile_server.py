@@ -288,7 +288,12 @@ START = """
 import json, sys
 import nanovllm.utils.compile_server as module
 started, popen = [], module.subprocess.Popen
-module.subprocess.Popen = lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+def start(args, **options):  # Triton starts compilers of C
+    process = popen(args, **options)
+    if args[0] == sys.executable:
+        started.append(process)
+    return process
+module.subprocess.Popen = start
 import triton
 compiled = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(cache_hit)

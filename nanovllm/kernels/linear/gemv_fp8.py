@@ -145,9 +145,9 @@ def gemv_fp8_kernel(
                 norm_1, norm_2 = load_pairs(norm_weight_ptr, x_offs, inside)
 
         largest = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
-        # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8; 2^-63 and above, so
+        # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8; at least 2^-123, so
         # that the inverse of 0 is finite.
-        exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 64 << 23)  # [V]
+        exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 4 << 23)  # [V]
         shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 8.0
         a_0, a_1, a_2, a_3 = split_four(pack(x_0 * shrink, x_1 * shrink)[:, None, :])
         b_0, b_1, b_2, b_3 = split_four(pack(x_2 * shrink, x_3 * shrink)[:, None, :])
