@@ -247,10 +247,11 @@ class SamplingParams(Parameters):
         """A checked copy, for the engine to keep."""
         return SamplingParams(*VALUES_OF(self))
 
-    def key(self) -> bytes | int:
+    def key(self) -> tuple | int:
         """Equal for parameters whose values, and their types, are equal; else the identity."""
         try:
-            return marshal.dumps(VALUES_OF(self), 2)  # version 2: bytes that depend on the values alone
+            values = VALUES_OF(self)  # version 2: bytes that depend on the values alone; arrays' have no type
+            return marshal.dumps(values, 2), *map(type, values)
         except ValueError:  # an object, such as structured outputs
             return id(self)
 
