@@ -64,7 +64,8 @@ class CompileServer:
             return
         self._control, server_end = socket.socketpair()
         self._control.setblocking(False)  # a server that hangs reads nothing
-        code = f"import sys; sys.path[:] = {[p for p in sys.path if isinstance(p, str)]!r}; from {__name__} import serve; serve()"
+        folders = [folder for folder in sys.path if isinstance(folder, str)]
+        code = f"import sys; sys.path[:] = {folders!r}; from {__name__} import serve; serve()"
         try:
             with server_end:
                 self._process = subprocess.Popen(
