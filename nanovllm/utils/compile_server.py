@@ -128,8 +128,9 @@ class CompileServer:
         return True
 
     def _wait_for_other(self, request: tuple) -> None:
-        while not is_cached(*request) and not self._lock(exclusive=False) and time.monotonic() < self._deadline:
-            time.sleep(0.05)
+        with suppress(OSError):  # the cache was deleted meanwhile
+            while not is_cached(*request) and not self._lock(exclusive=False) and time.monotonic() < self._deadline:
+                time.sleep(0.05)
 
     def close(self, is_compiled: bool) -> None:
         """End the server; if ``is_compiled``, the next start needs none. May be called again."""
@@ -170,7 +171,8 @@ def compile_server(config: "Config") -> Iterator[None]:
     server = None
     try:
         path = record_path(config)
-        if not path.exists() or not path.stat().st_size:
+        is_frozen = getattr(sys, "frozen", False)  # sys.executable would run the user's program again
+        if not is_frozen and not (path.exists() and path.stat().st_size):
             server = CompileServer(path)
     except Exception:  # no place for the record, no such package, no interpreter to start
         LOGGER.debug("compile server: not started", exc_info=True)

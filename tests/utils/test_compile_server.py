@@ -236,8 +236,12 @@ def test_a_server_is_started_only_if_kernels_may_be_missing(started, tmp_path, m
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")  # cannot be written
     with module.compile_server(config):
         assert module.active.get() is None
-    monkeypatch.setattr(module.sys, "executable", None)  # in a program with Python inside
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    with monkeypatch.context() as frozen:
+        frozen.setattr(module.sys, "frozen", True, raising=False)
+        with module.compile_server(config):
+            assert module.active.get() is None
+    monkeypatch.setattr(module.sys, "executable", None)  # in a program with Python inside
     with module.compile_server(config):
         assert module.active.get() is None
     assert len(started) == 2
