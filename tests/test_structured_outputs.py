@@ -30,7 +30,7 @@ root ::= sum
 sum ::= number " + " number | "(" sum ")"
 number ::= [1-9] [0-9]?
 """
-REGEX = r"[A-Z][a-z]{2,9}, (north|south) \d{1,3}°"
+REGEX = r"[A-Z][a-z]{2,9}, (north|south) [0-9]{1,3}°"  # \d: Unicode versions differ in what is a digit
 CHOICE = ["positive", "negative", "neither of the two", "naïve – 日本"]
 PROMPTS = ["What is 2 + 3?", "introduce yourself", "The", "list all prime numbers within 100", "abc " * 12, "日本", "A"]
 
@@ -47,7 +47,7 @@ GUIDES = {  # what the text must be, and whether it is
     "json text": ({"json": json.dumps(SCHEMA), "whitespace_pattern": "[ ]?"}, is_person),
     "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text)),
     "choice": ({"choice": CHOICE}, CHOICE.__contains__),
-    "grammar": ({"grammar": GRAMMAR}, lambda text: re.fullmatch(r"\(*[1-9]\d? \+ [1-9]\d?\)*", text)),
+    "grammar": ({"grammar": GRAMMAR}, lambda text: re.fullmatch(r"\(*[1-9][0-9]? \+ [1-9][0-9]?\)*", text)),
     "lists": (
         {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}, "disable_any_whitespace": True},
         lambda text: all(type(x) is bool for x in json.loads(text)),
