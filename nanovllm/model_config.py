@@ -291,6 +291,20 @@ class ModelConfig:
             fp8=self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers)),
         )  # fmt: skip
 
+    def check_padded_heads(self, padded: int) -> None:
+        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
+        if padded == self.head_dim:
+            return
+        what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
+        if self.qk_norm:
+            raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
+        fp8_linears = frozenset().union(*self.fp8.layers) if self.fp8 and self.fp8.block else frozenset()
+        if any(name.startswith("self_attn.") for name in fp8_linears):
+            raise ConfigError(
+                f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
+                "gives it a scale for each output feature), or use device='cpu', which pads nothing."
+            )
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError unless the model divides over ``size`` ranks (KV heads fewer than ranks are replicated)."""
         for what, count in (

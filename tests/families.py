@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen2-late-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {**HEAD, "attention_bias": True}),
     "phi3": ("Phi3", {"sliding_window": 12}),
+    "phi3-mini": ("Phi3", {"hidden_size": 96, "sliding_window": 12}),  # heads of 24: padded where kernels want it
     "phi3-longrope": ("Phi3", {
         "original_max_position_embeddings": 32, "rope_parameters": {**longrope(12), "partial_rotary_factor": 0.75},
     }),

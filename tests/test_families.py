@@ -57,7 +57,7 @@ def hf_logits(model, ids):
 def logits_of(path, config=None, ids=IDS):
     """fp32 logits [len(ids), V] of a prefill; ``config`` instead of the checkpoint's own."""
     config = config or read_model_config(path).for_length(256)
-    model = CausalLM(config, select_backend("auto", "cpu", torch.float32, config.head_dim), SINGLE_RANK)
+    model = CausalLM(config, select_backend("auto", "cpu", torch.float32), SINGLE_RANK)
     load_model(model, path)
     allocate_kv_cache(model, 4, 16, torch.float32, torch.device("cpu"))
     positions = torch.arange(len(ids), dtype=torch.int32)

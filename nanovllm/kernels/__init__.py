@@ -21,6 +21,7 @@ OPS = {
     "add_post_norm": "linear.post_norm",
     "qk_rms_norm": "linear.post_norm",
     "act_and_mul": "linear.silu_and_mul",
+    "padded_head_dim": "linear.norm_rope_store",
     "norm_rope_store": "linear.norm_rope_store",
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",

@@ -47,20 +47,18 @@ MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the dec
 
 
 def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, head_dim: int, gqa_group: int = 1
+    name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1
 ) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 
     Raises:
-        ConfigError: the backend or the model's heads cannot run here; the message names the alternatives.
+        ConfigError: the backend cannot run here, or not with the model's heads; the message names the alternatives.
     """
     plain = PagedBackend(kernels.select("cpu"), capturable=False)
     if device_type == "cpu":
         if name not in ("auto", "sdpa"):
             raise ConfigError(f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'.")
         return plain
-    if head_dim & (head_dim - 1):
-        raise ConfigError(f"the model's head_dim={head_dim} is not a power of two: it runs only with device='cpu'.")
     if name == "triton" and gqa_group > MAX_GQA_GROUP:
         raise ConfigError(
             f"attention_backend='triton': the model has {gqa_group} query heads for each KV head, and the kernels take "

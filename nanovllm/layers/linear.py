@@ -20,7 +20,7 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.fp8 import E4M3, new_weight, shared_rows
-from nanovllm.utils.loader import CheckpointTensor, copy_checked, split_rows
+from nanovllm.utils.loader import CheckpointTensor, copy_checked, copy_heads, split_rows
 
 
 class ReplicatedLinear(nn.Module):
@@ -101,12 +101,14 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
     Heads are sharded over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a
-    replica of the same KV head. ``head_order``: of the dimensions of each head of Q and K, see ``rotary_embedding.py``.
+    replica of the same KV head. ``head_order``: of the dimensions of each head of Q and K, see ``rotary_embedding.py``;
+    ``v_order``: of V. ``head_dim`` includes the padding.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None, fp8_block: int | None = None):
-        self.head_dim, self.head_order = head_dim, head_order
+                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None, v_order: list[int] | None = None,
+                 fp8_block: int | None = None):
+        self.head_dim, self.head_order, self.v_order = head_dim, head_order, v_order
         self.num_heads = num_heads // tp.size  # of this rank
         self.num_kv_heads = max(1, num_kv_heads // tp.size)
         self.kv_head_replicas = max(1, tp.size // num_kv_heads)
@@ -147,27 +149,29 @@ class QKVParallelLinear(ColumnParallelLinear):
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if shard_id is None:  # merged in the checkpoint too
             sizes = [q_size * self.q_shard[1], kv_size * self.kv_shard[1], kv_size * self.kv_shard[1]]
+            if self.v_order is not None:  # without the padding
+                sizes = [size // self.head_dim * (max(self.v_order) + 1) for size in sizes]
             for part, name in zip(split_rows(loaded, sizes), "qkv", strict=True):
                 self.weight_loader(param, part, name)
             return
         offset, n = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}[shard_id]
         shard, num_shards = self.q_shard if shard_id == "q" else self.kv_shard
-        copy_checked(param[offset : offset + n], loaded, dim=0, start=shard * n, total=num_shards)
-        if self.head_order is not None and shard_id != "v":
-            heads = param[offset : offset + n].unflatten(0, (-1, self.head_dim))
-            heads.copy_(heads[:, self.head_order])
+        order = self.v_order if shard_id == "v" else self.head_order
+        copy_heads(param[offset : offset + n], loaded, order, 0, shard, num_shards)
 
 
 class RowParallelLinear(ReplicatedLinear):
     """Input features sharded over ranks: this rank holds ``input_size / size`` of them; outputs are all-reduced.
 
     Without ``all_reduce`` the caller sums up over the ranks. ``scale`` multiplies weight and bias at load.
+    ``head_order``: of the input features of a head, as ``v_order`` of the QKV projection.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 all_reduce: bool = True, scale: float = 1.0, fp8_block: int | None = None):
+                 all_reduce: bool = True, scale: float = 1.0, fp8_block: int | None = None,
+                 head_order: list[int] | None = None):
         super().__init__(input_size // tp.size, output_size, bias, tp, fp8_block)
-        self.all_reduce, self.scale = all_reduce, scale
+        self.all_reduce, self.scale, self.head_order = all_reduce, scale, head_order
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         if param.dim() == 1:  # the bias is added once, by rank 0
@@ -175,7 +179,8 @@ class RowParallelLinear(ReplicatedLinear):
             if self.tp.rank > 0:
                 param.zero_()
         else:
-            copy_checked(param, loaded, dim=1, start=self.tp.rank * param.shape[1], total=self.tp.size)
+            order = None if param is self.weight_scale else self.head_order
+            copy_heads(param, loaded, order, 1, self.tp.rank, self.tp.size)
         if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale
             param.mul_(self.scale)
 

@@ -1,8 +1,11 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864): frequencies, and the table of cosines and sines.
 
 The kernels that store keys rotate one way only: pairs (j, j + D/2) of a head, by a table with an angle for each. Heads
-that are rotated in part, or in other pairs, have their rows of Q and K permuted at load (``head_order``); their scores
-stay the same. D is the head size, r the number of rotated dimensions.
+that are rotated in part, or in other pairs, have their rows of Q and K permuted at load; their scores stay the same.
+Heads of a size that the kernels do not take are padded with zeros, also at load (``head_orders``): those of Q and K add
+nothing to a score, and those of V meet zeros in the output projection.
+
+D is the head size here, r the number of rotated dimensions of the checkpoint's heads.
 """
 
 import math
@@ -10,28 +13,45 @@ import math
 import torch
 from torch import nn
 
+from nanovllm import kernels
+from nanovllm.model_config import ModelConfig
 from nanovllm.rope import RopeScaling
 
 
-def head_order(head_dim: int, rope: RopeScaling | None, interleaved: bool) -> list[int] | None:
-    """The dimensions of a head in the order of the kernels' pairs; None: as they are.
+def padded_head_dim(config: ModelConfig) -> int:
+    """D, for the kernels of torch's default device.
 
-    The first r are rotated, in pairs (i, i + r/2) or, ``interleaved``, (2i, 2i + 1). The rest gets the angle 0.
+    Raises:
+        ConfigError: zeros in the heads would change the model's numbers.
+    """
+    padded = kernels.select().padded_head_dim(config.head_dim)
+    config.check_padded_heads(padded)
+    return padded
+
+
+def head_orders(head_dim: int, padded: int, rope: RopeScaling | None,
+                interleaved: bool) -> tuple[list[int] | None, list[int] | None]:
+    """The dimensions of a checkpoint's head in our order, -1 for padding; None: as they are.
+
+    The first order is that of Q and K, whose first r dimensions are rotated, in pairs (i, i + r/2) or, ``interleaved``,
+    (2i, 2i + 1); the rest gets the angle 0. The second is that of V and of the output projection's input.
     """
     r = 0 if rope is None else rope.rotated_dims(head_dim)
-    if r == 0 or (r == head_dim and not interleaved):
-        return None
+    v_order = [*range(head_dim), *[-1] * (padded - head_dim)]
     pairs = [(i, i + 1) for i in range(0, r, 2)] if interleaved else [(i, i + r // 2) for i in range(r // 2)]
-    pairs += [(i, i + 1) for i in range(r, head_dim, 2)]
-    return [first for first, _ in pairs] + [second for _, second in pairs]
+    pairs += zip(v_order[r::2], v_order[r + 1 :: 2], strict=True)
+    order = [first for first, _ in pairs] + [second for _, second in pairs]
+    if head_dim < padded:
+        return order, v_order
+    return None if r == 0 or (r == head_dim and not interleaved) else order, None
 
 
 class RotaryEmbedding(nn.Module):
     """Holds ``cos_sin`` fp32 [max_position, D]: cosines of the D/2 angles, then their sines. NoPE: all angles are 0."""
 
-    def __init__(self, head_dim: int, max_position: int, rope: RopeScaling | None):
+    def __init__(self, head_dim: int, max_position: int, rope: RopeScaling | None, padded: int | None = None):
         super().__init__()
-        angles = torch.zeros(max_position, head_dim // 2)
+        angles = torch.zeros(max_position, (padded or head_dim) // 2)
         cos, sin = angles.cos(), angles.sin()
         if rope is not None:
             r = rope.rotated_dims(head_dim)

@@ -23,7 +23,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.moe import SparseMoE
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders, padded_head_dim
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import RENAMED_TENSORS, UNUSED_TENSORS
 
@@ -49,7 +49,7 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     """The norms of q and k: of each head [D], or of all heads of all ranks, with weights for this rank's."""
     if not config.qk_norm:
         return None, None
-    D, eps, offset = config.head_dim, config.rms_norm_eps, config.family.norm_offset
+    D, eps, offset = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset
     if config.qk_norm == "head":
         return RMSNorm(D, eps, offset, order=qkv.head_order), RMSNorm(D, eps, offset, order=qkv.head_order)
     assert qkv.head_order is None, "a norm over all heads with permuted rotary dimensions"
@@ -60,10 +60,10 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
 class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        C, D, H, K = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        order = head_order(D, config.ropes[layer], config.family.interleaved)
+        C, D, H, K = config.hidden_size, padded_head_dim(config), config.num_attention_heads, config.num_key_value_heads
+        order, v_order = head_orders(config.head_dim, D, config.ropes[layer], config.family.interleaved)
         fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order, fp8[0])
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order, v_order, fp8[0])
         self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
         self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
@@ -71,7 +71,9 @@ class SelfAttention(nn.Module):
             self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend, config.attention_scale,
             config.windows[layer],
         )  # fmt: skip
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, scale=config.residual_scale, fp8_block=fp8[1])
+        self.o_proj = RowParallelLinear(
+            H * D, C, config.o_bias, tp, scale=config.residual_scale, fp8_block=fp8[1], head_order=v_order
+        )
         self.post_norm = hidden_norm(config, config.family.post_norm)
         self.eps = config.rms_norm_eps
 
@@ -138,7 +140,7 @@ class Decoder(nn.Module):
         ropes = config.ropes[: config.num_hidden_layers]
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, tp, config.embed_scale)
         tables = {  # layers share them
-            rope: RotaryEmbedding(config.head_dim, config.max_position_embeddings, rope)
+            rope: RotaryEmbedding(config.head_dim, config.max_position_embeddings, rope, padded_head_dim(config))
             for rope in dict.fromkeys(ropes)
         }
         self.ropes = nn.ModuleList(tables.values())

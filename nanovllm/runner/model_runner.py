@@ -136,9 +136,8 @@ class ModelRunner:
         self.ops = kernels.select(self.device.type)
         heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
         self.backend = select_backend(
-            config.attention_backend, self.device.type, self.dtype, config.model_config.head_dim,
-            heads // max(kv_heads, tp.size),
-        )  # fmt: skip
+            config.attention_backend, self.device.type, self.dtype, heads // max(kv_heads, tp.size)
+        )
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0

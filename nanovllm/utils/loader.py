@@ -97,6 +97,27 @@ def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, st
     param.copy_(shard)
 
 
+def copy_heads(param: torch.Tensor, loaded: CheckpointTensor, order: list[int] | None, dim: int, shard: int,
+               num_shards: int) -> None:
+    """Copy part ``shard`` of the heads that ``loaded`` has along ``dim`` into ``param``, their dimensions in ``order``.
+
+    In the order -1 stands for zeros: heads in ``param`` are padded. None: as they are.
+
+    Raises:
+        CheckpointError: as ``copy_checked``.
+    """
+    if order is None:
+        copy_checked(param, loaded, dim, shard * param.shape[dim], num_shards)
+        return
+    heads = param.unflatten(dim, (-1, len(order)))
+    head_dim = max(order) + 1  # in the checkpoint: every dimension of its heads is in the order
+    part = param.new_empty([*param.shape[:dim], heads.shape[dim] * head_dim, *param.shape[dim + 1 :]])
+    copy_checked(part, loaded, dim, shard * part.shape[dim], num_shards)
+    part = part.unflatten(dim, (-1, head_dim)).movedim(dim + 1, 0)  # [head_dim, ...]
+    with_zeros = torch.cat((part, torch.zeros_like(part[:1])))
+    heads.movedim(dim + 1, 0).copy_(with_zeros[order])
+
+
 class TensorNames:
     """Which parameters of ``model`` checkpoint tensors fill.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.linear import reference
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.rope import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -76,13 +76,14 @@ def test_longrope_takes_the_short_factors_up_to_the_original_length():
     assert (short - cos_sin(LONGROPE, 1e4, 32, 65)[:64]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("padded", [16, 18, 32])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
-def test_permuted_heads_have_the_same_scores(share, interleaved):
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 1.0])
+def test_permuted_heads_have_the_same_scores(share, interleaved, padded):
     """A head rotated in part, or in neighbouring pairs, against a rotation of all pairs (j, j + D/2) by the table."""
-    rope, D = RopeScaling(theta=100.0, partial_rotary_factor=share), 16
-    q, k = torch.randn(2, 20, D)
-    plain = cos_sin({"rope_type": "default"}, 100.0, r := int(share * D), 20)
+    rope, size = RopeScaling(theta=100.0, partial_rotary_factor=share) if share else None, 16
+    q, k, v = torch.randn(3, 20, size)
+    plain = cos_sin({"rope_type": "default"}, 100.0, r := int(share * size), 20)
     cos, sin = plain.chunk(2, dim=-1)
 
     def rotated(x):
@@ -92,13 +93,18 @@ def test_permuted_heads_have_the_same_scores(share, interleaved):
         first[:], second[:] = a, b
         return x
 
-    order = head_order(D, rope, interleaved)
-    assert (order is None) == (share == 1.0 and not interleaved)
-    table = RotaryEmbedding(D, 20, rope).cos_sin.chunk(2, dim=-1)
-    permuted = (reference.rotate(x if order is None else x[:, order], *table) for x in (q, k))
+    def ordered(x, order):
+        return x if order is None else torch.cat((x, torch.zeros(20, 1)), 1)[:, order]
+
+    order, v_order = head_orders(size, padded, rope, interleaved)
+    assert (order is None) == (padded == size and (share == 0 or (share == 1 and not interleaved)))
+    table = RotaryEmbedding(size, 20, rope, padded).cos_sin.chunk(2, dim=-1)
+    permuted = [reference.rotate(ordered(x, order), *table) for x in (q, k)]
+    assert permuted[0].shape == (20, padded)
     torch.testing.assert_close(torch.einsum("id,jd->ij", *permuted), rotated(q) @ rotated(k).T)
+    assert torch.equal(ordered(v, v_order)[:, :size], v) and not ordered(v, v_order)[:, size:].any()
 
 
 def test_no_positions():
     assert torch.equal(RotaryEmbedding(4, 3, None).cos_sin, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))
-    assert head_order(4, None, interleaved=True) is None
+    assert head_orders(4, 4, None, interleaved=True) == (None, None)

@@ -97,6 +97,11 @@ def norm_rope_store_kernel(
             tl.store(v_cache_ptr + v_offs + HALF, raw_2, mask=mask & is_v)
 
 
+def padded_head_dim(head_dim):
+    """See reference.padded_head_dim. A power of two, for tl.arange, and at least 16, for tl.dot in attention."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
     kv_scale=None,

@@ -105,6 +105,11 @@ def act_and_mul(x, act="silu"):
     return gate.to(x.dtype) * up
 
 
+def padded_head_dim(head_dim):
+    """The size of the heads that the operations are to be given for a model's; zeros fill the rest. Here its own."""
+    return head_dim
+
+
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
     kv_scale=None,
