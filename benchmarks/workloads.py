@@ -50,6 +50,9 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
     | _QWEN,
     "mistral-nemo": _shape("MistralForCausalLM", 5120, 14_336, 40, 32, 8, 128, 131_072, 128_000, model_type="mistral",
                            rope_theta=1_000_000.0, sliding_window=None),
+    "phi-3-mini": _shape("Phi3ForCausalLM", 3072, 8192, 32, 32, 32, 96, 32_064, 4096, model_type="phi3",
+                         rope_theta=10_000.0, sliding_window=2047, original_max_position_embeddings=4096,
+                         bos_token_id=1, eos_token_id=32_000, pad_token_id=32_000),
     "gemma-3-12b": _shape(
         "Gemma3ForCausalLM", 3840, 15_360, 48, 16, 8, 256, 262_208, 131_072, model_type="gemma3_text",
         rms_norm_eps=1e-6, sliding_window=1024, sliding_window_pattern=6, rope_theta=1_000_000.0,

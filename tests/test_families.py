@@ -135,7 +135,7 @@ def test_bf16_on_the_gpu(case, checkpoint, make_llm):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", REPRESENTATIVES)
+@pytest.mark.parametrize("case", [*REPRESENTATIVES, "phi3-mini"])
 def test_fp32_on_the_gpu(case, checkpoint, expected, make_llm):
     """CUDA graphs give transformers' tokens, and the logits without them are its logits."""
     path, model = checkpoint(case)

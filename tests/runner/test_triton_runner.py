@@ -56,9 +56,10 @@ def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
     assert ours.k_cache.dtype == torch.float8_e4m3fn and ours.k_cache[0].float().any()
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "phi3-mini"])
 def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch):
-    """Windows, post-norms, gelu, norms over all heads, an fp32 norm before a GEMV and one in the QKV epilogue."""
+    """Windows, post-norms, gelu, norms over all heads, an fp32 norm before a GEMV and one in the QKV epilogue;
+    heads that the kernels want padded."""
     monkeypatch.setitem(families.BASE, "num_hidden_layers", 3)
     if case == "gemma3":
         monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
@@ -68,7 +69,10 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    assert generate(make_llm(**options), prompts, greedy(3)) == expected
+    llm = make_llm(**options)
+    assert generate(llm, prompts, greedy(3)) == expected
+    if case == "phi3-mini":
+        assert llm.model_runner.kv_cache.shape[-1] == 32
 
 
 def test_fp8_weights(tmp_path, make_llm, monkeypatch):
