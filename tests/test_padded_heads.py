@@ -1,5 +1,5 @@
 """Heads padded with zeros at load to a size that kernels take. The plain twins compute them here, which pad nothing by
-themselves; ``test_families.py`` (gpu) and ``runner/test_triton_runner.py`` have the kernels. 20 s."""
+themselves; ``test_families.py`` (gpu) and ``runner/test_triton_runner.py`` have the kernels. 8 s."""
 
 import re
 from dataclasses import replace

@@ -46,9 +46,7 @@ def _window_size(window: int) -> tuple[int, int]:
 MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel
 
 
-def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1
-) -> AttentionBackend:
+def select_backend(name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 
     Raises:
