@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE, arXiv:2104.09864): frequencies, the table of cosines and sines, order of a head's dimensions.
+"""Rotary position embedding (RoPE, arXiv:2104.09864): frequencies, table of cosines and sines, order of dimensions.
 
 The kernels that store keys rotate one way only: pairs (j, j + D/2) of a head, by a table with an angle for each. Heads
 that are rotated in part, or in other pairs, have their rows of Q and K permuted at load; their scores stay the same.
