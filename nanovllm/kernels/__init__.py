@@ -16,7 +16,7 @@ from nanovllm.errors import ConfigError
 OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",
-    "embed_part": "embedding",
+    "embed": "embedding",
     "rms_norm": "linear.norm",
     "add_post_norm": "linear.post_norm",
     "qk_rms_norm": "linear.post_norm",

@@ -1,4 +1,4 @@
-"""Triton: looks up the part of the embeddings that a tensor-parallel rank holds. Owns `embed_part`."""
+"""Triton: looks up embeddings, or the part of them that a tensor-parallel rank holds. Owns `embed`."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from .launch import launch
 
 
 @triton.jit(do_not_specialize_on_alignment=["input_ids_ptr"])
-def embed_part_kernel(
+def embed_kernel(
     input_ids_ptr,  # i32[T]
     weight_ptr,  # [V / size, C]
     out_ptr,  # [T, C], written here
@@ -23,15 +23,15 @@ def embed_part_kernel(
     tl.store(out_ptr + token * num_channels + offs, (x.to(tl.float32) * scale).to(x.dtype), mask=offs < num_channels)
 
 
-def embed_part(input_ids, weight, vocab_start, scale):
-    """See reference.embed_part. An ordinary launch, without PDL: it orders the step's inputs (launch.py)."""
+def embed(input_ids, weight, vocab_start, scale):
+    """See reference.embed. An ordinary launch, without PDL: it orders the step's inputs (launch.py)."""
     num_tokens, (num_ids, num_channels) = len(input_ids), weight.shape
     assert weight.is_contiguous() and input_ids.stride(0) == 1
     out = torch.empty((num_tokens, num_channels), dtype=weight.dtype, device=weight.device)
     block = min(1024, triton.next_power_of_2(num_channels))
     launch(
-        embed_part_kernel, (num_tokens, triton.cdiv(num_channels, block)),
-        input_ids, weight, out, vocab_start, num_ids, num_channels, float(scale),
+        embed_kernel, (num_tokens, triton.cdiv(num_channels, block)),
+        input_ids, weight, out, vocab_start or 0, num_ids, num_channels, float(scale),
         BLOCK=block, num_warps=max(1, block // 256), enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Plain twins of ``parallel_compile``, ``decode_inputs`` and ``embed_part``, in PyTorch."""
+"""Plain twins of ``parallel_compile``, ``decode_inputs`` and ``embed``, in PyTorch."""
 
 from contextlib import nullcontext
 
@@ -37,13 +37,16 @@ def decode_inputs(req_indices, last_token, length, block_tables, block_size):
     )
 
 
-def embed_part(input_ids, weight, vocab_start, scale):
+def embed(input_ids, weight, vocab_start, scale):
     """Embeddings [T, C] times `scale` of the ids that one rank holds, zeros for the others.
 
     Args:
         input_ids: i32[T].
-        weight: [V / size, C], of the ids from `vocab_start`.
+        weight: [V / size, C], of the ids from `vocab_start`; None: of all ids.
     """
+    if vocab_start is None:
+        x = F.embedding(input_ids, weight)
+        return x if scale == 1 else x * scale
     local = input_ids - vocab_start
     is_local = (local >= 0) & (local < len(weight))
     x = F.embedding(local.where(is_local, 0), weight) * scale

@@ -1,7 +1,6 @@
 """Token embedding and LM head, sharded by vocabulary: rank r owns ids [r * V/size, (r+1) * V/size)."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm import kernels
@@ -29,10 +28,8 @@ class VocabParallelEmbedding(nn.Module):
         copy_checked(param, loaded, dim=0, start=self.vocab_start, total=self.tp.size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            x = F.embedding(input_ids, self.weight)
-            return x if self.scale == 1 else x * self.scale
-        return self.tp.all_reduce(self.ops.embed_part(input_ids, self.weight, self.vocab_start, self.scale))
+        vocab_start = None if self.tp.size == 1 else self.vocab_start
+        return self.tp.all_reduce(self.ops.embed(input_ids, self.weight, vocab_start, self.scale))
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -29,7 +29,6 @@ import triton.language as tl
 
 from ..launch import (
     has_inline_asm,
-    has_large_shared_memory,
     launch,
     launch_options,
     num_sms,
@@ -345,28 +344,26 @@ class DecodeConfig(NamedTuple):
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
+    num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
     block_d = triton.next_power_of_2(head_size)
+    head_bytes = block_d * itemsize  # of a token's keys of a KV head
     has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
-    if num_seqs * num_kv_heads <= 16 or (num_seqs <= 8 and block_d >= 128):  # latency-bound
-        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2)
-        if has_large_partials:  # several programs merge them faster than one; all read the same keys and values
-            wanted = triton.cdiv(16, num_seqs * num_kv_heads)
-            programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= min(wanted, gqa_group))
-            config = config._replace(kv_head_programs=programs)
-    elif num_seqs <= 16 and has_large_partials:  # longer tiles leave fewer, four warps merge faster
-        config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1, merged=8192)
-    elif num_seqs <= 16:
-        config = DecodeConfig(128, num_warps=4, num_stages=3, programs_per_sm=1)
+    if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
+        wanted = min(gqa_group // 2, 32 // num_pairs)
+        programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
+        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
+    elif itemsize == 1 and head_bytes <= 128:
+        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
+        if has_large_partials:  # with three stages ptxas takes 168 registers, and spills
+            config = config._replace(num_stages=2, merged=8192)
+    elif head_bytes == 256 and num_pairs <= 128:
+        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
+    elif head_bytes <= 128 or (head_bytes == 256 and block_d == 128 and has_large_partials):
+        # A warp alone needs no barriers for the maximum of a row; its merge has fewer registers.
+        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
-    # Measured with 256 bytes per token and KV head; wider heads get shorter tiles of as many bytes. Narrower heads get
-    # more programs, for as many bytes in flight: longer tiles are slower (docs/experiments.md).
-    head_bytes = block_d * itemsize
-    if head_bytes <= 128 and num_seqs > 16:
-        config = config._replace(programs_per_sm=4)
-        if itemsize == 1 and has_large_partials:  # with three stages ptxas takes 168 registers, and spills
-            config = config._replace(num_stages=2)
-    return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))
+    return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
 
 
 def paged_decode_attention(
@@ -389,8 +386,6 @@ def paged_decode_attention(
 
     config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size())
     num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs
-    if not has_large_shared_memory(q.device):
-        config = config._replace(block_n=min(config.block_n, 64))
     shared_lens = prefix_acc = prefix_stats = None
     if groups is not None:
         assert window == 0 and SHARED_TOKENS % config.block_n == 0
