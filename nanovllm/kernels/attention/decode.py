@@ -348,19 +348,22 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     block_d = triton.next_power_of_2(head_size)
     head_bytes = block_d * itemsize  # of a token's keys of a KV head
     has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
+    # Without barriers for the maximum of a row; fewer registers for the merge.
+    one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    elif itemsize == 1 and head_bytes <= 128:
+    elif head_bytes <= 128:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
-        if has_large_partials:  # with three stages ptxas takes 168 registers, and spills
+        if itemsize == 1 and has_large_partials:  # with three stages ptxas takes 168 registers, and spills
             config = config._replace(num_stages=2, merged=8192)
+        elif itemsize > 1 and num_seqs <= 16:
+            config = one_warp
     elif head_bytes == 256 and num_pairs <= 128:
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
-    elif head_bytes <= 128 or (head_bytes == 256 and block_d == 128 and has_large_partials):
-        # A warp alone needs no barriers for the maximum of a row; its merge has fewer registers.
-        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
+    elif head_bytes == 256 and block_d == 128 and has_large_partials:
+        config = one_warp
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
