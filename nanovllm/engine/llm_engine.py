@@ -122,9 +122,15 @@ class LLMEngine:
     def abort(self, request_id: int | str) -> None:
         """Drop a request of ``add_request`` or ``stream``; an id that is unknown, or finished, is ignored."""
         with self._exclusive():
-            request = self._requests.find(request_id)
-            if request is not None:
-                self.scheduler.finish(self._requests.abort(request))
+            try:
+                if (request := self._requests.find(request_id)) is None:  # perhaps a draft of a call around this one
+                    self.scheduler.waiting.make(len(self.scheduler.waiting))
+                    request = self._requests.find(request_id)
+                if request is not None:
+                    self.scheduler.finish(self._requests.abort(request))
+            except BaseException:  # an interrupt: half made, or forgotten and not taken out
+                self._abort()
+                raise
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""

@@ -222,6 +222,23 @@ def test_a_call_whose_request_is_aborted(make_llm, which):
     assert len(llm.generate([[5, 6]] * 3, greedy(2), use_tqdm=False)) == 3
 
 
+@pytest.mark.parametrize("request_id", [4, "5"])
+def test_a_request_is_aborted_before_it_is_made(make_llm, request_id):
+    """It was ignored. An id that is unknown still is."""
+    llm, seen = make_llm(max_num_seqs=2), []
+
+    def abort():
+        assert str(request_id) not in llm._requests._unfinished
+        for aborted in (request_id, 99):
+            llm.abort(aborted)
+            seen.append(llm.metrics()["num_requests_waiting"])
+
+    with pytest.raises(EngineError, match="1 of the 6 requests of this call were aborted"):
+        llm.generate([[9, i] for i in range(6)], greedy(3), use_tqdm=OnFirstUpdate(abort))
+    assert seen == [3, 3] and llm.is_finished()
+    assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1}
+
+
 def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeypatch):
     """The outer call waited for ever for requests that nobody would make."""
     llm = make_llm(max_num_seqs=2)
