@@ -45,8 +45,10 @@ class Drafts:
 
     def __iter__(self) -> Iterator["Request"]:
         while self.left:
-            draft = self.left.popleft()
-            yield draft if isinstance(draft, Request) else draft()
+            draft = self.left[0]
+            request = draft if isinstance(draft, Request) else draft()
+            self.left.popleft()  # not before: interrupted while it is made, it counts as aborted
+            yield request
 
 
 @dataclass(eq=False)
@@ -278,7 +280,8 @@ class RequestProcessor:
         """Register a request; return its sequences, for the scheduler."""
         request.call = call
         request.seqs[0].arrived_at = call.arrived_at or perf_counter()
-        call.unfinished[request.request_id] = self._unfinished[str(request.request_id)] = request
+        # the call's second: after an interrupt between them, ``abort`` must find in both what the call holds
+        self._unfinished[str(request.request_id)] = call.unfinished[request.request_id] = request
         for seq in request.seqs:
             self._requests[seq.seq_id] = request
         self._watches.update(request.watches)

@@ -10,6 +10,7 @@ from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request as EngineRequest
 from nanovllm.engine.request import RequestProcessor
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.waiting import WaitingQueue
@@ -237,6 +238,38 @@ def test_a_request_is_aborted_before_it_is_made(make_llm, request_id):
         llm.generate([[9, i] for i in range(6)], greedy(3), use_tqdm=OnFirstUpdate(abort))
     assert seen == [3, 3] and llm.is_finished()
     assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1}
+
+
+def test_interrupted_while_requests_are_made(make_llm, monkeypatch):
+    """The request that was being made was missing from the counter of aborts; one that was being registered had the
+    caller see a KeyError in place of Ctrl-C."""
+    llm, countdown = make_llm(max_num_seqs=2), 0
+
+    def interrupt(function):
+        def interrupted(*args):
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                raise KeyboardInterrupt
+            return function(*args)
+
+        return interrupted
+
+    def num_counted(start):
+        nonlocal countdown
+        countdown, before = start, sum(llm.metrics()["request_success"].values())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[9, i] for i in range(6)], greedy(3), use_tqdm=False)
+        assert llm.is_finished()
+        return sum(llm.metrics()["request_success"].values()) - before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestProcessor, "_make", interrupt(RequestProcessor._make))
+        assert [num_counted(start) for start in range(1, 7)] == [6] * 6
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineRequest, "request_id", property(interrupt(EngineRequest.request_id.fget)))
+        assert min(num_counted(start) for start in range(1, 13)) >= 5  # just before it is registered, it may be missed
+    assert len(generate(llm, [[5, 6]], greedy(3))[0]) == 3
 
 
 def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeypatch):
