@@ -629,3 +629,12 @@ def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
     argv = ("--max-tokens", str(random.Random(0).randint(2, 3)), "--temperature", "0")
     assert batch(source, tmp_path / "out.jsonl", *OPTIONS, *argv) == 0
     assert max(ahead) <= 2 * 8 + engines.CHUNK and len(ahead) == 400
+
+
+def test_a_torn_line_of_metrics_is_ended(tmp_path, stubbed):
+    """The resumed job appended its first line to what a killed one had left of its last."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl", "--metrics", tmp_path / "metrics"
+    for before, after in ((None, b""), (b"{}\n", b"{}\n"), (b'{}\n{"time": 1', b'{}\n{"time": 1\n')):
+        if before is not None:
+            argv[-1].write_bytes(before)
+        assert batch(*argv) == 0 and argv[-1].read_bytes() == after

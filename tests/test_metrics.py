@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers import generate, greedy, prompt_of
 
-from nanovllm import ConfigError, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.cli import main
 from nanovllm.jobs import plot
 
@@ -168,20 +168,21 @@ def test_png(tmp_path):
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_torn_last_line_is_left_out(tmp_path, capsys):
-    """A job that was killed may leave one; the figures of hours could not be drawn."""
-    source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t) for t in range(5)])
-    whole, text = plot.read(source), source.read_bytes()
-    source.write_bytes(text[:-1])  # nothing is missing but the line's end
+def test_torn_lines_are_left_out(tmp_path, capsys):
+    """A job that was killed may leave one, and the resumed job appended to it: the figures of hours were refused."""
+    source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t) for t in range(6)])
+    whole, lines = plot.read(source), source.read_bytes().splitlines(keepends=True)
+    source.write_bytes(b"".join(lines)[:-1])  # nothing is missing but the line's end
     assert plot.read(source)[2] == whole[2] and capsys.readouterr().err == ""
-    source.write_bytes(text + text[:70])
-    seconds, _, totals = plot.read(source)
-    assert (seconds == whole[0]).all() and totals == whole[2]
-    assert capsys.readouterr().err == f"{source}: the last line is not whole, and left out.\n"
-    for damaged in (text + text[:70] + b"\n", text[:70] + b"\n" + text):
-        source.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"line [16]: not what --metrics writes: "):
-            plot.read(source)
+    for torn in (lines[1][:1], lines[1][:70]):
+        # at the end; on a line of its own; as jobs left it that did not end it, before the sample at 3 s
+        for parts in ([*lines, torn], [torn, b"\n", *lines], [*lines[:3], torn, *lines[3:]]):
+            source.write_bytes(b"".join(parts))
+            seconds, _, totals = plot.read(source)
+            assert (seconds == whole[0]).all() and totals == whole[2]
+            assert capsys.readouterr().err == f"{source}: lines that are not whole, and left out: 1.\n"
+    source.write_bytes(b"".join([torn, b"\n", *lines, torn]))
+    assert plot.read(source)[2] == whole[2] and ": 2.\n" in capsys.readouterr().err
 
 
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
@@ -198,6 +199,9 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     assert error(bad, "a.html") == "/bad.jsonl, line 2: not what --metrics writes: b'{\"x\": 1}'.\n"
     few = "/one.jsonl holds 1 moments; two at least are needed. Did the job run for a second?\n"
     assert error(one, "a.html") == few
+    other = tmp_path / "other.jsonl"
+    other.write_text('{\n"x": 1\n}\n')
+    assert error(other, "a.html") == "/other.jsonl, line 2: not what --metrics writes: b'\"x\": 1'.\n"
     assert error(good, "a.pdf") == "OUT=/a.pdf must end in .html or .png.\n"
     for output in ("a.html", "a.png"):
         assert error(good, output) == "plot needs matplotlib: pip install 'nanovllm[plot]'.\n"

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.errors import ConfigError
-from nanovllm.jobs.files import Input, RunFile, fingerprint, output_at
+from nanovllm.jobs.files import Input, RunFile, end_last_line, fingerprint, output_at
 from nanovllm.jobs.rows import Row, hash_of, ready
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
@@ -53,7 +53,7 @@ def run(args: Any) -> int:
     if args.metrics:
         if Path(args.metrics).resolve() in (there, out):
             raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
-        Path(args.metrics).open("ab").close()
+        end_last_line(Path(args.metrics))
     with closing(RunFile(output, args.overwrite)) as run_file:
         run_file.check(facts_of(args, model_path, source, len(hashes)))
         done, num_errors = output.scan(args.retry_errors)

@@ -285,6 +285,16 @@ def output_at(path: Path, all_ids_are_integers: bool) -> "JsonlOutput | ParquetO
     return ParquetOutput(path, all_ids_are_integers)
 
 
+def end_last_line(path: Path) -> None:
+    """Make the file if there is none; end a line that a killed job left torn, lest the next is appended to it."""
+    with path.open("ab") as file:
+        if path.is_file() and file.tell():  # not a pipe
+            with path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":
+                    file.write(b"\n")
+
+
 def sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())

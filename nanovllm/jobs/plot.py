@@ -60,17 +60,18 @@ def run(args: Any) -> int:
 def read(path: Path) -> tuple[np.ndarray, list[Chart], str]:
     """Seconds that the job ran, float [P]; the charts over them; the totals in two lines."""
     processes: defaultdict[int, list] = defaultdict(list)
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    num_torn = 0
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             sample = json.loads(line)
             sample.update(alive=1, requests=sum(sample["request_success"].values()))
             processes[sample["pid"]].append([float(sample[name]) for name in ("time", *STATES, *COUNTERS)])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if number == len(lines) and not line.endswith(b"\n"):  # as a kill or a full disk leaves it
-                print(f"{path}: the last line is not whole, and left out.", file=sys.stderr)
-                break
-            raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line.rstrip()[:60]!r}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if line[:1] not in (b"{", b"") or not isinstance(error, json.JSONDecodeError):
+                raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line[:60]!r}.") from None
+            num_torn += 1  # by a kill or a full disk
+    if num_torn:
+        print(f"{path}: lines that are not whole, and left out: {num_torn}.", file=sys.stderr)
     times = np.unique([sample[0] for samples in processes.values() for sample in samples])
     if len(times) < 2:
         raise ConfigError(f"{path} holds {len(times)} moments; two at least are needed. Did the job run for a second?")
