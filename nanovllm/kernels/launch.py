@@ -45,6 +45,9 @@ class _Compilers(ThreadPoolExecutor):
 
         return super().submit(work)
 
+    def __exit__(self, error, *_):
+        self.shutdown(cancel_futures=error is not None)  # after Ctrl-C only the kernels that are begun are waited for
+
 
 def _load(kernel):
     """Load a compiled kernel on the device: lazy module loading is illegal during CUDA graph capture.
@@ -74,10 +77,14 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
     try:
         with (
             _Compilers(initializer=initialize) as compilers,
-            triton.AsyncCompileMode(compilers) if has_async_mode else nullcontext(),
+            triton.AsyncCompileMode(compilers) if has_async_mode else nullcontext() as mode,
         ):
             try:
                 yield begin.set
+            except BaseException:
+                if mode is not None:
+                    mode.raw_futures.clear()  # its exit would wait for all
+                raise
             finally:
                 begin.set()
     finally:

@@ -4,10 +4,12 @@ Run as a script, this file records the variants that Triton would compile for a 
 interpreted nor compiled, so no GPU is needed.
 """
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -78,6 +80,50 @@ def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypat
         assert len(loaded) == 1 and launched == []
     launch(Kernel(), (3,), 7)
     assert len(loaded) == 1 and launched == [((7,), (3,))]
+
+
+@pytest.mark.parametrize("fails", ["launching", "compiling"])
+def test_a_failure_does_not_wait_for_queued_compilations(monkeypatch, fails):
+    """Ctrl-C ended a first start only after every kernel of the queue was compiled, half a minute later."""
+    import torch
+    import triton
+
+    from nanovllm.kernels.launch import launch, parallel_compile
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("compiles kernel by kernel")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    begun = []
+
+    class Kernel:
+        def __init__(self, number):
+            self.number = number
+
+        def run(self, *args, grid, warmup):
+            mode = triton.runtime._async_compile.active_mode.get()
+            num_callbacks = len(inspect.signature(mode.submit).parameters) - 2  # Triton 3.6: one, 3.9: two
+            mode.submit(self.number, self.compile, *[lambda *_: None] * num_callbacks)
+
+        def compile(self):
+            begun.append(self)
+            if fails == "compiling" and self.number == 0:
+                raise KeyError("compiler")
+            time.sleep(0.2)
+            return self
+
+    error = KeyboardInterrupt if fails == "launching" else KeyError
+    with pytest.raises(error), parallel_compile(torch.device("cpu")):
+        for number in range(200):
+            launch(Kernel(number), (1,))
+        if fails == "launching":
+            raise KeyboardInterrupt
+    assert len(begun) < 200
+    done = []
+    with parallel_compile(torch.device("cpu")):  # the next is not disturbed
+        Kernel.compile = lambda self: done.append(self) or self
+        for number in range(200):
+            launch(Kernel(number), (1,))
+    assert len(done) == 200
 
 
 @pytest.mark.gpu
