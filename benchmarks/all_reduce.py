@@ -100,5 +100,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=4096)
     given = parser.parse_args()
+    if torch.cuda.device_count() < given.ranks:
+        parser.error(f"--ranks {given.ranks} needs as many CUDA devices; there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(run, (given.ranks, given.hidden, directory), nprocs=given.ranks)

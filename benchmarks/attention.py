@@ -15,8 +15,12 @@ import inspect
 import itertools
 import json
 import statistics
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanovllm.kernels.attention import decode, prefill, reference
 
@@ -366,6 +370,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--sweep", action="store_true", help="try configurations instead")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.sweep:

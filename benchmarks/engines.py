@@ -62,7 +62,8 @@ class NanoVLLM(Engine):
         self.import_seconds, self.start_seconds = imported - start, perf_counter() - imported
         self.vocab_size = self.llm.config.model_config.vocab_size
         self.make_params = SamplingParams
-        self.how = f"{self.llm.config.num_kvcache_blocks} KV blocks of {self.llm.config.kvcache_block_size} tokens"
+        runner = self.llm.model_runner
+        self.how = f"{runner.num_kvcache_blocks} KV blocks of {self.llm.config.kvcache_block_size} tokens"
 
     def generate(self, prompts, max_tokens, temperature):
         params = [self.make_params(temperature=temperature, max_tokens=n, ignore_eos=True) for n in max_tokens]

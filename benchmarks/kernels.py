@@ -11,10 +11,14 @@ Prints tables for people and, as the last line, one line of JSON: {"table/operat
 import argparse
 import itertools
 import json
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
@@ -245,6 +249,8 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device")
     shape = SHAPES[options.shape]
     torch.manual_seed(0)
     ops, twins = kernels.select("cuda"), kernels.select("cpu")

@@ -23,11 +23,13 @@ with tempfile.TemporaryDirectory() as directory:
     command = [*NANOVLLM, "batch", questions, answers, "--chat", "--temperature", "0", "--max-num-seqs", "4",
                "--metrics", metrics]  # fmt: skip
 
-    job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while job.poll() is None and not (answers.exists() and answers.stat().st_size > 0):
         time.sleep(0.01)
     job.send_signal(signal.SIGKILL)
-    job.wait()
+    _, messages = job.communicate()
+    if not answers.exists():
+        sys.exit(f"the job failed:\n{messages}")
     print(f"killed; {len(answers.read_bytes().splitlines())} rows are there")
 
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """Evaluates the demo model on a small task with lm-evaluation-harness, offline.
 
-    pip install 'nanovllm[eval]' && python examples/evaluation.py
+    pip install '.[eval]' && python examples/evaluation.py
 
 For real tasks the harness's own command line does:
 

@@ -1,6 +1,6 @@
 """A parquet file of prompts through a cluster: one engine per actor, and Ray hands them the rows.
 
-    pip install 'nanovllm[ray]' && python examples/ray_data.py
+    pip install '.[ray]' && python examples/ray_data.py
 
 Without arguments two engines of the demo model answer 40 questions on this machine's CPU. For a million prompts on a
 cluster's GPUs: model_source="Qwen/Qwen3-8B", engine_kwargs={"tensor_parallel_size": 2}, concurrency=32, and paths that

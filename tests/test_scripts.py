@@ -18,9 +18,9 @@ from nanovllm import CheckpointError, SamplingParams
 from nanovllm.config import Config
 
 
-def run(*argv: str, check: bool = True) -> subprocess.CompletedProcess:
+def run(*argv: str, check: bool = True, cwd: str | os.PathLike = ROOT) -> subprocess.CompletedProcess:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -61,6 +61,7 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
+    assert engine["how"] == "2048 KV blocks of 256 tokens"  # as many as there are, not the option's -1
     names = ["headline", "single", "prefill", "sharedprefix", "batch32", "short"]
     assert [w["workload"] for w in engine["workloads"]] == names
     for w in engine["workloads"]:
@@ -137,6 +138,15 @@ def test_bench_of_transformers(capsys):
 def test_unknown_flags_are_refused(script):
     done = run(script, "--no-such-flag", check=False)
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["attention", "kernels", "all_reduce"])
+def test_benchmarks_that_need_a_gpu_say_so(name, tmp_path):
+    """They showed a traceback. Two did not find the library unless it was installed."""
+    pytest.importorskip("triton")
+    done = run(str(ROOT / "benchmarks" / f"{name}.py"), check=False, cwd=tmp_path)
+    assert done.returncode == 2 and re.search(r"needs (a|as many) CUDA device", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path, capsys):
