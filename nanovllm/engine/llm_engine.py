@@ -123,10 +123,9 @@ class LLMEngine:
         """Drop a request of ``add_request`` or ``stream``; an id that is unknown, or finished, is ignored."""
         with self._exclusive():
             try:
-                if (request := self._requests.find(request_id)) is None:  # perhaps a draft of a call around this one
+                if self._requests.find(request_id) is None:  # perhaps a draft of a call around this one
                     self.scheduler.waiting.make(len(self.scheduler.waiting))
-                    request = self._requests.find(request_id)
-                if request is not None:
+                if (request := self._requests.find(request_id)) is not None:
                     self.scheduler.finish(self._requests.abort(request))
             except BaseException:  # an interrupt: half made, or forgotten and not taken out
                 self._abort()
