@@ -121,6 +121,19 @@ def test_fp8_weights(case, form, checkpoint, padding, tmp_path):
         assert error(padded, hf_logits(model, IDS)) < TOLERANCE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["phi3-mini", "glm4"])
+def test_fp8_weights_on_the_gpu(case, padding, tmp_path):
+    """Bit for bit those of the CPU: few of torch's operations take e4m3 on both."""
+    fp8_checkpoints.write(tmp_path, families.make(tmp_path, case, **SIZES | CASES[case]), "channel")
+    padding()
+    expected = built(tmp_path)
+    with torch.device("cuda"):
+        model = built(tmp_path)
+    for (name, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param.cpu().view(torch.uint8), want.view(torch.uint8)), name
+
+
 def chosen(model, prompts, completions):
     """transformers' choice of each token."""
     return [

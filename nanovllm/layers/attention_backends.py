@@ -44,9 +44,12 @@ def _window_size(window: int) -> tuple[int, int]:
 
 
 MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel
+MAX_HEAD_DIM = 256  # tiles of wider heads do not fit into shared memory; flash-attn's limit too
 
 
-def select_backend(name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1) -> AttentionBackend:
+def select_backend(
+    name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1, head_dim: int = 128
+) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 
     Raises:
@@ -62,7 +65,12 @@ def select_backend(name: str, device_type: str, dtype: torch.dtype, gqa_group: i
             f"attention_backend='triton': the model has {gqa_group} query heads for each KV head, and the kernels take "
             f"at most {MAX_GQA_GROUP}. Use 'auto', 'flash_attn' or 'sdpa'."
         )
-    if name == "sdpa" or (name == "auto" and gqa_group > MAX_GQA_GROUP):
+    if name in ("triton", "flash_attn") and head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"attention_backend={name!r}: the model has heads of {head_dim}, and the kernels take at most "
+            f"{MAX_HEAD_DIM}. Use 'auto' or 'sdpa'."
+        )
+    if name == "sdpa" or (name == "auto" and (gqa_group > MAX_GQA_GROUP or head_dim > MAX_HEAD_DIM)):
         return plain
     if name == "flash_attn":
         if dtype == torch.float32:

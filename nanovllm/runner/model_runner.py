@@ -134,10 +134,9 @@ class ModelRunner:
         self.kv_dtype = select_kv_dtype(config, self.dtype, self.device)
         self.step_threads = step_threads(config.model_config, self.device, tp.size)
         self.ops = kernels.select(self.device.type)
-        heads, kv_heads = config.model_config.num_attention_heads, config.model_config.num_key_value_heads
-        self.backend = select_backend(
-            config.attention_backend, self.device.type, self.dtype, heads // max(kv_heads, tp.size)
-        )
+        model = config.model_config
+        gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
+        self.backend = select_backend(config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0

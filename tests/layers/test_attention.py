@@ -28,6 +28,14 @@ def test_more_query_heads_than_the_kernels_take():
     assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
 
 
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_wider_heads_than_the_kernels_take(name):
+    """Padded to 512, their tiles did not fit into shared memory: users saw Triton's OutOfResources at start."""
+    with refuses(f"attention_backend={name!r}: the model has heads of 288, and the kernels take at most 256. Use"):
+        select_backend(name, "cuda", torch.bfloat16, head_dim=288)
+    assert not select_backend("auto", "cuda", torch.bfloat16, head_dim=288).capturable
+
+
 def test_flash_attn_needs_16_bits():
     with refuses("attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32."):
         select_backend("flash_attn", "cuda", torch.float32)
