@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-SHARED_TOKENS = 128  # shared prefixes are multiples of it: the longest tile of the decode kernel
+SHARED_TOKENS = 128  # shared prefixes are multiples of it, and it of every tile of the decode kernel
 
 
 class PrefixGroups(NamedTuple):
