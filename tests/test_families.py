@@ -8,6 +8,7 @@ import copy
 import json
 import random
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import families
@@ -37,13 +38,11 @@ REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """checkpoint(case) -> its path, and transformers' model."""
-    made = {}
 
+    @cache
     def make(case):
-        if case not in made:
-            path = str(tmp_path_factory.mktemp(case))
-            made[case] = path, families.make(path, case)
-        return made[case]
+        path = str(tmp_path_factory.mktemp(case))
+        return path, families.make(path, case)
 
     return make
 

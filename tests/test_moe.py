@@ -7,6 +7,7 @@ import copy
 import importlib
 import json
 import shutil
+from functools import cache
 from types import SimpleNamespace
 
 import families
@@ -248,13 +249,11 @@ NUM_DECODED = 12
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(case) -> (transformers' model, path of its checkpoint)."""
-    made = {}
 
+    @cache
     def make(case):
-        if case not in made:
-            path = str(tmp_path_factory.mktemp(case))
-            made[case] = families.make(path, case), path
-        return made[case]
+        path = str(tmp_path_factory.mktemp(case))
+        return families.make(path, case), path
 
     return make
 

@@ -3,6 +3,7 @@ themselves; ``test_families.py`` (gpu) and ``runner/test_triton_runner.py`` have
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import families
 import fp8_checkpoints
@@ -43,13 +44,11 @@ def padding(monkeypatch):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """checkpoint(case) -> its path, and transformers' model."""
-    made = {}
 
+    @cache
     def make(case):
-        if case not in made:
-            path = str(tmp_path_factory.mktemp(case))
-            made[case] = path, families.make(path, case, **SIZES | CASES[case])
-        return made[case]
+        path = str(tmp_path_factory.mktemp(case))
+        return path, families.make(path, case, **SIZES | CASES[case])
 
     return make
 
