@@ -106,6 +106,26 @@ def load_group_scale(
 
 
 @triton.jit
+def store_outputs(
+    acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
+    NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    ACT_MUL: tl.constexpr,
+):  # fmt: skip
+    """What follows the products: acc [vectors, BLOCK_N] to y[offs_i]; squares [vectors] of x, residual like offs_i."""
+    y = tl.sum(acc, axis=0)
+    if NUM_GROUPS == 1:
+        y *= scale
+    if HAS_NORM:
+        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
+    if ACT_MUL is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, offs_i.shape[0])), (1, 0)))
+        y = activate(gate, ACT_MUL) * up
+    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,  # [1, C], written by the kernel before
     weight_ptr,  # [N, C] contiguous
@@ -169,17 +189,10 @@ def gemv_kernel(
         if NUM_GROUPS > 1:
             dot *= step_scale
         acc += dot
-    y = tl.sum(acc, axis=0)
-    if NUM_GROUPS == 1:
-        y *= scale
-    if HAS_NORM:
-        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if ACT_MUL is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-        y = activate(gate, ACT_MUL) * up
-    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+    store_outputs(
+        acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
+        NUM_CHANNELS, NUM_GROUPS, HAS_BIAS, HAS_NORM, ACT_MUL,
+    )  # fmt: skip
 
 
 def gemv(x, weight, bias, norm_weight, eps, residual, act_mul, weight_scale=None):

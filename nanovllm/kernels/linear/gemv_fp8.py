@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..launch import has_inline_asm, launch, launch_options, pdl_launch_dependents, pdl_wait
-from .gemv import GemvConfig, activate, load_group_scale, output_features
+from .gemv import GemvConfig, load_group_scale, output_features, store_outputs
 
 VECTOR = tl.constexpr(16)
 
@@ -160,17 +160,10 @@ def gemv_fp8_kernel(
         if NUM_GROUPS > 1:
             grow = grow * step_scale
         acc += dot * grow
-    y = tl.sum(acc, axis=0)
-    if NUM_GROUPS == 1:
-        y *= scale
-    if HAS_NORM:
-        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if ACT_MUL is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-        y = activate(gate, ACT_MUL) * up
-    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+    store_outputs(
+        acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
+        NUM_CHANNELS, NUM_GROUPS, HAS_BIAS, HAS_NORM, ACT_MUL,
+    )  # fmt: skip
 
 
 def supports(x, weight):
