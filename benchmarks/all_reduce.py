@@ -3,7 +3,7 @@
     python benchmarks/all_reduce.py [--ranks 2] [--hidden 4096]
 
 Mean time of one all-reduce within a CUDA graph of many, on the slowest rank. Ends in one line of JSON. The constants
-``MAX_BYTES``, ``SIZE_CLASSES`` and ``PUSH_...`` of ``nanovllm/distributed/peer_memory.py`` come from here.
+``MAX_BYTES``, ``BLOCK`` and ``NUM_WARPS`` of ``nanovllm/distributed/peer_memory.py`` come from here.
 """
 
 import argparse
@@ -17,9 +17,8 @@ import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-NUM_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
-SHAPES = ((8, 1024), (16, 2048), (32, 2048), (32, 4096), (64, 2048), (64, 4096), (128, 4096))  # programs, block
-PUSH_SHAPES = ((64, 1), (128, 4), (256, 4), (512, 8), (1024, 8))  # 32-bit words of a program, its warps
+NUM_TOKENS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+SHAPES = ((256, 2), (256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8))  # 32-bit words of a program, its warps
 REPEATS = 50
 
 
@@ -54,23 +53,18 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
     columns: dict[str, TPGroup] = {}
 
     def connect(name: str) -> None:
-        path = os.path.join(directory, name)
+        path = os.path.join(directory, name.replace("/", "-"))
         os.makedirs(path, exist_ok=True)
         columns[name] = TPGroup.connect(rank, size, device, path, 60.0)
 
-    peer_memory.PUSH_BYTES = {size: 0}
-    for programs, block in SHAPES:
-        peer_memory.SIZE_CLASSES = ((largest, programs, block),)
-        connect(f"{programs}x{block}")
+    for peer_memory.BLOCK, peer_memory.NUM_WARPS in SHAPES:
+        connect(f"{peer_memory.BLOCK}/{peer_memory.NUM_WARPS}")
     some = next(iter(columns.values()))
     columns = {"NCCL": TPGroup(rank, size, some.backend), **columns}
-    peer_memory.PUSH_BYTES = {size: largest}
-    for peer_memory.PUSH_BLOCK, peer_memory.PUSH_WARPS in PUSH_SHAPES:
-        connect(f"p{peer_memory.PUSH_BLOCK}/{peer_memory.PUSH_WARPS}")
     results: dict[str, dict[int, float]] = {name: {} for name in columns}
     if rank == 0:
         peers = "connected" if some.peers else "NOT AVAILABLE: every column is NCCL"
-        print(f"{size} ranks, bf16 [tokens, {hidden}]; us per all-reduce, by programs x block; peer memory {peers}")
+        print(f"{size} ranks, bf16 [tokens, {hidden}]; us per all-reduce, by words/warps; peer memory {peers}")
         print("tokens".rjust(6), "KiB".rjust(6), *(name.rjust(9) for name in columns))
     with torch.inference_mode():
         for num_tokens in NUM_TOKENS:

@@ -144,4 +144,5 @@ class Sampler(nn.Module):
         # depends on the id, not on the rank: the token is the same as without tensor parallelism.
         candidates = req_indices.new_empty((2, len(req_indices)))  # 8 bytes a sequence
         self.ops.gumbel_argmax(values, req_indices, state, thresholds, logits.vocab_start, candidates=candidates)
-        return self.ops.pick_and_advance(tp.all_gather(candidates), req_indices, *advance)
+        gathered = tp.all_gather(candidates.view(torch.float32)).view(torch.int32)  # floats go through peer memory
+        return self.ops.pick_and_advance(gathered, req_indices, *advance)

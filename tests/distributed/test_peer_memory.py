@@ -1,4 +1,4 @@
-"""The all-reduce kernels between two ranks, and the store through which symmetric memory connects."""
+"""The all-reduce kernel between two ranks, and the store through which symmetric memory connects."""
 
 import time
 from datetime import timedelta
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worker_mains
-from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, SUM_CAPACITY, SUM_PROGRAMS, SUM_SIZES, addend, push_cases
+from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, addend, push_cases
 
 from nanovllm.distributed import workers
 from nanovllm.distributed.peer_memory import RenumberedStore
@@ -16,23 +16,18 @@ from nanovllm.distributed.workers import hidden_main_module
 WORLD = 2
 
 
-def check_results(results):
-    for n, (total, gathered) in zip(SUM_SIZES, results, strict=True):
-        addends = torch.stack([addend(n, rank) for rank in range(WORLD)])
-        torch.testing.assert_close(torch.as_tensor(total), addends.sum(0), rtol=0, atol=1e-6)
-        assert torch.equal(torch.as_tensor(gathered), addends)
-
-
 def check_pushed(results, bf16_rtol=0.0):
-    """Sums in fp32, rounded once, the same bits on all ranks; nothing written behind them."""
-    for (dtype, n, _), *outs in zip(push_cases(), *results, strict=True):
-        total = sum(addend(n, rank).to(dtype).float() for rank in range(WORLD)).to(dtype)
-        first, *others = (torch.as_tensor(out) for out in outs)
+    """Sums in fp32, rounded once, the same bits on all ranks; gathers copy; nothing written behind either."""
+    for (dtype, n), *ranks in zip(push_cases(), *results, strict=True):
+        addends = torch.stack([addend(n, rank).to(dtype) for rank in range(WORLD)]).float()
         rtol = bf16_rtol if dtype == torch.bfloat16 else 0.0
-        torch.testing.assert_close(first[:n], total.float(), rtol=rtol, atol=0.0)
-        assert first[n:].isnan().all()
-        for other in others:
-            assert torch.equal(other.view(torch.int32), first.view(torch.int32))
+        first = torch.as_tensor(ranks[0][0])
+        torch.testing.assert_close(first[:n], addends.sum(0).to(dtype).float(), rtol=rtol, atol=0.0)
+        for out, gathered in ranks:
+            out, gathered = torch.as_tensor(out), torch.as_tensor(gathered)
+            assert out[n:].isnan().all() and gathered[-2:].isnan().all()
+            assert torch.equal(out.view(torch.int32), first.view(torch.int32))
+            assert torch.equal(gathered[:-2].view(-1, n), addends)
 
 
 def run_ranks(target, num_results, *memory):
@@ -56,84 +51,76 @@ def run_ranks(target, num_results, *memory):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_one_shot_between_processes():
-    pytest.importorskip("triton")
-    buffers = [torch.zeros(2 * SUM_CAPACITY).share_memory_() for _ in range(WORLD)]
-    signal_pads = [torch.zeros(WORLD, SUM_PROGRAMS, dtype=torch.int64).share_memory_() for _ in range(WORLD)]
-    for received in run_ranks(worker_mains.reduce_and_gather, len(SUM_SIZES), buffers, signal_pads):
-        check_results(received)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_push_between_processes():
-    """Types and sizes, in both halves, across the wrap-around of 32-bit epochs."""
+    """Types and sizes, in both halves of the buffers."""
     pytest.importorskip("triton")
-    buffers = [torch.zeros(2, WORLD, PUSH_CAPACITY, dtype=torch.int64).share_memory_() for _ in range(WORLD)]
-    results = run_ranks(worker_mains.push, len(list(push_cases())), buffers)
+    buffers = [torch.full((2, WORLD, PUSH_CAPACITY), -1, dtype=torch.int32).share_memory_() for _ in range(WORLD)]
+    results = run_ranks(worker_mains.push_rank, len(list(push_cases())), buffers)
     check_pushed(results, bf16_rtol=2**-7)  # the interpreter does not round to bf16, but truncates
+    for buffer in buffers:
+        assert (buffer == -1).all()  # as it was
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_push_takes_the_words_of_its_epoch_only():
-    """One rank with the other's words laid out by hand: what it stores and sums, and what it waits for."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_push_waits_for_words_and_leaves_none(dtype):
+    """One rank with the other's words laid out by hand: what it stores, sums and empties, and what it waits for."""
     pytest.importorskip("triton")
     from nanovllm.kernels.all_reduce import push_kernel
 
-    rank, block, n = 1, 64, 100
-    buffers = torch.zeros(WORLD, 2, WORLD, 2 * block, dtype=torch.int64)
+    rank, block, num_words = 1, 64, 100
+    n = num_words * 4 // dtype.itemsize
+    buffers = torch.full((WORLD, 2, WORLD, 2 * block), -1, dtype=torch.int32)
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    epochs, abort_flag = torch.full((2,), 2**32 - 1), torch.zeros(1, dtype=torch.int64)
-    xs = [addend(n, r) for r in range(WORLD)]
+    launches, abort_flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    xs = [(addend(n, r) * 8).round().to(dtype) for r in range(WORLD)]  # sums are exact
+    xs[rank].view(torch.int32)[3] = -1  # the NaNs that mean EMPTY, as data
 
     def launch():
-        out = torch.full((n,), float("nan"))
+        out = torch.full((n,), 7.0).to(dtype)
         push_kernel[(2,)](
-            xs[rank], out, addresses, epochs, abort_flag, n, 2 * block,
-            RANK=rank, WORLD=WORLD, BLOCK=block, POLLS=2, THREADS=32, USE_PDL=False,
+            xs[rank], out, addresses, launches, abort_flag, num_words, 2 * block,
+            RANK=rank, WORLD=WORLD, BLOCK=block, POLLS=2, THREADS=32, GATHER=False, USE_PDL=False,
         )  # fmt: skip
         return out
 
-    for epoch in (2**32, 2**32 + 1):
-        tag, half = epoch % 2**32 << 32, epoch % 2
-        buffers[rank, half, 0] = tag  # also where x has no word: the others store whole blocks
-        buffers[rank, half, 0, :n] |= xs[0].view(torch.int32).long() & 0xFFFFFFFF
-        if epoch == 2**32:  # an epoch of zero in 32 bits: what is zero from the start must not pass for it
-            buffers[rank, half, 0, n] = -2 << 32  # left there two epochs before
-            abort_flag.fill_(1)
-            launch()
-            assert epochs.tolist() == [2**32, 2**32 | 1 << 62]  # only the program of that word was aborted
-            abort_flag.zero_()
-            epochs.fill_(2**32)
-            continue
-        assert torch.equal(launch(), xs[0] + xs[1])
-        assert epochs.tolist() == [epoch, epoch]
-        sent = buffers[0, half, rank]
-        assert torch.equal(sent >> 32, torch.full((2 * block,), epoch % 2**32))
-        assert torch.equal(sent[:n].int().view(torch.float32), xs[rank])
-        assert not buffers[rank, :, rank].any()  # its own words stay in registers
+    for count in (1, 2, 3):
+        received = buffers[rank, count % 2, 0]
+        received[:] = 0  # also where x has no word: the others store whole blocks
+        received[:num_words] = xs[0].view(torch.int32)
+        torch.testing.assert_close(launch(), xs[0] + xs[1], rtol=0.0, atol=0.0, equal_nan=True)
+        assert launches.tolist() == [count, count]
+        sent = buffers[0, count % 2, rank]
+        assert (sent != -1).all() and not sent[num_words:].any()
+        expected = xs[rank].clone()
+        expected.view(torch.int32)[3] = 0x7FFF7FFF
+        assert torch.equal(sent[:num_words], expected.view(torch.int32))
+        assert expected.view(torch.int32).view(dtype).isnan().sum() == 4 // dtype.itemsize
+        assert (buffers[rank] == -1).all()  # emptied; its own words stay in registers
 
-    epochs |= 1 << 62  # aborted before: no wait, although nothing has come, and the flag is not read
+    buffers[rank, 0, 0] = 0
+    buffers[rank, 0, 0, num_words] = -1  # one has not come, of the second program
+    abort_flag.fill_(1)
     launch()
-    assert epochs.tolist() == [2**32 + 2 | 1 << 62] * 2
+    assert launches.tolist() == [4, 4 | 1 << 62]  # only the program of that word was aborted
+    abort_flag.zero_()
+    launches |= 1 << 62  # aborted before: no wait, although nothing has come, and the flag is not read
+    launch()
+    assert launches.tolist() == [5 | 1 << 62] * 2
 
 
-def run_on_streams(launch, num_cases, zeroed, before=lambda rank, i: None):
-    """Each case of ``launch(rank, case)`` on two ranks of one GPU, a stream each, which it returns.
-
-    ``zeroed``: state of the ranks to begin with. ``before(rank, case)`` runs on the rank's stream.
-    """
+def run_on_streams(launch, num_cases, reset):
+    """Each case of ``launch(rank, case)`` on two ranks of one GPU, a stream each, which it returns."""
     streams = [torch.cuda.Stream() for _ in range(WORLD)]
     for i in range(num_cases):  # the driver loads no kernel while another one runs: load all of them first
         for rank in range(WORLD):
             launch(rank, i)
     torch.cuda.synchronize()
-    for tensor in zeroed:
-        tensor.zero_()
+    reset()
     torch.cuda.synchronize()
     for i in range(num_cases):
         for rank in range(WORLD):
             with torch.cuda.stream(streams[rank]):
-                before(rank, i)
                 launch(rank, i)
     torch.cuda.synchronize()
     return streams
@@ -151,52 +138,34 @@ def check_release(launch, stream, abort_flag):
 
 
 @pytest.mark.gpu
-def test_one_shot_between_streams():
-    """Two ranks on one GPU; then one whose peer never launches, released by its abort flag."""
-    from nanovllm.kernels.all_reduce import one_shot
-
-    buffers = [torch.zeros(2 * SUM_CAPACITY, device="cuda") for _ in range(WORLD)]
-    signal_pads = [torch.zeros(WORLD, SUM_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
-    addresses = [torch.tensor([t.data_ptr() for t in tensors], device="cuda") for tensors in (buffers, signal_pads)]
-    epochs = [torch.zeros(SUM_PROGRAMS, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
-    xs = [[addend(n, rank).cuda() for n in SUM_SIZES] for rank in range(WORLD)]
-    outs = [[torch.full((WORLD + 1, *x.shape), float("nan"), device="cuda") for x in xs[rank]] for rank in range(WORLD)]
-    abort_flags = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(WORLD)]
-
-    def launch(rank, i):
-        arguments = (*addresses, epochs[rank], abort_flags[rank], SUM_CAPACITY, rank, WORLD)
-        one_shot(xs[rank][i], outs[rank][i][0], *arguments, block=512, num_warps=4)
-        one_shot(xs[rank][i], outs[rank][i][1:], *arguments, gather=True, block=512, num_warps=4)
-
-    streams = run_on_streams(launch, len(SUM_SIZES), [*abort_flags, *signal_pads, *epochs])
-    for rank in range(WORLD):
-        check_results([(out[0].cpu(), out[1:].cpu()) for out in outs[rank]])
-    check_release(launch, streams[0], abort_flags[0])
-
-
-@pytest.mark.gpu
 def test_push_between_streams():
-    """As `test_one_shot_between_streams`."""
-    from nanovllm.kernels.all_reduce import push_all_reduce
+    """Two ranks on one GPU; then one whose peer never launches, released by its abort flag."""
+    from nanovllm.kernels.all_reduce import push
 
-    buffers = [torch.zeros(2, WORLD, PUSH_CAPACITY, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
+    buffers = [torch.full((2, WORLD, PUSH_CAPACITY), -1, dtype=torch.int32, device="cuda") for _ in range(WORLD)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
-    epochs = [torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
+    launches = [torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
     cases = list(push_cases())
-    xs = [[addend(n, rank).to(dtype).cuda() for dtype, n, _ in cases] for rank in range(WORLD)]
-    outs = [[torch.cat([x, x[:1], x[:1]]).fill_(float("nan")) for x in xs[rank]] for rank in range(WORLD)]
+    xs = [[addend(n, rank).to(dtype).cuda() for dtype, n in cases] for rank in range(WORLD)]
+    outs = [[x.new_full((x.numel() + 2,), float("nan")) for x in xs[rank]] for rank in range(WORLD)]
+    gathered = [[x.new_full((WORLD * x.numel() + 2,), float("nan")) for x in xs[rank]] for rank in range(WORLD)]
     abort_flags = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(WORLD)]
 
     def launch(rank, i):
-        x, out = xs[rank][i], outs[rank][i][:-2]
-        arguments = (addresses, epochs[rank], abort_flags[rank], PUSH_CAPACITY, rank, WORLD)
-        push_all_reduce(x, out, *arguments, block=PUSH_BLOCK)
+        arguments = (addresses, launches[rank], abort_flags[rank], PUSH_CAPACITY, rank, WORLD)
+        push(xs[rank][i], outs[rank][i][:-2], *arguments, block=PUSH_BLOCK, num_warps=4)
+        push(xs[rank][i], gathered[rank][i][:-2], *arguments, gather=True, block=PUSH_BLOCK, num_warps=4)
 
-    def advance(rank, i):
-        epochs[rank] += cases[i][2]
+    def reset():
+        for tensor in (*abort_flags, *launches):
+            tensor.zero_()
+        for buffer in buffers:
+            buffer.fill_(-1)
 
-    streams = run_on_streams(launch, len(cases), [*abort_flags, *buffers, *epochs], advance)
-    check_pushed([[out.cpu().float() for out in outs[rank]] for rank in range(WORLD)])
+    streams = run_on_streams(launch, len(cases), reset)
+    ranks = [zip(outs[rank], gathered[rank], strict=True) for rank in range(WORLD)]
+    check_pushed([[tuple(result.cpu().float() for result in results) for results in rank] for rank in ranks])
+    assert all((buffer == -1).all() for buffer in buffers)
     check_release(launch, streams[0], abort_flags[0])
 
 
