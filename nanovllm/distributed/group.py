@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,39 +32,62 @@ class TPGroup:
     size: int = 1
     backend: Any = field(default=None, repr=False, compare=False)  # ProcessGroupNCCL or ProcessGroupGloo
     peers: PeerMemory | None = field(default=None, repr=False, compare=False)
+    # Done once NCCL's ranks are connected, half a second after ``connect``; before, kernels may be compiled.
+    communicator: "Future[None] | None" = field(default=None, repr=False, compare=False)
+    is_compiling: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
 
     @classmethod
     def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float,
                 max_sum_bytes: int = 0) -> "TPGroup":
-        """Rendezvous in an empty directory, which all ranks share; returns once all are connected.
+        """Rendezvous in an empty directory, which all ranks share until their communicators are done.
 
         A CUDA device must be torch's current device. ``timeout_s`` also limits each collective on the CPU.
         ``max_sum_bytes``: of the largest sum beside other work (``PushedSums``), on two GPUs.
         """
-        peers, timeout = None, timedelta(seconds=timeout_s)
-        store = dist.FileStore(os.path.join(directory, "store"), size)
-        store.set_timeout(timeout)
+        timeout = timedelta(seconds=timeout_s)
+
+        def store(name: str) -> dist.Store:
+            store = dist.FileStore(os.path.join(directory, name), size)
+            store.set_timeout(timeout)
+            return store
+
         if device.type == "cuda":
+            from nanovllm.kernels.launch import compile_only
+
             options: Any = NCCL.Options()
             options._timeout = timeout
             disabled = [name for name in WATCHDOG if name not in os.environ]
             os.environ.update(dict.fromkeys(disabled, "0"))
             try:
-                backend = NCCL(store, rank, size, options)
+                backend = NCCL(store("nccl"), rank, size, options)
             finally:
                 for name in disabled:
                     del os.environ[name]
-            backend.allreduce([torch.zeros(1, device=device)]).wait()  # creates the communicator
-            torch.cuda.synchronize()
-            peers = PeerMemory.connect(backend, store, rank, size, device, directory, max_sum_bytes)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # loopback only
-            options._timeout = timeout
-            backend = dist.ProcessGroupGloo(store, rank, size, options)
-        tp = cls(rank, size, backend, peers)
-        tp.all_gather(torch.zeros(1, device=device)).sum().item()  # a barrier: nobody needs the store any more
-        return tp
+            communicator: Future[None] = Future()
+
+            def create_communicator() -> None:
+                try:
+                    torch.cuda.set_device(device)
+                    backend.allreduce([torch.zeros(1, device=device)]).wait()
+                    torch.cuda.current_stream().synchronize()
+                    communicator.set_result(None)
+                except BaseException as error:
+                    communicator.set_exception(error)
+
+            threading.Thread(target=create_communicator, name="nanovllm-nccl", daemon=True).start()
+            peers = PeerMemory.connect(store("peers"), rank, size, device, directory, max_sum_bytes)
+            return cls(rank, size, backend, peers, communicator, compile_only.get)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # loopback only
+        options._timeout = timeout
+        return cls(rank, size, dist.ProcessGroupGloo(store("gloo"), rank, size, options))
+
+    def join(self, wait_until: Callable[[Callable[[], bool]], None] | None = None) -> None:
+        """Wait for the communicator; by ``wait_until(condition)``, if it is given."""
+        if self.communicator is not None:
+            if wait_until is not None:
+                wait_until(self.communicator.done)
+            self.communicator.result()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks. Use the result: it may be x, or a new tensor."""
@@ -71,7 +95,7 @@ class TPGroup:
             return x
         if self.peers is not None and self.peers.fits(x):
             return self.peers.all_reduce(x)
-        _run_collective(self.backend.allreduce, AllreduceOptions(), [x])
+        self._run_collective(self.backend.allreduce, AllreduceOptions(), [x])
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +106,19 @@ class TPGroup:
         if self.peers is not None and self.peers.fits(x) and x.numel() > 1:
             return self.peers.all_gather(x)
         out = x.new_empty(self.size, *x.shape)
-        _run_collective(self.backend._allgather_base, AllgatherOptions(), out.view(-1), x.contiguous().view(-1))
+        gather = self.backend._allgather_base
+        self._run_collective(gather, AllgatherOptions(), out.view(-1), x.contiguous().view(-1))
         return out
+
+    def _run_collective(self, collective: Callable, options: Any, *tensors: Any) -> None:
+        """Run on the current stream: a stream of NCCL's own would cost two event waits."""
+        if self.is_compiling():  # nothing else runs either
+            return
+        self.join()
+        options.asyncOp = False
+        work = collective(*tensors, options)
+        if work is not None:
+            work.wait()
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until the device is idle, without blocking in the driver. False if it stays busy, or has failed."""
@@ -119,11 +154,3 @@ class TPGroup:
 
 
 SINGLE_RANK = TPGroup()
-
-
-def _run_collective(collective: Callable, options: Any, *tensors: Any) -> None:
-    """Run on the current stream: a stream of NCCL's own would cost two event waits."""
-    options.asyncOp = False
-    work = collective(*tensors, options)
-    if work is not None:
-        work.wait()

@@ -67,24 +67,24 @@ class PeerMemory:
             torch.cuda.synchronize()
 
     @classmethod
-    def connect(cls, backend: Any, store: dist.Store, rank: int, size: int, device: torch.device,
-                name: str, max_sum_bytes: int = 0) -> "PeerMemory | None":
-        """Peer memory on every rank, or None on every rank. ``backend``: a connected ProcessGroupNCCL."""
+    def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device, name: str,
+                max_sum_bytes: int = 0) -> "PeerMemory | None":
+        """Peer memory on every rank, or None on every rank."""
 
-        def on_all_ranks(able: bool) -> bool:
-            votes = torch.tensor([float(able)], device=device)
-            backend.allreduce([votes]).wait()
-            return votes.item() == size
+        def on_all_ranks(what: str, able: bool) -> bool:
+            store.set(f"{what} {rank}", str(able))
+            return all(store.get(f"{what} {i}") == b"True" for i in range(size))
 
         reachable = all(torch.cuda.can_device_access_peer(device, i) for i in range(size) if i != device.index)
-        if not on_all_ranks(reachable and size in MAX_BYTES):  # the rendezvous would wait for the others
+        # the rendezvous would wait for the others
+        if not on_all_ranks("reachable", reachable and size in MAX_BYTES):
             return None
         peers = None
         try:
             peers = cls(store, rank, size, device, name, max_sum_bytes)
         except (RuntimeError, ImportError, AttributeError) as error:
             logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
-        return peers if on_all_ranks(peers is not None) else None
+        return peers if on_all_ranks("connected", peers is not None) else None
 
     def fits(self, x: torch.Tensor) -> bool:
         is_whole_words = (x.nbytes | x.data_ptr()) % 4 == 0

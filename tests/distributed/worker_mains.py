@@ -164,6 +164,7 @@ def push_halves_on_gpus(rank, directory, pipe):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = TPGroup.connect(rank, 2, device, directory, 60.0, SUM_BYTES)
+    tp.join()
     assert tp.peers is not None and tp.peers.sums is not None
     summands = [summand(n, rank).to(device) for n in range(NUM_SUMS)]
     rng, x = random.Random(rank), torch.randn(2048, 2048, device=device)
