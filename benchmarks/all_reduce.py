@@ -56,6 +56,7 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
         path = os.path.join(directory, name.replace("/", "-"))
         os.makedirs(path, exist_ok=True)
         columns[name] = TPGroup.connect(rank, size, device, path, 60.0)
+        columns[name].join()
 
     for peer_memory.BLOCK, peer_memory.NUM_WARPS in SHAPES:
         connect(f"{peer_memory.BLOCK}/{peer_memory.NUM_WARPS}")
