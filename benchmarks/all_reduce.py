@@ -1,4 +1,4 @@
-"""All-reduce of a decode step's hidden states, bf16 [tokens, hidden]: NCCL against peer memory.
+"""All-reduce of a step's hidden states, bf16 [tokens, hidden]: NCCL against peer memory.
 
     python benchmarks/all_reduce.py [--ranks 2] [--hidden 4096]
 
@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-NUM_TOKENS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+NUM_TOKENS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 SHAPES = ((256, 2), (256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8))  # 32-bit words of a program, its warps
 REPEATS = 50
 
@@ -46,8 +46,7 @@ def run(rank: int, size: int, hidden: int, directory: str) -> None:
     from nanovllm.distributed import peer_memory
     from nanovllm.distributed.group import TPGroup
 
-    largest = NUM_TOKENS[-1] * hidden * 2
-    peer_memory.MAX_BYTES[size] = largest
+    peer_memory.MAX_BYTES[size] = NUM_TOKENS[-1] * hidden * 2
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     columns: dict[str, TPGroup] = {}

@@ -1,6 +1,6 @@
 """Collectives between tensor-parallel ranks.
 
-Owns the choice of transport: gloo on CPUs, NCCL on GPUs, and for small tensors peer memory (``peer_memory.py``). Knows
+Owns the choice of transport: gloo on CPUs, NCCL on GPUs, and peer memory where it is faster (``peer_memory.py``). Knows
 nothing of processes. Backends are used without ``torch.distributed``'s default process group, which is the user's.
 """
 
@@ -90,10 +90,10 @@ class TPGroup:
             self.communicator.result()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks. Use the result: it may be x, or a new tensor."""
+        """Sum over ranks, in place; returns x."""
         if self.size == 1 or x.numel() == 0:
             return x
-        if self.peers is not None and self.peers.fits(x):
+        if self.peers is not None and self.peers.can_reduce(x):
             return self.peers.all_reduce(x)
         self._run_collective(self.backend.allreduce, AllreduceOptions(), [x])
         return x
@@ -103,7 +103,7 @@ class TPGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         # scalars are gathered at start only, and not worth a kernel variant
-        if self.peers is not None and self.peers.fits(x) and x.numel() > 1:
+        if self.peers is not None and self.peers.can_gather(x) and x.numel() > 1:
             return self.peers.all_gather(x)
         out = x.new_empty(self.size, *x.shape)
         gather = self.backend._allgather_base

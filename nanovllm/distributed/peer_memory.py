@@ -1,4 +1,4 @@
-"""Peer memory: all-reduce and all-gather over NVLink for tensors so small that NCCL's latency dominates.
+"""Peer memory: all-reduce and all-gather over NVLink, for tensors of which they are faster than NCCL's.
 
 Owns memory that the GPUs of one host access directly (torch's symmetric memory, without multicast), its rendezvous, and
 which tensors go through it. The kernel is in ``kernels/all_reduce.py``; it can be captured in CUDA graphs, since it
@@ -18,9 +18,9 @@ from nanovllm.distributed.pushed_sums import PushedSums, region_bytes
 
 logger = logging.getLogger(__name__)
 
-# Measured with benchmarks/all_reduce.py. Ranks -> bytes of the largest tensor that is summed faster than by NCCL, a
-# multiple of 4 * BLOCK (gathers were not measured; more than two ranks with an older kernel).
-MAX_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 256 << 10}
+# Measured with benchmarks/all_reduce.py (gathers were not). Ranks -> bytes of a launch, a multiple of 4 * BLOCK. Two
+# ranks sum more in several launches, still faster than NCCL; more ranks were slower beyond, with an older kernel.
+MAX_BYTES = {2: 16 << 20, 4: 2 << 20, 8: 256 << 10}
 BLOCK, NUM_WARPS = 256, 4  # 32-bit words and warps of a program
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -43,7 +43,7 @@ class PeerMemory:
         self._process_group._set_group_name(name)
         c10d._register_process_group(name, self._process_group)
         self._capacity, self._block, self._num_warps = MAX_BYTES[size] // 4, BLOCK, NUM_WARPS
-        sums_at = 2 * size * MAX_BYTES[size]
+        sums_at = 2 * (size - 1) * MAX_BYTES[size]
         sums_bytes = region_bytes(max_sum_bytes) if max_sum_bytes and size == 2 else 0
         memory_bytes = sums_at + sums_bytes
         self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device)
@@ -86,21 +86,28 @@ class PeerMemory:
             logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
         return peers if on_all_ranks("connected", peers is not None) else None
 
-    def fits(self, x: torch.Tensor) -> bool:
-        is_whole_words = (x.nbytes | x.data_ptr()) % 4 == 0
-        return x.dtype in DTYPES and is_whole_words and x.is_contiguous() and x.nbytes <= MAX_BYTES[self._size]
+    def can_reduce(self, x: torch.Tensor) -> bool:
+        return self._is_words(x) and (self._size == 2 or x.nbytes <= MAX_BYTES[self._size])
+
+    def can_gather(self, x: torch.Tensor) -> bool:
+        return self._is_words(x) and x.nbytes <= MAX_BYTES[self._size]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, a new tensor."""
-        return self._launch(x, torch.empty_like(x), gather=False)
+        """Sum over ranks, in place."""
+        for part in x.view(-1).split(MAX_BYTES[self._size] // x.itemsize):
+            self._launch(part, part, gather=False)
+        return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank -> [size, ...]."""
         return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Launch the largest all-reduce, for `parallel_compile`."""
-        self.all_reduce(torch.empty(MAX_BYTES[self._size] // dtype.itemsize, dtype=dtype, device=self._buffers.device))
+        """Launch an all-reduce, for `parallel_compile`."""
+        self.all_reduce(torch.empty(16, dtype=dtype, device=self._buffers.device))
+
+    def _is_words(self, x: torch.Tensor) -> bool:
+        return x.dtype in DTYPES and (x.nbytes | x.data_ptr()) % 4 == 0 and x.is_contiguous()
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         return self._push(

@@ -1,4 +1,4 @@
-"""Triton: all-reduce and all-gather of small tensors through peer memory (NVLink).
+"""Triton: all-reduce and all-gather through peer memory (NVLink).
 
 Owns the protocol between the ranks' kernels: a rank stores its words in the others' memory and polls its own, one trip
 and no signals; and `wait_for_epoch`, the wait for what another rank's copy engine has written. Does not know how the
@@ -18,7 +18,7 @@ NAN = tl.constexpr(0x7FFF7FFF)  # what is sent instead: other NaNs, one of 32 bi
 def push_kernel(
     x_ptr,  # [2 * num_words] of 16-bit floats, or [num_words] of 32-bit floats
     out_ptr,  # like x or, with GATHER, [WORLD, ...], written here
-    buffers_ptr,  # i64[WORLD], address of each rank's buffer, i32[2, WORLD, capacity]: words from each source rank
+    buffers_ptr,  # i64[WORLD], address of each rank's buffer, i32[2, WORLD - 1, capacity]: words from each other rank
     launches_ptr,  # i64[capacity / BLOCK], launches of each program so far, incremented here; bit 62: aborted
     abort_flag_ptr,  # i64[1], pinned host memory; nonzero: stop waiting
     num_words, capacity,
@@ -48,18 +48,19 @@ def push_kernel(
     pdl_wait(USE_PDL)
     x = tl.load(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + offs, mask=exists, other=0)
     launches = tl.load(launches_ptr + program) + 1
-    half = (launches & 1) * WORLD * capacity
+    half = (launches & 1) * (WORLD - 1) * capacity
     x = tl.where(x == EMPTY, NAN, x)
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            tl.store(_buffer(buffers_ptr, rank) + half + RANK * capacity + offs, x, cache_modifier=".wt")
+            target = _buffer(buffers_ptr, rank) + half + (RANK - (rank < RANK)) * capacity + offs
+            tl.store(target, x, cache_modifier=".wt")
 
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         part = x
         if rank != RANK:
-            source = _buffer(buffers_ptr, RANK) + half + rank * capacity + offs
+            source = _buffer(buffers_ptr, RANK) + half + (rank - (rank > RANK)) * capacity + offs
             part = tl.load(source, volatile=True)
             missing = _is_missing(part, launches)
             polls = 0
@@ -108,7 +109,7 @@ def _pack(low, high):
 
 
 def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=False, block=1024, num_warps=8):
-    """out = sum of x over ranks; with `gather` out [world, ...] = x of each rank.
+    """out = sum of x over ranks, may be x; with `gather` out [world, ...] = x of each rank.
 
     x has any shape, contiguous, of 16-bit or 32-bit floats, a multiple of 4 bytes. Sums are in fp32, rounded once, the
     same bits on all ranks. Gathered bits are those of x; a pair of 16 bits or 32 bits all set, a NaN, is another NaN.
@@ -116,7 +117,7 @@ def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=Fa
     Every rank has the same launches in the same order.
 
     Args:
-        buffers: i64[world] on the device, address of each rank's buffer, i32[2, world, capacity], at first all EMPTY.
+        buffers: i64[world] on the device, address of each rank's buffer, i32[2, world - 1, capacity], at first EMPTY.
         launches: i64[capacity / block], zero at first.
         abort_flag: i64[1], pinned host memory. Nonzero lets this rank's launches return with undefined
             results. Set by the host: the driver loads no kernel while another one spins on a dead rank.

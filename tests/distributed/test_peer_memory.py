@@ -1,4 +1,4 @@
-"""The all-reduce kernel between two ranks, and the store through which symmetric memory connects."""
+"""The all-reduce kernel between ranks, and the store through which symmetric memory connects."""
 
 import time
 from datetime import timedelta
@@ -13,7 +13,7 @@ from nanovllm.distributed import workers
 from nanovllm.distributed.peer_memory import RenumberedStore
 from nanovllm.distributed.workers import hidden_main_module
 
-WORLD = 2
+WORLD = 3
 
 
 def check_pushed(results, bf16_rtol=0.0):
@@ -22,7 +22,8 @@ def check_pushed(results, bf16_rtol=0.0):
         addends = torch.stack([addend(n, rank).to(dtype) for rank in range(WORLD)]).float()
         rtol = bf16_rtol if dtype == torch.bfloat16 else 0.0
         first = torch.as_tensor(ranks[0][0])
-        torch.testing.assert_close(first[:n], addends.sum(0).to(dtype).float(), rtol=rtol, atol=0.0)
+        total = sum(addends[1:], addends[0]).to(dtype).float()
+        torch.testing.assert_close(first[:n], total, rtol=rtol, atol=0.0)
         for out, gathered in ranks:
             out, gathered = torch.as_tensor(out), torch.as_tensor(gathered)
             assert out[n:].isnan().all() and gathered[-2:].isnan().all()
@@ -31,7 +32,7 @@ def check_pushed(results, bf16_rtol=0.0):
 
 
 def run_ranks(target, num_results, *memory):
-    """What each of two processes reports; ``memory``: tensors [WORLD] shared between them."""
+    """What each of WORLD processes reports; ``memory``: tensors [WORLD] shared between them."""
     context = torch.multiprocessing.get_context(workers.START_METHOD)
     pipes, processes = [], []
     for rank in range(WORLD):
@@ -54,7 +55,7 @@ def run_ranks(target, num_results, *memory):
 def test_push_between_processes():
     """Types and sizes, in both halves of the buffers."""
     pytest.importorskip("triton")
-    buffers = [torch.full((2, WORLD, PUSH_CAPACITY), -1, dtype=torch.int32).share_memory_() for _ in range(WORLD)]
+    buffers = [torch.full((2, WORLD - 1, PUSH_CAPACITY), -1, dtype=torch.int32).share_memory_() for _ in range(WORLD)]
     results = run_ranks(worker_mains.push_rank, len(list(push_cases())), buffers)
     check_pushed(results, bf16_rtol=2**-7)  # the interpreter does not round to bf16, but truncates
     for buffer in buffers:
@@ -64,13 +65,13 @@ def test_push_between_processes():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_push_waits_for_words_and_leaves_none(dtype):
-    """One rank with the other's words laid out by hand: what it stores, sums and empties, and what it waits for."""
+    """One rank with the others' words laid out by hand: what it stores, sums and empties, and what it waits for."""
     pytest.importorskip("triton")
     from nanovllm.kernels.all_reduce import push_kernel
 
     rank, block, num_words = 1, 64, 100
     n = num_words * 4 // dtype.itemsize
-    buffers = torch.full((WORLD, 2, WORLD, 2 * block), -1, dtype=torch.int32)
+    buffers = torch.full((WORLD, 2, WORLD - 1, 2 * block), -1, dtype=torch.int32)
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     launches, abort_flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     xs = [(addend(n, r) * 8).round().to(dtype) for r in range(WORLD)]  # sums are exact
@@ -85,21 +86,22 @@ def test_push_waits_for_words_and_leaves_none(dtype):
         return out
 
     for count in (1, 2, 3):
-        received = buffers[rank, count % 2, 0]
+        received = buffers[rank, count % 2]
         received[:] = 0  # also where x has no word: the others store whole blocks
-        received[:num_words] = xs[0].view(torch.int32)
-        torch.testing.assert_close(launch(), xs[0] + xs[1], rtol=0.0, atol=0.0, equal_nan=True)
+        for place, source in enumerate((0, 2)):
+            received[place, :num_words] = xs[source].view(torch.int32)
+        torch.testing.assert_close(launch(), xs[0] + xs[1] + xs[2], rtol=0.0, atol=0.0, equal_nan=True)
         assert launches.tolist() == [count, count]
-        sent = buffers[0, count % 2, rank]
-        assert (sent != -1).all() and not sent[num_words:].any()
         expected = xs[rank].clone()
         expected.view(torch.int32)[3] = 0x7FFF7FFF
-        assert torch.equal(sent[:num_words], expected.view(torch.int32))
+        for sent in (buffers[0, count % 2, 0], buffers[2, count % 2, 1]):
+            assert (sent != -1).all() and not sent[num_words:].any()
+            assert torch.equal(sent[:num_words], expected.view(torch.int32))
         assert expected.view(torch.int32).view(dtype).isnan().sum() == 4 // dtype.itemsize
         assert (buffers[rank] == -1).all()  # emptied; its own words stay in registers
 
-    buffers[rank, 0, 0] = 0
-    buffers[rank, 0, 0, num_words] = -1  # one has not come, of the second program
+    buffers[rank, 0] = 0
+    buffers[rank, 0, 1, num_words] = -1  # one has not come, of the second program
     abort_flag.fill_(1)
     launch()
     assert launches.tolist() == [4, 4 | 1 << 62]  # only the program of that word was aborted
@@ -110,7 +112,7 @@ def test_push_waits_for_words_and_leaves_none(dtype):
 
 
 def run_on_streams(launch, num_cases, reset):
-    """Each case of ``launch(rank, case)`` on two ranks of one GPU, a stream each, which it returns."""
+    """Each case of ``launch(rank, case)`` on the ranks, on one GPU, a stream each, which it returns."""
     streams = [torch.cuda.Stream() for _ in range(WORLD)]
     for i in range(num_cases):  # the driver loads no kernel while another one runs: load all of them first
         for rank in range(WORLD):
@@ -139,10 +141,11 @@ def check_release(launch, stream, abort_flag):
 
 @pytest.mark.gpu
 def test_push_between_streams():
-    """Two ranks on one GPU; then one whose peer never launches, released by its abort flag."""
+    """Ranks on one GPU; then one whose peer never launches, released by its abort flag."""
     from nanovllm.kernels.all_reduce import push
 
-    buffers = [torch.full((2, WORLD, PUSH_CAPACITY), -1, dtype=torch.int32, device="cuda") for _ in range(WORLD)]
+    shape = 2, WORLD - 1, PUSH_CAPACITY
+    buffers = [torch.full(shape, -1, dtype=torch.int32, device="cuda") for _ in range(WORLD)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device="cuda")
     launches = [torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64, device="cuda") for _ in range(WORLD)]
     cases = list(push_cases())
