@@ -1,6 +1,7 @@
 """Collectives between ranks on the CPU, as threads of one process. The engine's tests run them on GPUs."""
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -47,3 +48,40 @@ def test_a_single_rank_keeps_its_tensor():
 
 def test_the_default_process_group_is_left_to_the_user(groups):
     assert not dist.is_initialized()
+
+
+class Backend:
+    """Counts its collectives."""
+
+    calls = 0
+
+    def allreduce(self, tensors, options):
+        self.calls += 1
+
+
+def test_collectives_wait_for_the_communicator():
+    x, backend, communicator = torch.ones(3), Backend(), Future()
+    tp = TPGroup(0, 2, backend, communicator=communicator)
+    assert TPGroup(0, 2, backend, communicator=communicator, is_compiling=lambda: True).all_reduce(x) is x
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(tp.all_reduce, x)
+        time.sleep(0.05)
+        assert backend.calls == 0 and not pending.done()
+        communicator.set_result(None)
+        assert pending.result(10) is x and backend.calls == 1
+
+
+def test_join_polls_as_it_is_told_and_raises_what_connecting_raised():
+    communicator, conditions = Future(), []
+    tp = TPGroup(0, 2, Backend(), communicator=communicator)
+
+    def wait_until(condition):
+        conditions.append(condition())
+        communicator.set_exception(RuntimeError("no route"))
+        conditions.append(condition())
+
+    with pytest.raises(RuntimeError, match="no route"):
+        tp.join(wait_until)
+    assert conditions == [False, True]
+    SINGLE_RANK.join(wait_until)
+    assert len(conditions) == 2  # nothing to wait for
