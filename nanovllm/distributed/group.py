@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,7 +39,7 @@ class TPGroup:
     @classmethod
     def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float,
                 max_sum_bytes: int = 0) -> "TPGroup":
-        """Rendezvous in an empty directory, which all ranks share until their communicators are done.
+        """Rendezvous in an empty directory, which all ranks share until they have joined.
 
         A CUDA device must be torch's current device. ``timeout_s`` also limits each collective on the CPU.
         ``max_sum_bytes``: of the largest sum beside other work (``PushedSums``), on two GPUs.
@@ -63,6 +63,8 @@ class TPGroup:
             finally:
                 for name in disabled:
                     del os.environ[name]
+            # It would be set up, and never used. Set here: NCCL reads variables on its thread.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             communicator: Future[None] = Future()
 
             def create_communicator() -> None:
@@ -83,11 +85,19 @@ class TPGroup:
         return cls(rank, size, dist.ProcessGroupGloo(store("gloo"), rank, size, options))
 
     def join(self, wait_until: Callable[[Callable[[], bool]], None] | None = None) -> None:
-        """Wait for the communicator; by ``wait_until(condition)``, if it is given."""
+        """Wait for all ranks: a barrier, behind which nobody needs the directory any more.
+
+        For the communicator before it by ``wait_until(condition)``, if that is given.
+        """
+        if self.size == 1:
+            return
+        device = "cpu"
         if self.communicator is not None:
             if wait_until is not None:
                 wait_until(self.communicator.done)
             self.communicator.result()
+            device = "cuda"
+        self.all_gather(torch.zeros(1, device=device)).sum().item()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns x."""
@@ -114,7 +124,8 @@ class TPGroup:
         """Run on the current stream: a stream of NCCL's own would cost two event waits."""
         if self.is_compiling():  # nothing else runs either
             return
-        self.join()
+        if self.communicator is not None:
+            self.communicator.result()
         options.asyncOp = False
         work = collective(*tensors, options)
         if work is not None:
@@ -144,6 +155,8 @@ class TPGroup:
             waiting.start()
             waiting.join(1.5)
         if isinstance(self.backend, NCCL):
+            if self.communicator is not None:
+                wait([self.communicator], 1.0)  # one that is not there yet would not be aborted
             self.backend.abort()
 
     def close(self) -> None:

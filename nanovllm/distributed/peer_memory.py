@@ -6,7 +6,6 @@ counts launches on the device. Part of the memory is for large sums beside other
 """
 
 import logging
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +35,6 @@ class PeerMemory:
                  max_sum_bytes: int = 0):
         from nanovllm.kernels.all_reduce import push
 
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # it would be set up, and never used
         self._push, self._name, self._rank, self._size = push, name, rank, size
         self._store = store = RenumberedStore(store)
         self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
@@ -83,7 +81,7 @@ class PeerMemory:
         try:
             peers = cls(store, rank, size, device, name, max_sum_bytes)
         except (RuntimeError, ImportError, AttributeError) as error:
-            logger.warning("small exchanges go through NCCL, peer memory is not available: %s", error)
+            logger.warning("all exchanges go through NCCL, peer memory is not available: %s", error)
         return peers if on_all_ranks("connected", peers is not None) else None
 
     def can_reduce(self, x: torch.Tensor) -> bool:
@@ -104,7 +102,7 @@ class PeerMemory:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Launch an all-reduce, for `parallel_compile`."""
-        self.all_reduce(torch.empty(16, dtype=dtype, device=self._buffers.device))
+        self.all_reduce(torch.empty(64, dtype=dtype, device=self._buffers.device))
 
     def _is_words(self, x: torch.Tensor) -> bool:
         return x.dtype in DTYPES and (x.nbytes | x.data_ptr()) % 4 == 0 and x.is_contiguous()

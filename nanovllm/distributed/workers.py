@@ -9,7 +9,7 @@ Rank 0 is the user's process::
 
 The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
 tensor-parallel group, so that pending collectives of rank 0 return, and rank 0 raises ``WorkerError``. Nothing is left
-behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory is removed once all are ready.
+behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory is removed once all ranks met.
 torch is imported inside functions only: a worker's heartbeat starts before it imports torch.
 """
 
@@ -98,8 +98,6 @@ class Workers:
     def wait_for_state(self, state: str) -> None:
         """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
         self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
-        if state == "ready":  # all have met
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def wait_for_answers(self, number: int) -> list[tuple]:
         """Wait until every worker has reported a tuple (number, ...) of this number; returns the tuples."""
@@ -129,6 +127,12 @@ class Workers:
         self.wait_until(connected.done)
         self.tp = tp = connected.result()
         return tp
+
+    def join_group(self) -> None:
+        """Wait until all ranks are connected."""
+        assert self.tp is not None
+        self.tp.join(self.wait_until)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -35,6 +35,9 @@ def push_kernel(
     stores words of a program's launch n + 2 after its launch n + 1, which received words of n + 1 from every rank, sent
     after that rank's launch n (griddepcontrol.wait), which has emptied what n + 2 will fill.
 
+    More programs than a device holds at once need that it starts them in the order of their numbers, as all NVIDIA GPUs
+    do: then the least program that waits anywhere has been sent its words, or soon is.
+
     A program pushes all its words even where x has fewer. It has at least THREADS: if threads held copies of a word,
     each loaded for itself, some might find it emptied by others.
     """
@@ -165,7 +168,7 @@ def wait_for_epoch(flag, epoch, aborted, abort_flag):
         flag: i64[1] on this device.
         epoch: a small positive integer.
         aborted: i64[1] on this device, zero at first; shared by all waits.
-        abort_flag: as in `one_shot`.
+        abort_flag: as in `push`.
     """
     launch(
         wait_kernel, (1,), flag, aborted, abort_flag, epoch,

@@ -169,7 +169,7 @@ class ModelRunner:
                     compile_kernels(self, WARMUP_FEATURES)
                 begin()
                 self.load_model()  # while the kernels compile
-            tp.join(**waiting)
+            tp.join() if workers is None else workers.join_group()
             reserved_bytes = self.warmup_model()
             calibrate(self)
             self.allocate_kv_cache(reserved_bytes)

@@ -1,16 +1,17 @@
 """The all-reduce kernel between ranks, and the store through which symmetric memory connects."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import worker_mains
-from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, addend, push_cases
+from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, SUM_LENGTHS, addend, peer_memory_of, push_cases
 
-from nanovllm.distributed import workers
-from nanovllm.distributed.peer_memory import RenumberedStore
+from nanovllm.distributed import peer_memory, workers
+from nanovllm.distributed.peer_memory import PeerMemory, RenumberedStore
 from nanovllm.distributed.workers import hidden_main_module
 
 WORLD = 3
@@ -31,13 +32,13 @@ def check_pushed(results, bf16_rtol=0.0):
             assert torch.equal(gathered[:-2].view(-1, n), addends)
 
 
-def run_ranks(target, num_results, *memory):
-    """What each of WORLD processes reports; ``memory``: tensors [WORLD] shared between them."""
+def run_ranks(target, num_results, memory, world=2):
+    """What each of ``world`` processes reports; ``memory``: what they share."""
     context = torch.multiprocessing.get_context(workers.START_METHOD)
     pipes, processes = [], []
-    for rank in range(WORLD):
+    for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=target, args=(rank, *memory, theirs), daemon=True))
+        processes.append(context.Process(target=target, args=(rank, memory, theirs), daemon=True))
         pipes.append(ours)
         with hidden_main_module():
             processes[-1].start()
@@ -56,7 +57,7 @@ def test_push_between_processes():
     """Types and sizes, in both halves of the buffers."""
     pytest.importorskip("triton")
     buffers = [torch.full((2, WORLD - 1, PUSH_CAPACITY), -1, dtype=torch.int32).share_memory_() for _ in range(WORLD)]
-    results = run_ranks(worker_mains.push_rank, len(list(push_cases())), buffers)
+    results = run_ranks(worker_mains.push_rank, len(list(push_cases())), buffers, WORLD)
     check_pushed(results, bf16_rtol=2**-7)  # the interpreter does not round to bf16, but truncates
     for buffer in buffers:
         assert (buffer == -1).all()  # as it was
@@ -109,6 +110,54 @@ def test_push_waits_for_words_and_leaves_none(dtype):
     launches |= 1 << 62  # aborted before: no wait, although nothing has come, and the flag is not read
     launch()
     assert launches.tolist() == [5 | 1 << 62] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_two_ranks_sum_tensors_of_any_length_in_place():
+    pytest.importorskip("triton")
+    buffers = [torch.full((2, 1, PUSH_CAPACITY), -1, dtype=torch.int32).share_memory_() for _ in range(2)]
+    for n, *ranks in zip(SUM_LENGTHS, *run_ranks(worker_mains.sum_rank, len(SUM_LENGTHS), buffers), strict=True):
+        addends = torch.stack([addend(n, rank) for rank in range(2)])
+        for total, gathered in ranks:
+            assert torch.equal(torch.as_tensor(total), addends[0] + addends[1])
+            assert gathered is None if n > PUSH_CAPACITY else torch.equal(torch.as_tensor(gathered), addends)
+
+
+def test_what_goes_through_peer_memory(monkeypatch):
+    """The rest is NCCL's: other types, halves of words, and with more than two ranks what is longer than a launch."""
+    pytest.importorskip("triton")
+    for size in (2, 4):
+        monkeypatch.setitem(peer_memory.MAX_BYTES, size, 4 * PUSH_CAPACITY)
+        buffers = [torch.full((2, size - 1, PUSH_CAPACITY), -1, dtype=torch.int32) for _ in range(size)]
+        memory = peer_memory_of(buffers, 0)
+        fits, longer = torch.zeros(PUSH_CAPACITY), torch.zeros(PUSH_CAPACITY + 1)
+        assert memory.can_reduce(fits) and memory.can_gather(fits)
+        assert memory.can_reduce(longer) == (size == 2) and not memory.can_gather(longer)
+        halves = torch.zeros(7, dtype=torch.bfloat16)
+        for x in (fits.int(), fits.view(2, -1).t(), halves, halves[1:]):
+            assert not memory.can_reduce(x) and not memory.can_gather(x)
+        assert memory.can_reduce(halves[:6])
+
+
+@pytest.mark.parametrize(
+    ("size", "failing", "expected"), [(2, None, True), (2, 1, False), (3, None, False), (4, 2, False), (8, None, True)]
+)
+def test_all_ranks_have_peer_memory_or_none(size, failing, expected, tmp_path, monkeypatch):
+    """Three ranks have no figures; a rank that cannot connect would leave the others waiting."""
+
+    class Connected(PeerMemory):
+        def __init__(self, store, rank, *_):
+            if rank == failing:
+                raise RuntimeError("no peer access")
+
+    def connect(rank):
+        store = dist.FileStore(str(tmp_path / "store"), size)
+        store.set_timeout(timedelta(seconds=20))
+        return Connected.connect(store, rank, size, torch.device("cuda", rank), "group")
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    with ThreadPoolExecutor(size) as pool:
+        assert [memory is not None for memory in pool.map(connect, range(size))] == [expected] * size
 
 
 def run_on_streams(launch, num_cases, reset):

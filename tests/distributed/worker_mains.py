@@ -78,6 +78,39 @@ def push_rank(rank, buffers, pipe):
         pipe.send((out.float().numpy(), gathered.float().numpy()))
 
 
+SUM_LENGTHS = 5000, PUSH_CAPACITY, 3, PUSH_CAPACITY + 1  # of fp32
+
+
+def peer_memory_of(buffers, rank):
+    """A PeerMemory over given buffers [2, ranks - 1, PUSH_CAPACITY]."""
+    import torch
+
+    from nanovllm.distributed import peer_memory
+    from nanovllm.kernels.all_reduce import push
+
+    size = len(buffers)
+    memory = object.__new__(peer_memory.PeerMemory)
+    memory._push, memory._rank, memory._size, memory._capacity = push, rank, size, PUSH_CAPACITY
+    memory._block, memory._num_warps = PUSH_BLOCK, 4
+    memory._buffers = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    memory._launches = torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64)
+    memory._abort_flag = torch.zeros(1, dtype=torch.int64)
+    return memory
+
+
+def sum_rank(rank, buffers, pipe):
+    """One rank of sums of any length through shared memory, in Triton's interpreter; gathers of what fits a launch."""
+    from nanovllm.distributed import peer_memory
+
+    peer_memory.MAX_BYTES[2] = 4 * PUSH_CAPACITY
+    memory = peer_memory_of(buffers, rank)
+    for n in SUM_LENGTHS:
+        x = addend(n, rank)
+        gathered = memory.all_gather(x).numpy() if memory.can_gather(x) else None
+        assert memory.can_reduce(x) and memory.all_reduce(x) is x
+        pipe.send((x.numpy(), gathered))
+
+
 NUM_SUMS, SUM_CHANNELS = 90, 16
 SUM_BYTES = 4 * SUM_CHANNELS * 12
 
