@@ -32,8 +32,9 @@ class TPGroup:
     size: int = 1
     backend: Any = field(default=None, repr=False, compare=False)  # ProcessGroupNCCL or ProcessGroupGloo
     peers: PeerMemory | None = field(default=None, repr=False, compare=False)
-    # Done once NCCL's ranks are connected, half a second after ``connect``; before, kernels may be compiled.
+    # Done once NCCL's ranks are connected, half a second after ``connect``
     communicator: "Future[None] | None" = field(default=None, repr=False, compare=False)
+    # whether launches only compile their kernels; then collectives do nothing
     is_compiling: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
 
     @classmethod

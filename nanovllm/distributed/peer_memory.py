@@ -40,8 +40,8 @@ class PeerMemory:
         self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
         self._process_group._set_group_name(name)
         c10d._register_process_group(name, self._process_group)
-        self._capacity, self._block, self._num_warps = MAX_BYTES[size] // 4, BLOCK, NUM_WARPS
-        sums_at = 2 * (size - 1) * MAX_BYTES[size]
+        self._max_bytes, self._block, self._num_warps = MAX_BYTES[size], BLOCK, NUM_WARPS
+        sums_at = 2 * (size - 1) * self._max_bytes
         sums_bytes = region_bytes(max_sum_bytes) if max_sum_bytes and size == 2 else 0
         memory_bytes = sums_at + sums_bytes
         self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device)
@@ -57,7 +57,7 @@ class PeerMemory:
             self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
         self._abort_flag = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._buffers = torch.tensor(self._handle.buffer_ptrs).to(device)
-        self._launches = torch.zeros(self._capacity // self._block, dtype=torch.int64, device=device)
+        self._launches = torch.zeros(self._max_bytes // (4 * self._block), dtype=torch.int64, device=device)
         self.sums: PushedSums | None = None
         if sums_bytes:
             peers = self._handle.get_buffer(1 - rank, (sums_bytes,), torch.uint8, sums_at)
@@ -85,14 +85,14 @@ class PeerMemory:
         return peers if on_all_ranks("connected", peers is not None) else None
 
     def can_reduce(self, x: torch.Tensor) -> bool:
-        return self._is_words(x) and (self._size == 2 or x.nbytes <= MAX_BYTES[self._size])
+        return self._is_words(x) and (self._size == 2 or x.nbytes <= self._max_bytes)
 
     def can_gather(self, x: torch.Tensor) -> bool:
-        return self._is_words(x) and x.nbytes <= MAX_BYTES[self._size]
+        return self._is_words(x) and x.nbytes <= self._max_bytes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
-        for part in x.view(-1).split(MAX_BYTES[self._size] // x.itemsize):
+        for part in x.view(-1).split(self._max_bytes // x.itemsize):
             self._launch(part, part, gather=False)
         return x
 
@@ -100,16 +100,12 @@ class PeerMemory:
         """[...] of every rank -> [size, ...]."""
         return self._launch(x, x.new_empty(self._size, *x.shape), gather=True)
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Launch an all-reduce, for `parallel_compile`."""
-        self.all_reduce(torch.empty(64, dtype=dtype, device=self._buffers.device))
-
     def _is_words(self, x: torch.Tensor) -> bool:
         return x.dtype in DTYPES and (x.nbytes | x.data_ptr()) % 4 == 0 and x.is_contiguous()
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, gather: bool) -> torch.Tensor:
         return self._push(
-            x, out, self._buffers, self._launches, self._abort_flag, self._capacity, self._rank, self._size,
+            x, out, self._buffers, self._launches, self._abort_flag, self._max_bytes // 4, self._rank, self._size,
             gather=gather, block=self._block, num_warps=self._num_warps,
         )  # fmt: skip
 

@@ -111,7 +111,7 @@ def _pack(low, high):
     return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=False, block=1024, num_warps=8):
+def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=False, block=256, num_warps=4):
     """out = sum of x over ranks, may be x; with `gather` out [world, ...] = x of each rank.
 
     x has any shape, contiguous, of 16-bit or 32-bit floats, a multiple of 4 bytes. Sums are in fp32, rounded once, the

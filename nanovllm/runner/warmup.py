@@ -29,8 +29,6 @@ def compile_kernels(runner: "ModelRunner", warmup_features: int) -> None:
     runner.model = runner.make_model(config.model_config.one_layer_of_each_kind())
     runner.warmup_model()
     runner.kv_cache = allocate_kv_cache(runner.model, 1, runner.block_size, runner.kv_dtype, runner.device)
-    if runner.tp.peers is not None:
-        runner.tp.peers.warm_up(runner.dtype)
     calibrate(runner)
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
     for size in runner.decode_sizes:

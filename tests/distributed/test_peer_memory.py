@@ -1,4 +1,4 @@
-"""The all-reduce kernel between ranks, and the store through which symmetric memory connects."""
+"""The all-reduce kernel between ranks, what goes through peer memory, and how the ranks agree and connect."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import worker_mains
 from worker_mains import PUSH_BLOCK, PUSH_CAPACITY, SUM_LENGTHS, addend, peer_memory_of, push_cases
 
-from nanovllm.distributed import peer_memory, workers
+from nanovllm.distributed import workers
 from nanovllm.distributed.peer_memory import PeerMemory, RenumberedStore
 from nanovllm.distributed.workers import hidden_main_module
 
@@ -123,11 +123,10 @@ def test_two_ranks_sum_tensors_of_any_length_in_place():
             assert gathered is None if n > PUSH_CAPACITY else torch.equal(torch.as_tensor(gathered), addends)
 
 
-def test_what_goes_through_peer_memory(monkeypatch):
+def test_what_goes_through_peer_memory():
     """The rest is NCCL's: other types, halves of words, and with more than two ranks what is longer than a launch."""
     pytest.importorskip("triton")
     for size in (2, 4):
-        monkeypatch.setitem(peer_memory.MAX_BYTES, size, 4 * PUSH_CAPACITY)
         buffers = [torch.full((2, size - 1, PUSH_CAPACITY), -1, dtype=torch.int32) for _ in range(size)]
         memory = peer_memory_of(buffers, 0)
         fits, longer = torch.zeros(PUSH_CAPACITY), torch.zeros(PUSH_CAPACITY + 1)

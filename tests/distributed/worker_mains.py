@@ -85,12 +85,11 @@ def peer_memory_of(buffers, rank):
     """A PeerMemory over given buffers [2, ranks - 1, PUSH_CAPACITY]."""
     import torch
 
-    from nanovllm.distributed import peer_memory
+    from nanovllm.distributed.peer_memory import PeerMemory
     from nanovllm.kernels.all_reduce import push
 
-    size = len(buffers)
-    memory = object.__new__(peer_memory.PeerMemory)
-    memory._push, memory._rank, memory._size, memory._capacity = push, rank, size, PUSH_CAPACITY
+    memory = object.__new__(PeerMemory)
+    memory._push, memory._rank, memory._size, memory._max_bytes = push, rank, len(buffers), 4 * PUSH_CAPACITY
     memory._block, memory._num_warps = PUSH_BLOCK, 4
     memory._buffers = torch.tensor([buffer.data_ptr() for buffer in buffers])
     memory._launches = torch.zeros(PUSH_CAPACITY // PUSH_BLOCK, dtype=torch.int64)
@@ -100,9 +99,6 @@ def peer_memory_of(buffers, rank):
 
 def sum_rank(rank, buffers, pipe):
     """One rank of sums of any length through shared memory, in Triton's interpreter; gathers of what fits a launch."""
-    from nanovllm.distributed import peer_memory
-
-    peer_memory.MAX_BYTES[2] = 4 * PUSH_CAPACITY
     memory = peer_memory_of(buffers, rank)
     for n in SUM_LENGTHS:
         x = addend(n, rank)
