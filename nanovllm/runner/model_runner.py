@@ -140,7 +140,9 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
-        self.prefill_sizes = PrefillSizes.of(config, self.backend) if self.use_graphs else PrefillSizes()
+        self.prefill_sizes = PrefillSizes()
+        if self.use_graphs:
+            self.prefill_sizes = PrefillSizes.of(config, self.backend, has_peers=tp.peers is not None)
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
         # the guided step that waits for its masks
@@ -360,8 +362,7 @@ class ModelRunner:
         if header.kind != StepKind.PREFILL:
             assert self.graphs is not None
             self.prefill_inputs.write(step)
-            every = self.graphs.replay(header.kind, header.num_tokens)
-            hidden = every[logits_indices] if header.kind == StepKind.SHORT_PREFILL else every[: header.num_logits]
+            hidden = self.graphs.replay(header.kind, header.num_tokens)[logits_indices]
         elif header.num_targets:
             every = self.model(*self.packed_prefill_inputs(header, step, None))
             hidden = every[logits_indices]

@@ -4,7 +4,10 @@ The host takes half a millisecond to launch a layer's kernels one by one. Where 
 prefill is padded to a captured size. Two kinds:
 
     SHORT_PREFILL   up to 256 tokens. Each is a sequence of one query token, as in decode.
-    PADDED_PREFILL  more tokens, of sequences that are short enough. They stay packed; empty sequences fill them up.
+    PADDED_PREFILL  more tokens. They stay packed; empty sequences fill them up, and long ones are cut into several.
+
+Each layer stores all keys and values of a launch before it attends, so a token's context is complete wherever its
+sequence is cut.
 """
 
 from typing import NamedTuple
@@ -20,9 +23,11 @@ from nanovllm.runner.step import StepHeader, StepInput, StepKind
 SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
 PADDED_SIZES = (512, 1024, 2048, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
+# Likewise. Attention alone takes as long as the host: larger tiles, which graphs of short sequences lack, are faster.
+MAX_PADDED_CONTEXTS = 1 << 24
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
 MAX_PADDED_SEQLEN = 512
-# Tokens times weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
+# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
 MAX_LAYER_WORK = 1 << 37
 
 
@@ -40,16 +45,18 @@ class PrefillSizes(NamedTuple):
     padding_req_idx: int = 0
 
     @classmethod
-    def of(cls, config: Config, backend: AttentionBackend) -> "PrefillSizes":
+    def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False) -> "PrefillSizes":
+        """``has_peers``: sums over ranks, if there are several, go through peer memory; NCCL's are not captured."""
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
-        work = layer_weights(config)
+        work = layer_weights(config) // config.tensor_parallel_size
         num_seqs = min(-(-config.max_num_seqs // 4) * 4, 256)  # the attention kernel for Hopper takes 256 a launch
         short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
         padded = tuple(
             (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= MAX_LAYER_WORK
         )
-        is_tried = config.tensor_parallel_size == 1  # with collectives in the graphs of prefills not yet
-        return cls(short, padded if backend.captures_prefill and is_tried else (), config.max_num_seqs)
+        # Of more than two ranks, sums of so many tokens do not all go through peer memory.
+        captures_sums = config.tensor_parallel_size == 1 or (config.tensor_parallel_size == 2 and has_peers)
+        return cls(short, padded if backend.captures_prefill and captures_sums else (), config.max_num_seqs)
 
     @property
     def largest(self) -> int:
@@ -59,12 +66,15 @@ class PrefillSizes(NamedTuple):
     def fit(self, header: StepHeader, step: StepInput) -> tuple[StepHeader, StepInput]:
         """A prefill padded to a captured size; as it is, if there is none for it."""
         short = next((size for size in self.short if size >= header.num_tokens), None)
-        if short is not None and int(step.positions.sum()) <= MAX_SHORT_CONTEXTS:
+        contexts = int(step.positions.sum())
+        if short is not None and contexts <= MAX_SHORT_CONTEXTS:
             return as_short_prefill(header, step, short, self.padding_req_idx)
-        if header.max_seqlen_q <= MAX_PADDED_SEQLEN and not header.num_targets:  # targets need all hidden states
-            for size, num_seqs in self.padded:
-                if size >= header.num_tokens and num_seqs >= header.num_seqs:
-                    return as_padded_prefill(header, step, size, num_seqs, self.padding_req_idx)
+        if header.num_targets or contexts > MAX_PADDED_CONTEXTS:  # targets need all hidden states
+            return header, step
+        num_parts = int(num_parts_of(step.cu_seqlens_q).sum())
+        for size, num_seqs in self.padded:
+            if size >= header.num_tokens and num_seqs >= num_parts:
+                return as_padded_prefill(header, step, size, num_seqs, self.padding_req_idx)
         return header, step
 
 
@@ -83,10 +93,7 @@ def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
 
 def as_short_prefill(header: StepHeader, step: StepInput, size: int,
                      padding_req_idx: int) -> tuple[StepHeader, StepInput]:
-    """The same prefill with each token as a sequence of its own, padded to ``size`` of them.
-
-    Every layer stores all keys and values of a launch before it attends, so a token's context is complete.
-    """
+    """The same prefill with each token as a sequence of its own, padded to ``size`` of them."""
     header = header._replace(kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
     step = step._replace(
         input_ids=pad(step.input_ids, size),
@@ -100,19 +107,33 @@ def as_short_prefill(header: StepHeader, step: StepInput, size: int,
     return header, step
 
 
+def num_parts_of(cu_seqlens_q: np.ndarray) -> np.ndarray:
+    """Into how many parts of at most MAX_PADDED_SEQLEN query tokens each sequence is cut."""
+    return -(-np.diff(cu_seqlens_q) // MAX_PADDED_SEQLEN)
+
+
 def as_padded_prefill(header: StepHeader, step: StepInput, size: int, num_seqs: int,
                       padding_req_idx: int) -> tuple[StepHeader, StepInput]:
     """The same prefill with ``size`` tokens, the last of no sequence, and ``num_seqs`` sequences, the last without a
-    token."""
-    header = header._replace(kind=StepKind.PADDED_PREFILL, num_tokens=size, num_seqs=num_seqs)
+    token. The parts of a long sequence are sequences of one request slot."""
+    starts, ends, num_parts = step.cu_seqlens_q[:-1], step.cu_seqlens_q[1:], num_parts_of(step.cu_seqlens_q)
+    stops = np.cumsum(num_parts)  # of each sequence's parts
+    seq = np.repeat(np.arange(len(starts)), num_parts)  # of each part
+    nth = np.arange(1, len(seq) + 1) - (stops - num_parts)[seq]
+    part_ends = np.minimum(starts[seq] + nth * MAX_PADDED_SEQLEN, ends[seq])
+    header = header._replace(
+        kind=StepKind.PADDED_PREFILL, num_tokens=size, num_seqs=num_seqs,
+        max_seqlen_q=min(header.max_seqlen_q, MAX_PADDED_SEQLEN),
+    )  # fmt: skip
     step = step._replace(
         input_ids=pad(step.input_ids, size),
         positions=pad(step.positions, size),
         slot_mapping=pad(step.slot_mapping, size, -1),
-        req_indices=pad(step.req_indices, num_seqs, padding_req_idx),
-        context_lens=pad(step.context_lens, num_seqs),
-        cu_seqlens_q=pad(step.cu_seqlens_q, num_seqs + 1, step.cu_seqlens_q[-1]),
+        req_indices=pad(step.req_indices[seq], num_seqs, padding_req_idx),
+        context_lens=pad(step.context_lens[seq] - (ends[seq] - part_ends), num_seqs),
+        cu_seqlens_q=pad(np.append(0, part_ends), num_seqs + 1, step.cu_seqlens_q[-1]),
         cu_seqlens_k=(),
+        logits_indices=stops[: header.num_logits] - 1,
     )
     return header, step
 

@@ -12,7 +12,7 @@ import torch
 from nanovllm.engine.scheduler import PrefillBatch
 from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
-from nanovllm.runner import prefix_groups
+from nanovllm.runner import prefill_graphs, prefix_groups
 from nanovllm.runner.model_runner import StepHandle, StepOutput
 from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.prepare import prepare
@@ -237,22 +237,34 @@ class FakeDevice:
         return self._outputs(header, step, owners, states)
 
     def _padded(self, header, step):
-        """What fills up a prefill is checked, and cut off."""
+        """What fills up a prefill is checked, and cut off; the parts of a sequence are joined."""
         self.seen.add("padded prefill")
-        num_tokens, num_seqs = self.batch.num_tokens, len(self.batch.seqs)
+        batch, num_tokens = self.batch, self.batch.num_tokens
         assert (header.num_tokens, header.num_seqs) in self.sizes.padded and header.num_targets == 0
-        assert (step.slot_mapping[num_tokens:] == -1).all() and (step.context_lens[num_seqs:] == 0).all()
-        assert (step.req_indices[num_seqs:] == self.request_state.padding_req_idx).all()
-        assert (step.cu_seqlens_q[num_seqs:] == num_tokens).all()
-        # the graph takes the last token of every sequence: the first are the ones that are sampled
-        assert (step.logits_indices == step.cu_seqlens_q[1 : header.num_logits + 1] - 1).all()
+        lengths = [stop - start for start, stop in zip(batch.starts, batch.stops, strict=True)]
+        parts = [-(-length // prefill_graphs.MAX_PADDED_SEQLEN) for length in lengths]
+        self.seen |= {"cut"} if max(parts) > 1 else set()
+        last = np.cumsum(parts) - 1  # of each sequence
+        num_parts = sum(parts)
+        assert (step.slot_mapping[num_tokens:] == -1).all() and (step.context_lens[num_parts:] == 0).all()
+        assert (step.req_indices[num_parts:] == self.request_state.padding_req_idx).all()
+        assert (step.cu_seqlens_q[num_parts:] == num_tokens).all()
+        part_lengths = step.cu_seqlens_q.diff()[:num_parts]
+        assert (part_lengths > 0).all() and (part_lengths <= header.max_seqlen_q).all()
+        offsets = np.repeat(batch.starts - np.cumsum([0, *lengths[:-1]]), parts)  # position less packed token
+        assert (step.context_lens[:num_parts].numpy() == step.cu_seqlens_q[1 : num_parts + 1].numpy() + offsets).all()
+        assert (step.req_indices[:num_parts].numpy() == np.repeat([seq.req_idx for seq in batch.seqs], parts)).all()
+        # the graph takes the last token of every sequence
+        assert (step.logits_indices.numpy() == last[: header.num_logits]).all()
         tokens = {name: getattr(step, name)[:num_tokens] for name in ("input_ids", "positions", "slot_mapping")}
-        lens = step.context_lens[:num_seqs]
+        lens, ends = step.context_lens[last], step.cu_seqlens_q[1:][last]
         step = step._replace(
-            **tokens, req_indices=step.req_indices[:num_seqs], context_lens=lens,
-            cu_seqlens_q=step.cu_seqlens_q[: num_seqs + 1], cu_seqlens_k=torch.cat([lens[:1] * 0, lens]).cumsum(0),
+            **tokens, req_indices=step.req_indices[last], context_lens=lens,
+            cu_seqlens_q=torch.cat([ends[:1] * 0, ends]), cu_seqlens_k=torch.cat([lens[:1] * 0, lens]).cumsum(0),
+            logits_indices=ends[: header.num_logits] - 1,
         )  # fmt: skip
-        return self._prefill(header._replace(num_tokens=num_tokens, num_seqs=num_seqs), step)
+        header = header._replace(num_tokens=num_tokens, num_seqs=len(batch.seqs), max_seqlen_q=max(lengths))
+        return self._prefill(header, step)
 
     def _short(self, header, step):
         """Each token as a single-query sequence: first all are stored, then all attend."""

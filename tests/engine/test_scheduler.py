@@ -32,13 +32,14 @@ from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker
-from nanovllm.runner import prefix_groups
+from nanovllm.runner import prefill_graphs, prefix_groups
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_groups():
-    """Two sequences and a block make a group of a decode batch."""
+def small_limits():
+    """Two sequences and a block make a group of a decode batch; four tokens are cut in a padded prefill."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 3)
         for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)):
             patch.setattr(prefix_groups, name, value)
         yield
@@ -444,7 +445,7 @@ def happen(harness, arrival):
 
 THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
-    "short prefill", "padded prefill", "at max_model_len", "stop", "length", "fork", "block copy",
+    "short prefill", "padded prefill", "cut", "at max_model_len", "stop", "length", "fork", "block copy",
     "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks", "group",
     *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip

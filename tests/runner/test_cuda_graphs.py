@@ -88,11 +88,11 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
         [prefix, prompt_of(49, seed=1)],
         [[*prefix[:40], 7, 8, 9], prompt_of(17, seed=2)],  # behind cached blocks of 16
         [prompt_of(n, seed=n) for n in (40, 35, 33, 48, 50, 20, 30)],  # in chunks
-        [prompt_of(60, seed=3)],  # longer than the graphs' sequences
+        [prompt_of(60, seed=3), prompt_of(10, seed=9)],  # longer than the graphs' sequences: cut
     ):
         assert generate(llm, prompts, greedy(3)) == [reference(prompt, 3) for prompt in prompts]
     sizes = [(header.num_tokens, header.num_seqs) for header in padded(headers)]
-    assert sizes == [(32, 4), (64, 8), (128, 8), (32, 4), (128, 8), (128, 8), (64, 8)]
+    assert sizes == [(32, 4), (64, 8), (128, 8), (32, 4), (128, 8), (128, 8), (64, 8), (128, 8)]
     headers.clear()
     # they outgrow the KV cache, are preempted, and recomputed
     prompts = [prompt_of(30 + n, seed=n) for n in range(6)]
@@ -135,3 +135,25 @@ def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
     # Products of another size round otherwise: some ties fall the other way, and what follows with them.
     assert sum(a[0] == b[0] for a, b in zip(tokens, expected, strict=True)) > 0.95 * 400
     assert sum(a == b for a, b in zip(tokens, expected, strict=True)) > 0.5 * 400
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.multigpu)])
+def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
+    """Cut into sequences of at most 512 query tokens, alone and behind a cached prefix; with the sums of two ranks."""
+    options = {"model": make_checkpoint(head_dim=128), "device": "cuda", "dtype": "bfloat16", "max_model_len": 4096,
+               "tensor_parallel_size": num_ranks, "max_num_batched_tokens": 4096, "kvcache_block_size": 256}  # fmt: skip
+    prompts = [prompt_of(n, seed=n) for n in (300, 513, 1000, 2100, 3000)]
+    prompts.append([*prompts[4][:1024], *prompt_of(1500, seed=7)])
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0)
+    results, sizes = [], [512, 1024, 1024, 4096, 4096, 2048]
+    for eager in (False, True):
+        with make_llm(**options, enforce_eager=eager) as llm:
+            headers = record_calls(llm.model_runner, "run_model")
+            outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+            assert [header.num_tokens for header in padded(headers)] == ([] if eager else sizes)
+            results.append(outputs)
+    for graphs, eager in zip(*results, strict=True):
+        first = [completion.logprobs[0][completion.token_ids[0]].logprob for completion in (graphs, eager)]
+        assert abs(first[0] - first[1]) < 0.03
+        assert graphs.token_ids[0] == eager.token_ids[0] or abs(first[0] - first[1]) < 0.01

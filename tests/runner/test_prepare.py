@@ -45,7 +45,8 @@ def segments(step):
     return {name: segment.tolist() for name, segment in step._asdict().items()}
 
 
-def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_size=1, captures_prefill=True, **shape):
+def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_size=1, captures_prefill=True,
+             has_peers=False, **shape):  # fmt: skip
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
              "head_dim": 128, "moe": None, **shape}  # fmt: skip
@@ -53,7 +54,7 @@ def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_si
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
         tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
     )  # fmt: skip
-    return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill))
+    return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill), has_peers)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 15, 16, 17, 31, 100, 255, 256, 511, 512, 3000, 10_000])
@@ -75,7 +76,10 @@ def test_padded_sizes():
     assert sizes_of(max_num_seqs=30).padded == ((512, 32), (1024, 32), (2048, 32), (4096, 32))
     assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
     assert sizes_of(**QWEN3_8B).padded == ((512, 64),)
-    assert sizes_of(tensor_parallel_size=2) == (sizes_of().short, (), 512)
+    # several ranks: each has its part of the work, and graphs hold no sums of NCCL's
+    assert sizes_of(tensor_parallel_size=2, has_peers=True, **QWEN3_8B).padded == ((512, 64), (1024, 128))
+    for size, has_peers in ((2, False), (4, True)):
+        assert sizes_of(tensor_parallel_size=size, has_peers=has_peers) == (sizes_of().short, (), 512)
     moe = SimpleNamespace(top_k=8, expert_size=768, shared_size=0)
     qwen3_30b_a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                      "num_key_value_heads": 4, "moe": moe}  # fmt: skip
@@ -116,8 +120,22 @@ def test_padded():
     for name in ("positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q"):
         segment = getattr(context, name)
         assert segment.tolist() == packed[name] and segment.data_ptr() % 16 == inputs.buffer.data_ptr() % 16
-    assert context.logits_indices[:2].tolist() == packed["logits_indices"] == [2, 4]
-    assert context.logits_indices[2:].tolist() == [4, 4]  # of the padding: some token
+    assert context.logits_indices.tolist() == [2, 4, 4, 4]  # of each sequence; of the padding some token
+    assert packed["logits_indices"] == [0, 1]  # of these
+
+
+def test_padded_parts(monkeypatch):
+    """A long sequence is cut into several of its request slot; sampled is from the last of each."""
+    monkeypatch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 3)
+    batch = prefill((0, 3), (5, 12), (2, 6), (0, 1))
+    batch = replace(batch, req_indices=batch.req_indices[:3], sampled_from=batch.sampled_from[:3])
+    header, step = prepared(batch, (), ((16, 6), (16, 8)))
+    assert (header.num_tokens, header.num_seqs, header.max_seqlen_q, header.num_logits) == (16, 8, 3, 3)
+    step = segments(step)
+    assert step["cu_seqlens_q"] == [0, 3, 6, 9, 10, 13, 14, 15, 15]
+    assert step["context_lens"] == [3, 8, 11, 12, 5, 6, 1, 0]
+    assert step["req_indices"] == [5, 4, 4, 4, 3, 3, 2, MAX_NUM_SEQS]
+    assert step["logits_indices"] == [0, 3, 5]
 
 
 @pytest.mark.parametrize("sizes", [(), ((4,),), ((), ((4, 4), (8, 1)))])
@@ -143,11 +161,11 @@ def test_long_contexts(monkeypatch):
 
 
 def test_not_padded(monkeypatch):
-    """Sequences longer than the graph's grid, and prompts whose log-probabilities need every hidden state."""
+    """Contexts of which attention takes long, and prompts whose log-probabilities need every hidden state."""
     sizes = (), ((64, 4),)
-    monkeypatch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 20)
+    monkeypatch.setattr(prefill_graphs, "MAX_PADDED_CONTEXTS", 190 + 790)  # 0 + 1 + ... + 19; 30 + ... + 49
     assert prepared(prefill((0, 20), (30, 50)), *sizes)[0].kind == StepKind.PADDED_PREFILL
-    assert prepared(prefill((0, 20), (30, 51)), *sizes)[0].kind == StepKind.PREFILL
+    assert prepared(prefill((0, 20), (31, 51)), *sizes)[0].kind == StepKind.PREFILL
     batch = prefill((0, 20))
     batch.seqs[0].targets, batch.seqs[0].first_target = np.array([3, 4], np.int32), 1
     assert prepared(batch, *sizes)[0].kind == StepKind.PREFILL
