@@ -88,7 +88,9 @@ def layer_weights(config: Config) -> int:
 
 
 def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    return np.pad(values, (0, size - len(values)), constant_values=value)
+    padded = np.full(size, value, np.int32)  # np.pad takes five times as long
+    padded[: len(values)] = values
+    return padded
 
 
 def as_short_prefill(header: StepHeader, step: StepInput, size: int,

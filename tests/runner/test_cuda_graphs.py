@@ -142,10 +142,10 @@ def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
 def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
     """Cut into sequences of at most 512 query tokens, alone and behind a cached prefix; with the sums of two ranks."""
     options = {"model": make_checkpoint(head_dim=128), "device": "cuda", "dtype": "bfloat16", "max_model_len": 4096,
-               "tensor_parallel_size": num_ranks, "max_num_batched_tokens": 4096, "kvcache_block_size": 256}  # fmt: skip
+               "max_num_batched_tokens": 4096, "kvcache_block_size": 256, "tensor_parallel_size": num_ranks}
     prompts = [prompt_of(n, seed=n) for n in (300, 513, 1000, 2100, 3000)]
     prompts.append([*prompts[4][:1024], *prompt_of(1500, seed=7)])
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=5)
     results, sizes = [], [512, 1024, 1024, 4096, 4096, 2048]
     for eager in (False, True):
         with make_llm(**options, enforce_eager=eager) as llm:
@@ -154,6 +154,8 @@ def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
             assert [header.num_tokens for header in padded(headers)] == ([] if eager else sizes)
             results.append(outputs)
     for graphs, eager in zip(*results, strict=True):
-        first = [completion.logprobs[0][completion.token_ids[0]].logprob for completion in (graphs, eager)]
-        assert abs(first[0] - first[1]) < 0.03
-        assert graphs.token_ids[0] == eager.token_ids[0] or abs(first[0] - first[1]) < 0.01
+        expected = eager.logprobs[0]
+        assert abs(expected[graphs.token_ids[0]].logprob - expected[eager.token_ids[0]].logprob) < 0.04  # a tie
+        both = expected.keys() & graphs.logprobs[0].keys()
+        assert len(both) >= 3
+        assert all(abs(expected[token].logprob - graphs.logprobs[0][token].logprob) < 0.04 for token in both)
