@@ -21,14 +21,14 @@ from nanovllm.layers.context import Context
 from nanovllm.runner.step import StepHeader, StepInput, StepKind
 
 SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
-PADDED_SIZES = (512, 1024, 2048, 4096)
+PADDED_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
 # Likewise. Attention alone takes as long as the host: larger tiles, which graphs of short sequences lack, are faster.
 MAX_PADDED_CONTEXTS = 1 << 24
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
 MAX_PADDED_SEQLEN = 512
 # Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
-MAX_LAYER_WORK = 1 << 37
+MAX_LAYER_WORK = 9 << 34
 
 
 class PrefillSizes(NamedTuple):

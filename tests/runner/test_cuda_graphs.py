@@ -146,7 +146,7 @@ def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
     prompts = [prompt_of(n, seed=n) for n in (300, 513, 1000, 2100, 3000)]
     prompts.append([*prompts[4][:1024], *prompt_of(1500, seed=7)])
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=5)
-    results, sizes = [], [512, 1024, 1024, 4096, 4096, 2048]
+    results, sizes = [], [512, 768, 1024, 3072, 3072, 1536]
     for eager in (False, True):
         with make_llm(**options, enforce_eager=eager) as llm:
             headers = record_calls(llm.model_runner, "run_model")
