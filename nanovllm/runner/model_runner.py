@@ -36,7 +36,7 @@ from nanovllm.runner.memory import (
     num_blocks_that_fit,
 )
 from nanovllm.runner.micro_batches import MicroBatches
-from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes, max_layer_work
 from nanovllm.runner.prepare import prepare, prepare_masks
 from nanovllm.runner.request_state import RequestState, StagedWrites
 from nanovllm.runner.residency import Residency
@@ -142,7 +142,8 @@ class ModelRunner:
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
         self.prefill_sizes = PrefillSizes()
         if self.use_graphs:
-            self.prefill_sizes = PrefillSizes.of(config, self.backend, has_peers=tp.peers is not None)
+            has_peers, max_work = tp.peers is not None, max_layer_work(self.device)
+            self.prefill_sizes = PrefillSizes.of(config, self.backend, has_peers, max_work)
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
         # the guided step that waits for its masks

@@ -27,7 +27,8 @@ MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each 
 MAX_PADDED_CONTEXTS = 1 << 24
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
 MAX_PADDED_SEQLEN = 512
-# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
+# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels;
+# GPUs other than Hopper's and Blackwell's for data centres compute a quarter or less.
 MAX_LAYER_WORK = 9 << 34
 
 
@@ -45,14 +46,17 @@ class PrefillSizes(NamedTuple):
     padding_req_idx: int = 0
 
     @classmethod
-    def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False) -> "PrefillSizes":
+    def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False,
+           max_work: int = MAX_LAYER_WORK) -> "PrefillSizes":
         """``has_peers``: sums over ranks, if there are several, go through peer memory; NCCL's are not captured."""
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
         work = layer_weights(config) // config.tensor_parallel_size
+        if config.model_config.fp8:
+            work //= 2  # products in e4m3 take half the time
         num_seqs = min(-(-config.max_num_seqs // 4) * 4, 256)  # the attention kernel for Hopper takes 256 a launch
         short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
         padded = tuple(
-            (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= MAX_LAYER_WORK
+            (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= max_work
         )
         # Of more than two ranks, sums of so many tokens do not all go through peer memory.
         captures_sums = config.tensor_parallel_size == 1 or (config.tensor_parallel_size == 2 and has_peers)
@@ -76,6 +80,10 @@ class PrefillSizes(NamedTuple):
             if size >= header.num_tokens and num_seqs >= num_parts:
                 return as_padded_prefill(header, step, size, num_seqs, self.padding_req_idx)
         return header, step
+
+
+def max_layer_work(device: torch.device) -> int:
+    return MAX_LAYER_WORK if torch.cuda.get_device_capability(device)[0] in (9, 10) else MAX_LAYER_WORK // 4
 
 
 def layer_weights(config: Config) -> int:

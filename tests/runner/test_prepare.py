@@ -46,15 +46,15 @@ def segments(step):
 
 
 def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_size=1, captures_prefill=True,
-             has_peers=False, **shape):  # fmt: skip
+             has_peers=False, max_work=prefill_graphs.MAX_LAYER_WORK, **shape):  # fmt: skip
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-             "head_dim": 128, "moe": None, **shape}  # fmt: skip
+             "head_dim": 128, "moe": None, "fp8": None, **shape}  # fmt: skip
     config = SimpleNamespace(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
         tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
     )  # fmt: skip
-    return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill), has_peers)
+    return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill), has_peers, max_work)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 15, 16, 17, 31, 100, 255, 256, 511, 512, 3000, 10_000])
@@ -77,6 +77,8 @@ def test_padded_sizes():
     assert dict(sizes_of(max_num_seqs=30).padded) == dict.fromkeys(most_seqs, 32)
     assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
     assert [*dict(sizes_of(**QWEN3_8B).padded)] == [512, 768]
+    assert [*dict(sizes_of(**QWEN3_8B, fp8=object()).padded)] == [512, 768, 1024, 1536]
+    assert [*dict(sizes_of(max_work=prefill_graphs.MAX_LAYER_WORK // 4).padded)] == [512, 768, 1024, 1536, 2048]
     # several ranks: each has its part of the work, and graphs hold no sums of NCCL's
     assert [*dict(sizes_of(tensor_parallel_size=2, has_peers=True, **QWEN3_8B).padded)] == [512, 768, 1024, 1536]
     for size, has_peers in ((2, False), (4, True)):
