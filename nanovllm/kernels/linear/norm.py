@@ -144,7 +144,7 @@ def _rms_norm(x, weight, eps, quantized):
         rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
         x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
         QUANTIZE=quantized, BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=min(16, max(1, block_t * block_c // 256)), **launch_options(x.device),
+        num_warps=min(16, max(4, block_t * block_c // 1024)), **launch_options(x.device),
     )  # fmt: skip
     return QuantizedTokens(y, scale) if quantized else y
 
