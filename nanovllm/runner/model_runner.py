@@ -142,8 +142,9 @@ class ModelRunner:
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
         self.prefill_sizes = PrefillSizes()
         if self.use_graphs:
-            has_peers, max_work = tp.peers is not None, max_layer_work(self.device)
-            self.prefill_sizes = PrefillSizes.of(config, self.backend, has_peers, max_work)
+            devices = range(tp.size) if tp.size > 1 else [self.device]
+            max_work = max_layer_work(devices, has_fp8=config.model_config.fp8 is not None)
+            self.prefill_sizes = PrefillSizes.of(config, self.backend, tp.peers is not None, max_work)
         self.graphs: CUDAGraphs | None = None
         self._last_handle: StepHandle | None = None
         # the guided step that waits for its masks
@@ -363,7 +364,8 @@ class ModelRunner:
         if header.kind != StepKind.PREFILL:
             assert self.graphs is not None
             self.prefill_inputs.write(step)
-            hidden = self.graphs.replay(header.kind, header.num_tokens)[logits_indices]
+            every = self.graphs.replay(header.kind, header.num_tokens)
+            hidden = every[logits_indices]
         elif header.num_targets:
             every = self.model(*self.packed_prefill_inputs(header, step, None))
             hidden = every[logits_indices]

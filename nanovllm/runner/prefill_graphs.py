@@ -10,6 +10,7 @@ Each layer stores all keys and values of a launch before it attends, so a token'
 sequence is cut.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +24,13 @@ from nanovllm.runner.step import StepHeader, StepInput, StepKind
 SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
 PADDED_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
-# Likewise. Attention alone takes as long as the host: larger tiles, which graphs of short sequences lack, are faster.
-MAX_PADDED_CONTEXTS = 1 << 24
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
 MAX_PADDED_SEQLEN = 512
-# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels;
-# GPUs other than Hopper's and Blackwell's for data centres compute a quarter or less.
+# The sum above, from which on attention alone takes as long as the host. It has larger tiles then, for sequences of
+# LARGE_TILES_SEQLEN query tokens and more, if they are not cut (prefill_sm90.py).
+MAX_PADDED_CONTEXTS = 1 << 24
+LARGE_TILES_SEQLEN = 1024
+# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
 MAX_LAYER_WORK = 9 << 34
 
 
@@ -48,15 +50,12 @@ class PrefillSizes(NamedTuple):
     @classmethod
     def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False,
            max_work: int = MAX_LAYER_WORK) -> "PrefillSizes":
-        """``has_peers``: sums over ranks, if there are several, go through peer memory; NCCL's are not captured."""
+        """``has_peers``: sums over ranks go through peer memory; padded prefills with NCCL's are not captured."""
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
         work = layer_weights(config) // config.tensor_parallel_size
-        if config.model_config.fp8:
-            work //= 2  # products in e4m3 take half the time
-        num_seqs = min(-(-config.max_num_seqs // 4) * 4, 256)  # the attention kernel for Hopper takes 256 a launch
         short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
         padded = tuple(
-            (size, min(size // 8, num_seqs)) for size in PADDED_SIZES if size < limit and size * work <= max_work
+            (size, most_seqs(size, config)) for size in PADDED_SIZES if size < limit and size * work <= max_work
         )
         # Of more than two ranks, sums of so many tokens do not all go through peer memory.
         captures_sums = config.tensor_parallel_size == 1 or (config.tensor_parallel_size == 2 and has_peers)
@@ -73,7 +72,8 @@ class PrefillSizes(NamedTuple):
         contexts = int(step.positions.sum())
         if short is not None and contexts <= MAX_SHORT_CONTEXTS:
             return as_short_prefill(header, step, short, self.padding_req_idx)
-        if header.num_targets or contexts > MAX_PADDED_CONTEXTS:  # targets need all hidden states
+        has_large_tiles = header.max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
+        if header.num_targets or has_large_tiles:  # targets need all hidden states
             return header, step
         num_parts = int(num_parts_of(step.cu_seqlens_q).sum())
         for size, num_seqs in self.padded:
@@ -82,8 +82,19 @@ class PrefillSizes(NamedTuple):
         return header, step
 
 
-def max_layer_work(device: torch.device) -> int:
-    return MAX_LAYER_WORK if torch.cuda.get_device_capability(device)[0] in (9, 10) else MAX_LAYER_WORK // 4
+def max_layer_work(devices: Iterable, has_fp8: bool) -> int:
+    """MAX_LAYER_WORK of the ranks' GPUs, the same on all ranks."""
+    capabilities = [torch.cuda.get_device_capability(device) for device in devices]
+    if any(capability[0] not in (9, 10) for capability in capabilities):  # not Hopper, Blackwell of a data centre
+        return MAX_LAYER_WORK // 4  # an A100 has a third of an H200's rate
+    # only there FP8 weights are multiplied in e4m3, in half the time
+    return MAX_LAYER_WORK * (2 if has_fp8 and set(capabilities) == {(9, 0)} else 1)
+
+
+def most_seqs(size: int, config: Config) -> int:
+    """Sequences of a padded prefill of ``size`` tokens, their parts included; fewer than tokens."""
+    num_seqs, num_cuts = (-(-n // 4) * 4 for n in (config.max_num_seqs, size // MAX_PADDED_SEQLEN))
+    return min(size // 8, num_seqs + num_cuts, 256)  # the attention kernel for Hopper takes 256 a launch
 
 
 def layer_weights(config: Config) -> int:

@@ -73,7 +73,7 @@ class StepInput(NamedTuple):
         input_ids, positions, slot_mapping: [num_tokens].
         req_indices, context_lens: [num_seqs], of a short prefill [num_tokens].
         cu_seqlens_q, cu_seqlens_k: [num_seqs + 1], not in a short prefill; in a padded one the first only.
-        logits_indices: [num_logits], packed tokens to sample from; of a padded prefill sequences.
+        logits_indices: [num_logits], packed tokens to sample from; in a padded prefill its sequences, after cuts.
         sampled_req_indices: [num_sampled], the requests that get a token.
         sampled_from: [num_sampled] indices of ``logits_indices``; absent where nothing is forked.
         adjustment_indices, adjustment_values: [num_adjustments], elements of the adjustment table.

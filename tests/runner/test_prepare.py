@@ -49,7 +49,7 @@ def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_si
              has_peers=False, max_work=prefill_graphs.MAX_LAYER_WORK, **shape):  # fmt: skip
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-             "head_dim": 128, "moe": None, "fp8": None, **shape}  # fmt: skip
+             "head_dim": 128, "moe": None, **shape}  # fmt: skip
     config = SimpleNamespace(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
         tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
@@ -74,12 +74,12 @@ def test_padded_sizes():
     """Only where the host takes longer to launch the kernels than the device to run them."""
     most_seqs = {512: 64, 768: 96, 1024: 128, 1536: 192, 2048: 256, 3072: 256, 4096: 256}
     assert dict(sizes_of().padded) == most_seqs
-    assert dict(sizes_of(max_num_seqs=30).padded) == dict.fromkeys(most_seqs, 32)
+    few_seqs = {512: 36, 768: 36, 1024: 36, 1536: 36, 2048: 36, 3072: 40, 4096: 40}  # 32, and the parts of long ones
+    assert dict(sizes_of(max_num_seqs=30).padded) == few_seqs
+    assert dict(sizes_of(max_num_seqs=1).padded) == {size: num_seqs - 28 for size, num_seqs in few_seqs.items()}
     assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
     assert [*dict(sizes_of(**QWEN3_8B).padded)] == [512, 768]
-    assert [*dict(sizes_of(**QWEN3_8B, fp8=object()).padded)] == [512, 768, 1024, 1536]
-    assert [*dict(sizes_of(max_work=prefill_graphs.MAX_LAYER_WORK // 4).padded)] == [512, 768, 1024, 1536, 2048]
-    # several ranks: each has its part of the work, and graphs hold no sums of NCCL's
+    # several ranks: each has its part of the work, and these graphs hold no sums of NCCL's
     assert [*dict(sizes_of(tensor_parallel_size=2, has_peers=True, **QWEN3_8B).padded)] == [512, 768, 1024, 1536]
     for size, has_peers in ((2, False), (4, True)):
         assert sizes_of(tensor_parallel_size=size, has_peers=has_peers) == (sizes_of().short, (), 512)
@@ -87,6 +87,19 @@ def test_padded_sizes():
     qwen3_30b_a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                      "num_key_value_heads": 4, "moe": moe}  # fmt: skip
     assert [*dict(sizes_of(**qwen3_30b_a3b).padded)] == [512, 768, 1024, 1536, 2048]
+
+
+def test_padded_sizes_by_gpu(monkeypatch):
+    capabilities = {"H200": (9, 0), "B200": (10, 0), "A100": (8, 0), "RTX 5090": (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+    limit = prefill_graphs.MAX_LAYER_WORK
+    for gpus, has_fp8, expected in (
+        (["H200"], False, limit), (["H200"], True, 2 * limit), (["B200"], True, limit), (["A100"], True, limit // 4),
+        (["H200", "B200"], True, limit), (["H200", "A100"], False, limit // 4), (["RTX 5090"], False, limit // 4),
+    ):  # fmt: skip
+        assert prefill_graphs.max_layer_work(gpus, has_fp8) == expected
+    assert [*dict(sizes_of(**QWEN3_8B, max_work=2 * limit).padded)] == [512, 768, 1024, 1536]
+    assert [*dict(sizes_of(max_work=limit // 4).padded)] == [512, 768, 1024, 1536, 2048]
 
 
 def test_every_token_is_a_sequence():
@@ -119,7 +132,7 @@ def test_padded():
     inputs.buffer.fill_(-7)  # of the launch before
     inputs.write(unpack(header, torch.from_numpy(pack(header, step))))
     input_ids, context = inputs.padded(12)
-    assert input_ids.tolist() == packed["input_ids"] and context.max_seqlen_q >= 3 and context.max_context == 800
+    assert input_ids.tolist() == packed["input_ids"] and context.max_context == 800
     for name in ("positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q"):
         segment = getattr(context, name)
         assert segment.tolist() == packed[name] and segment.data_ptr() % 16 == inputs.buffer.data_ptr() % 16
@@ -132,8 +145,10 @@ def test_padded_parts(monkeypatch):
     monkeypatch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 3)
     batch = prefill((0, 3), (5, 12), (2, 6), (0, 1))
     batch = replace(batch, req_indices=batch.req_indices[:3], sampled_from=batch.sampled_from[:3])
-    header, step = prepared(batch, (), ((16, 6), (16, 8)))
-    assert (header.num_tokens, header.num_seqs, header.max_seqlen_q, header.num_logits) == (16, 8, 3, 3)
+    header, step = prepared(batch, (), ((14, 8), (15, 6), (15, 8)))  # a graph that is filled
+    assert (header.num_tokens, header.num_seqs, header.max_seqlen_q, header.num_logits) == (15, 8, 3, 3)
+    inputs = PrefillInputs(PrefillSizes((), ((15, 8),)), torch.zeros(7, 200, dtype=torch.int32), 800)
+    assert inputs.padded(15)[1].max_seqlen_q == 3
     step = segments(step)
     assert step["cu_seqlens_q"] == [0, 3, 6, 9, 10, 13, 14, 15, 15]
     assert step["context_lens"] == [3, 8, 11, 12, 5, 6, 1, 0]
@@ -167,8 +182,10 @@ def test_not_padded(monkeypatch):
     """Contexts of which attention takes long, and prompts whose log-probabilities need every hidden state."""
     sizes = (), ((64, 4),)
     monkeypatch.setattr(prefill_graphs, "MAX_PADDED_CONTEXTS", 190 + 790)  # 0 + 1 + ... + 19; 30 + ... + 49
+    monkeypatch.setattr(prefill_graphs, "LARGE_TILES_SEQLEN", 20)
     assert prepared(prefill((0, 20), (30, 50)), *sizes)[0].kind == StepKind.PADDED_PREFILL
     assert prepared(prefill((0, 20), (31, 51)), *sizes)[0].kind == StepKind.PREFILL
+    assert prepared(prefill((0, 19), (131, 150)), *sizes)[0].kind == StepKind.PADDED_PREFILL
     batch = prefill((0, 20))
     batch.seqs[0].targets, batch.seqs[0].first_target = np.array([3, 4], np.int32), 1
     assert prepared(batch, *sizes)[0].kind == StepKind.PREFILL
