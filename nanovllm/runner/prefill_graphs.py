@@ -26,8 +26,8 @@ PADDED_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
 MAX_PADDED_SEQLEN = 512
-# The sum above, from which on attention alone takes as long as the host. It has larger tiles then, for sequences of
-# LARGE_TILES_SEQLEN query tokens and more, if they are not cut (prefill_sm90.py).
+# The same sum: beyond, attention alone takes as long as the host. Its kernel for Hopper has larger tiles for sequences
+# of LARGE_TILES_SEQLEN query tokens and more that are not cut (prefill_sm90.py).
 MAX_PADDED_CONTEXTS = 1 << 24
 LARGE_TILES_SEQLEN = 1024
 # Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
@@ -72,8 +72,8 @@ class PrefillSizes(NamedTuple):
         contexts = int(step.positions.sum())
         if short is not None and contexts <= MAX_SHORT_CONTEXTS:
             return as_short_prefill(header, step, short, self.padding_req_idx)
-        has_large_tiles = header.max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
-        if header.num_targets or has_large_tiles:  # targets need all hidden states
+        wants_large_tiles = header.max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
+        if header.num_targets or wants_large_tiles:  # targets need all hidden states
             return header, step
         num_parts = int(num_parts_of(step.cu_seqlens_q).sum())
         for size, num_seqs in self.padded:
