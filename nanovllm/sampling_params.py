@@ -24,9 +24,6 @@ MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the 
 MAX_LOGIT_BIAS = 1024  # biased ids per request
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
-# Bits of `SamplingParams.features`. The first four are logits steps (layers/sampler.py).
-TOKEN_MASK, MIN_TOKENS, LOGIT_ADJUSTMENTS, FILTERS, LOGPROBS, GUIDED = (1 << i for i in range(6))
-
 
 def _are_token_ids(values: Any) -> bool:
     try:
@@ -256,21 +253,15 @@ class SamplingParams(Parameters):
             return id(self)
 
     @property
-    def features(self) -> int:
-        """What a step must do for this request beyond plain sampling, as bits."""
-        bits = 0 if self.is_greedy else FILTERS * (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        bits |= MIN_TOKENS * (self.min_tokens > 0)
-        bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
-        bits |= LOGPROBS * (self.logprobs is not None)
-        bits |= TOKEN_MASK * (self.allowed_token_ids is not None)
-        if self.structured_outputs is not None or self.bad_words:
-            bits |= TOKEN_MASK | GUIDED
-        return bits
+    def is_constrained(self) -> bool:
+        """Whether the tokens that it may sample depend on those before."""
+        return self.structured_outputs is not None or bool(self.bad_words)
 
     @property
     def is_checked_when_made(self) -> bool:
         """Whether only the making of a request can check it: stop strings need the tokenizer, grammars are compiled."""
-        return bool(self.stop or self.features & (MIN_TOKENS | TOKEN_MASK | LOGPROBS | GUIDED))
+        has_ids = self.min_tokens > 0 or self.allowed_token_ids is not None
+        return bool(self.stop) or has_ids or self.logprobs is not None or self.is_constrained
 
     @property
     def has_penalties(self) -> bool:

@@ -4,13 +4,19 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.core import NewSequences, PrefillBatch, Sequence, Targets
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
+from nanovllm.runner.inputs import to_device
 from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +26,7 @@ def gpu_param(*values):
 
 
 DEVICES = ["cpu", gpu_param("cuda")]
+FEATURES = ("masks", "min_tokens", "penalties", "filters", "logprobs")  # of the sampler, in their order
 
 
 def greedy(max_tokens, **params):
@@ -70,33 +77,34 @@ class Reference:
 def generate_with_logits(llm, prompts, max_tokens):
     """Greedy completions, and for each prompt the logits its tokens were chosen from, fp32 [max_tokens, V].
 
-    Needs room for all prompts at once: then prompt i has request slot i. The hook needs a sampler called from Python,
-    so no CUDA graph.
+    Needs room for all prompts at once: then prompt i has request slot i. They are recorded where Python draws, so no
+    CUDA graph.
     """
     assert llm.config.max_num_seqs >= len(prompts) and llm.model_runner.graphs is None
-    logits_at = {}
+    sampler, logits_at = llm.model_runner.sampler, {}
+    draw = sampler.draw
 
-    def record(_, inputs):
-        logits, requests = inputs[0].float().cpu(), inputs[1]
-        req_indices, lengths = requests.req_indices.tolist(), requests.state.length.tolist()
-        for req_idx, values in zip(req_indices, logits, strict=True):
-            logits_at[req_idx, lengths[req_idx]] = values.clone()
+    def record(logits, req_indices):
+        lengths = sampler.state.length[req_indices.long()].tolist()
+        for req_idx, length, values in zip(req_indices.tolist(), lengths, logits.values, strict=True):
+            logits_at[req_idx, length] = values.float().cpu().clone()
+        return draw(logits, req_indices)
 
-    hook = llm.model_runner.sampler.register_forward_pre_hook(record)
-    completions = generate(llm, prompts, greedy(max_tokens))
-    hook.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "draw", record)
+        completions = generate(llm, prompts, greedy(max_tokens))
     assert len(logits_at) == len(prompts) * max_tokens
     return completions, [
         torch.stack([logits_at[i, len(prompt) + n] for n in range(max_tokens)]) for i, prompt in enumerate(prompts)
     ]
 
 
-def record_calls(target, method):
-    """The list of first arguments of ``target.method`` from now on."""
+def record_calls(target, method, argument=0):
+    """The list of the first, or another, argument of ``target.method`` from now on."""
     calls, original = [], getattr(target, method)
 
     def recorded(*args):
-        calls.append(args[0])
+        calls.append(args[argument])
         return original(*args)
 
     setattr(target, method, recorded)
@@ -158,3 +166,65 @@ def interpret_fp8_exactly(monkeypatch):
         return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+
+
+def running(prompt, req_idx=0, block_table=(), completion=(), seed=0, stop_ids=(), allowed_mask=None, **params):
+    """A sequence with a request slot, as it is after a preemption if it has a completion."""
+    seq = Sequence([*prompt, *completion], SamplingParams(**params), seed=seed, min_tokens_stop_ids=stop_ids)
+    seq.num_prompt_tokens, seq.allowed_mask = len(prompt), allowed_mask
+    seq.req_idx, seq.block_table = req_idx, list(block_table)
+    return seq
+
+
+def prefill_batch(*chunks, num_sampled=None, num_targets=(), block_copies=()):
+    """A batch that computes tokens [start, stop) of one sequence per chunk, all of them sampled or the first ones.
+
+    Token ids are 100 * sequence + position, request slots 5, 4, ..., blocks of 4 tokens 10 * sequence and up.
+    ``num_targets``: by sequence the first target and how many; their ids are those of the tokens, negative.
+    """
+    seqs = []
+    for i, (_, stop) in enumerate(chunks):
+        seqs.append(running([100 * i + n for n in range(stop)], 5 - i, range(10 * i, 10 * i - (-stop // 4))))
+        seqs[-1].seq_id = i
+        if i in num_targets:
+            first, n = num_targets[i]
+            seqs[-1].first_target, seqs[-1].targets = first, -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
+    starts, stops = np.array(chunks, np.int32).T
+    parts = [(seq, start, stop) for seq, (start, stop) in zip(seqs, chunks, strict=True)]
+    each, ids = np.arange(len(chunks), dtype=np.int32), np.arange(len(chunks))
+    return PrefillBatch(
+        5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
+        np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
+        np.array(block_copies, np.int32).reshape(-1, 2), Targets.of(parts),
+    )  # fmt: skip
+
+
+class Slots:
+    """The request slots of one rank: request state and sampler, host and device side together."""
+
+    def __init__(self, max_num_seqs, max_blocks=1, max_model_len=32, vocab_size=64, tp=SINGLE_RANK, processed=False):
+        self.state = RequestState(max_num_seqs, max_blocks, torch.device("cpu"), Sampler.columns)
+        self.sampler = Sampler(self.state, tp, max_model_len, vocab_size, processed)
+        self.arrays = {}
+
+    def add(self, *seqs):
+        """A batch admits these; once before each ``send``."""
+        new = NewSequences.of(seqs)
+        rows = np.zeros(len(seqs), self.state.row)
+        self.sampler.add(new, rows, self.arrays)
+        self.state.add(new, rows, self.arrays)
+
+    def send(self):
+        """What the host has set goes to the device. Returns the number of words of each array."""
+        for indices in (values for name, values in self.arrays.items() if name.endswith("indices")):
+            assert len(set(indices.tolist())) == len(indices)
+        tensors = to_device(self.arrays, self.state.device)
+        self.state.write(tensors)
+        self.sampler.write(tensors)
+        self.arrays = {}
+        return {name: len(values) for name, values in tensors.items()}
+
+    def used(self, *req_indices):
+        """Names of the features that a batch with these request slots uses."""
+        used = self.sampler.used_by(np.array(req_indices, np.int32))
+        return [name for name in FEATURES if getattr(self.sampler, name) in used]

@@ -99,15 +99,15 @@ class Launches:
 
     def __init__(self, llm):
         self.chunks = self.sampled = 0
-        run = llm.model_runner.run
+        run = llm.model_runner.forward
 
         def counted(batch):
             if isinstance(batch, PrefillBatch):
-                self.chunks += len(batch.seqs) - len(batch.req_indices)
+                self.chunks += len(batch.chunk_seq_ids) - len(batch.req_indices)
             self.sampled += len(batch.req_indices)
             return run(batch)
 
-        llm.model_runner.run = counted
+        llm.model_runner.forward = counted
 
 
 def test_greedy_answers_are_the_checks(answers, requests, expected):

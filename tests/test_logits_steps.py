@@ -251,10 +251,11 @@ def test_values_beyond_fp32(name, make_llm):
 
 def test_neutral_values_are_no_values(make_llm):
     neutral = SamplingParams(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, bad_words=[])
-    assert neutral.features == SamplingParams().features
     llm = make_llm()
     generate(llm, [prompt_of(5)], dataclasses.replace(neutral, max_tokens=2))
-    assert llm.model_runner.tables.adjustments is None and llm.model_runner.tables.token_mask is None
+    sampler = llm.model_runner.sampler
+    assert sampler.used_by(np.arange(8)) == ()
+    assert sampler.penalties.table is None and sampler.masks.table is None
 
 
 # -------------------------------------------------------------------- frequencies

@@ -6,7 +6,7 @@ import pytest
 from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahead, use_graphs_on_cpu
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.engine.scheduler import PrefillBatch
+from nanovllm.core import PrefillBatch
 
 LENGTHS = (1, 5, 16, 32, 40)  # tokens of the prompts: less than a block of 16, one block, two, two and a half
 NUM_TOKENS = 18
@@ -121,7 +121,7 @@ def test_in_index_order_whichever_ends_first(make_llm):
 def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(make_llm, length, enable_prefix_caching):
     """Only a partly filled last block is each completion's own."""
     llm = make_llm(enable_prefix_caching=enable_prefix_caching)
-    blocks, batches = llm.scheduler.block_manager, record_calls(llm.model_runner, "run")
+    blocks, batches = llm.scheduler.block_manager, record_calls(llm.model_runner, "forward")
     before = blocks.num_available
     llm.add_request(prompt_of(length), sampled(6))
     llm.step()
@@ -139,7 +139,7 @@ def test_more_completions_than_max_num_seqs(make_llm, length):
     """The others come later and find the prompt's full blocks in the prefix cache; not even so without it."""
     for cached, num_tokens in ((True, length + (length - (length - 1) // 16 * 16)), (False, 2 * length)):
         llm = make_llm(max_num_seqs=3, enable_prefix_caching=cached)
-        batches = record_calls(llm.model_runner, "run")
+        batches = record_calls(llm.model_runner, "forward")
         assert len(completions(llm, prompt_of(length), sampled(6))) == 6
         assert sum(batch.num_tokens for batch in batches if isinstance(batch, PrefillBatch)) == num_tokens
         assert max(len(batch.req_indices) for batch in batches) == 3
@@ -148,7 +148,7 @@ def test_more_completions_than_max_num_seqs(make_llm, length):
 def test_chunked_prompt(make_llm):
     """All completions are sampled from the last chunk."""
     llm = make_llm(max_num_batched_tokens=16, max_num_seqs=8)
-    batches = record_calls(llm.model_runner, "run")
+    batches = record_calls(llm.model_runner, "forward")
     run(llm, [prompt_of(40)], sampled(4, max_tokens=2))
     assert [len(batch.req_indices) for batch in batches] == [0, 0, 4, 4]
     assert [batch.num_tokens for batch in batches[:3]] == [16, 16, 8]

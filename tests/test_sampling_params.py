@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.sampling_params import (
-    DEFAULTS,
-    FILTERS,
-    GUIDED,
-    LOGIT_ADJUSTMENTS,
-    LOGPROBS,
-    MIN_TOKENS,
-    TOKEN_MASK,
-    StructuredOutputsParams,
-)
+from nanovllm.sampling_params import DEFAULTS, StructuredOutputsParams
 
 REFUSED = [
     ({"temperature": -0.1}, "temperature=-0.1 must be a finite number >= 0 (0 is greedy)."),
@@ -146,24 +137,3 @@ def test_numpys_numbers_become_pythons():
 
 def test_greedy():
     assert [SamplingParams(temperature=t).is_greedy for t in (0, 9e-6, 1e-5, 1)] == [True, True, False, False]
-
-
-def test_features():
-    """Only steps that change this request's logits: greedy sampling needs no filter."""
-    assert not any(SamplingParams(**p).features for p in ({}, {"top_k": -1}, {"temperature": 0, "top_k": 5}))
-    assert all(SamplingParams(**{name: 0.5}).features == FILTERS for name in ("top_p", "min_p"))
-    assert SamplingParams(top_k=5, min_tokens=1).features == FILTERS | MIN_TOKENS
-    assert SamplingParams(temperature=0, top_k=5, min_tokens=1).features == MIN_TOKENS
-    penalties = (
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": 0.1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {3: 1}},
-    )
-    assert all(SamplingParams(**p).features == LOGIT_ADJUSTMENTS for p in penalties)
-    assert all(SamplingParams(logprobs=k).features == LOGPROBS for k in (0, 5, -1))
-    assert SamplingParams(allowed_token_ids=[1]).features == TOKEN_MASK
-    guided = ({"bad_words": ["a"]}, {"structured_outputs": StructuredOutputsParams(regex="a")})
-    assert all(SamplingParams(**p).features == TOKEN_MASK | GUIDED for p in guided)
-    free = ({"n": 3}, {"stop": "a"}, {"prompt_logprobs": 1}, {"repetition_penalty": 1}, {"truncate_prompt_tokens": 5})
-    assert not any(SamplingParams(**p).features for p in free)

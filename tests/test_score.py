@@ -6,7 +6,7 @@ from helpers import generate, gpu_param, greedy, prompt_of, run_ahead, use_graph
 from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE, log_softmax
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.engine.scheduler import PrefillBatch
+from nanovllm.core import PrefillBatch
 from nanovllm.outputs import Score
 
 DEVICES = [
@@ -50,14 +50,14 @@ def check(tiny, lists, scores, starts=1, tolerance=FP32_TOLERANCE):
 
 def count_launched(llm):
     """The list of prompt tokens of each prefill from now on."""
-    launched, run = [], llm.model_runner.run
+    launched, run = [], llm.model_runner.forward
 
     def counted(batch):
         assert isinstance(batch, PrefillBatch), "a score needs no decode step"
         launched.append(batch.num_tokens)
         return run(batch)
 
-    llm.model_runner.run = counted
+    llm.model_runner.forward = counted
     return launched
 
 
@@ -345,7 +345,7 @@ def test_numpy_is_taken(make_llm, lists, tiny):
 
 def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
     llm = make_llm(max_num_batched_tokens=16)
-    run, calls = llm.model_runner.run, []
+    run, calls = llm.model_runner.forward, []
 
     def interrupted(batch):
         calls.append(batch)
@@ -353,7 +353,7 @@ def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
             raise KeyboardInterrupt
         return run(batch)
 
-    llm.model_runner.run = interrupted
+    llm.model_runner.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.score(lists)
     check_nothing_is_left(llm)

@@ -16,7 +16,7 @@ from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_
 from nanovllm import SamplingParams, kernels
 from nanovllm.kernels.attention import reference
 from nanovllm.layers.attention import PagedBackend
-from nanovllm.runner import model_runner, prefix_groups
+from nanovllm.runner import cascade, model_runner
 from nanovllm.runner import worker as worker_module
 
 BLOCK = 16
@@ -50,22 +50,23 @@ def decode_in_two_halves(
     return out
 
 
+SMALL = {"MIN_MEMBERS": 2, "MIN_SAVED_TOKENS": 1, "SHARED_TOKENS": 32}
+
+
 @pytest.fixture
 def small_groups(monkeypatch):
     """Two sequences and two blocks make a group. Returns the sizes of the groups of each decode step so far."""
-    monkeypatch.setattr(prefix_groups, "MIN_MEMBERS", 2)
-    monkeypatch.setattr(prefix_groups, "MIN_SAVED_TOKENS", 1)
-    monkeypatch.setattr(prefix_groups, "SHARED_TOKENS", 32)
+    for name, value in SMALL.items():
+        monkeypatch.setattr(cascade, name, value)
     seen = []
-    update = prefix_groups.StagedGroups.update
+    set_batch = cascade.SharedPrefixes.set_batch
 
     def recorded(self, *args):
-        num_groups = update(self, *args)
-        sizes = prefix_groups.columns_of(self._on_device, len(self._tables)).sizes
-        seen.append(sizes[:num_groups].tolist())
-        return num_groups
+        set_batch(self, *args)
+        sizes = cascade.columns_of(self._on_device, len(self._tables)).sizes
+        seen.append([] if self.groups is None else sizes[sizes > 0].tolist())
 
-    monkeypatch.setattr(prefix_groups.StagedGroups, "update", recorded)
+    monkeypatch.setattr(cascade.SharedPrefixes, "set_batch", recorded)
     return seen
 
 
@@ -135,13 +136,14 @@ def test_random_prefix_trees(make_llm, monkeypatch, small_groups, two_halves, wa
 
 
 def groups_in_a_worker(worker, config):
-    prefix_groups.MIN_MEMBERS, backend = 2, two_halves_backend()
+    vars(cascade).update(SMALL)
+    backend = two_halves_backend()
     model_runner.select_backend = lambda *_: backend
     worker_module.worker_main(worker, config)
 
 
 def test_two_ranks(make_llm, monkeypatch, small_groups, two_halves):
-    """The other rank gets the groups of rank 0, and chooses none."""
+    """Each rank finds the same groups."""
     monkeypatch.setattr(worker_module, "worker_main", groups_in_a_worker)
     llm = make_llm(tensor_parallel_size=2, max_num_seqs=16, max_num_batched_tokens=256)
     plain = make_plain(monkeypatch, make_llm, max_num_seqs=16, max_num_batched_tokens=256)
@@ -166,8 +168,8 @@ def test_samples_of_one_prompt(make_llm, small_groups, two_halves, monkeypatch):
 
 def test_a_batch_is_grouped_when_it_changes_only(make_llm, small_groups, two_halves, monkeypatch):
     llm, calls = make_llm(), []
-    find = prefix_groups.find_groups
-    monkeypatch.setattr(prefix_groups, "find_groups", lambda *args: calls.append(1) or find(*args))
+    find = cascade.find_groups
+    monkeypatch.setattr(cascade, "find_groups", lambda *args: calls.append(1) or find(*args))
     common = prompt_of(40)
     generate(llm, [[*common, i] for i in range(2, 6)], [greedy(n) for n in (3, 20, 20, 8)])
     # all; the others after one that has had its last token, twice; then the pair
@@ -207,10 +209,10 @@ def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager, num_ran
     options = {"device": device, "dtype": "float32", "kvcache_block_size": 128, "max_num_seqs": 64,
                "max_num_batched_tokens": 4096, "enforce_eager": eager, "tensor_parallel_size": num_ranks}  # fmt: skip
     llm, grouped = make_llm(**options), []
-    update = prefix_groups.StagedGroups.update
+    find = cascade.SharedPrefixes._find
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_groups.StagedGroups, "update", lambda *args: grouped.append(update(*args)) or grouped[-1])
+        patch.setattr(cascade.SharedPrefixes, "_find", lambda *args: grouped.append(find(*args)) or grouped[-1])
         tokens = generate(llm, prompts, params)
-    assert max(grouped) >= 2 and min(grouped) == 0
-    monkeypatch.setattr(prefix_groups, "MIN_SAVED_TOKENS", 1 << 30)
+    assert max(map(len, grouped)) >= 2 and min(map(len, grouped)) == 0
+    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 1 << 30)
     assert tokens == generate(make_llm(**options), prompts, params)

@@ -9,7 +9,7 @@ from leaks import check_is_empty
 from test_update_weights import ENTRIES, PROMPTS
 
 from nanovllm import ConfigError, EngineError, OutOfMemoryError, SamplingParams
-from nanovllm.runner import model_runner, residency
+from nanovllm.runner import memory, model_runner
 
 STEPS = [  # plain; what needs the sampling tables; a short prompt that is padded and replayed with graphs
     greedy(6),
@@ -35,14 +35,14 @@ def test_tokens_before_and_after(device, level, tied, make_llm, make_checkpoint)
     llm = make_llm(model=path, device=device, dtype="float32")
     runner = llm.model_runner
     before, sizes = tokens(llm), storages(runner.model)
-    assert runner.tables.token_mask is not None and runner.tables.adjustments is not None
+    assert runner.sampler.masks.table is not None and runner.sampler.penalties.table is not None
     for tags in (None, ["kv_cache"], ["weights"]):
         assert llm.is_sleeping() is False
         llm.sleep(level)
         assert llm.is_sleeping() is True
         assert runner.kv_cache is None and runner.graphs is None
         assert all(layer.self_attn.attn.k_cache.numel() == 0 for layer in runner.model.model.layers)
-        assert runner.tables.token_mask is runner.tables.adjustments is None
+        assert runner.sampler.masks.table is runner.sampler.penalties.table is None
         if device == "cuda":
             assert not any(storages(runner.model))
         elif level == 2:  # but the buffers, which are in no checkpoint
@@ -166,7 +166,7 @@ def test_no_room_to_wake_up(device, make_llm, monkeypatch):
     llm.sleep()
     for error in (torch.OutOfMemoryError("not now"), MemoryError("not now")):
         with monkeypatch.context() as patch:
-            patch.setattr(residency, "allocate_kv_cache", lambda *_, error=error: throw(error))
+            patch.setattr(memory, "allocate_kv_cache", lambda *_, error=error: throw(error))
             with pytest.raises(OutOfMemoryError, match=r"wake_up: no room on .* for kv_cache, weights: not now\nFree"):
                 llm.wake_up()
         assert llm.is_sleeping() and llm.model_runner.kv_cache is None

@@ -248,7 +248,7 @@ def test_endless_prompts_are_taken_as_there_is_room(make_llm):
             taken = i + 1
             yield prompt_of(1 + i % 20), greedy(1 + i % 5)
 
-    batches = record_calls(llm.model_runner, "run")
+    batches = record_calls(llm.model_runner, "forward")
     stream = llm.stream(prompts())
     assert taken == 0
     ahead = [taken - i for i, _ in enumerate(islice(stream, 100), 1)]

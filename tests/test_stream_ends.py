@@ -154,14 +154,14 @@ def test_keyboard_interrupt_in_a_step(make_llm, reference, monkeypatch, prompts,
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     llm = make_llm()
     llm.model_runner.max_in_flight = in_flight
-    original, calls = llm.model_runner.run, count(1)
+    original, calls = llm.model_runner.forward, count(1)
 
     def interrupted(batch):
         if next(calls) == 4:
             signal.raise_signal(signal.SIGINT)
         return original(batch)
 
-    monkeypatch.setattr(llm.model_runner, "run", interrupted)
+    monkeypatch.setattr(llm.model_runner, "forward", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             list(llm.stream(STREAMED[prompts](), greedy(20)))
@@ -195,7 +195,7 @@ def test_requests_that_a_failed_step_dropped(make_llm, monkeypatch):
     def fail(*_):
         raise RuntimeError("device says no")
 
-    monkeypatch.setattr(llm.model_runner, "run", fail)
+    monkeypatch.setattr(llm.model_runner, "forward", fail)
     with pytest.raises(RuntimeError, match="device says no"):
         llm.step()
     monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_many_that_a_failed_step_dropped(make_llm, monkeypatch):
     llm = make_llm()
     stream = llm.stream([(prompt_of(9), greedy(2)), (prompt_of(8), greedy(20))])
     assert next(stream).index == 0
-    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    monkeypatch.setattr(llm.model_runner, "forward", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(llm, [prompt_of(5)], greedy(2))
     monkeypatch.undo()
@@ -222,7 +222,7 @@ def test_added_requests_that_a_failed_step_dropped(make_llm, reference, monkeypa
     """By another caller: the loop over step() ended as if all were done. By its own: the next request's step failed."""
     llm = make_llm()
     llm.add_request(prompt_of(9), greedy(20))
-    monkeypatch.setattr(llm.model_runner, "run", lambda _: 1 / 0)
+    monkeypatch.setattr(llm.model_runner, "forward", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(llm, [prompt_of(5)], greedy(2))
     assert not llm.is_finished()

@@ -29,3 +29,26 @@ def test_two_ranks():
     assert all(abs(a - b) < 0.01 for x, y in zip(one[3], two[3], strict=True) for a, b in zip(x, y, strict=True))
     (_, stopped, *_), streamed = one[0], one[1]
     assert stopped[0][2:] == ("stop", "11") and streamed == (stopped[0][0], stopped[0][1])
+
+
+def test_only_constrained_requests_need_a_second_message(monkeypatch):
+    """The other rank samples by itself, unless what a request of the batch may sample depends on the tokens before."""
+    bad_words = SamplingParams(temperature=0, bad_words="e", ignore_eos=True, max_tokens=4)
+    plain = SamplingParams(temperature=0, ignore_eos=True, max_tokens=9)
+    masked = SamplingParams(temperature=0, allowed_token_ids=[20, 21, 22], logprobs=1, max_tokens=5)
+    with LLM(str(DEMO_MODEL), device="cpu", tensor_parallel_size=2, quiet=True, max_num_batched_tokens=32,
+             max_num_seqs=8) as llm:  # fmt: skip
+        methods, send = [], llm.model_runner.workers.send
+
+        def record(*message):
+            methods.extend(message[:1])
+            send(*message)
+
+        monkeypatch.setattr(llm.model_runner.workers, "send", record)
+        for params, num_second in (([plain, masked], 0), ([plain, bad_words], 4), ([plain] * 2, 0)):
+            methods.clear()
+            llm.generate(["one", "two"], params, use_tqdm=False)
+            assert methods == ["run_model", "run_sampler"] * num_second + ["run_model"] * (9 - num_second)
+        methods.clear()
+        llm.generate("many words " * 20, bad_words, use_tqdm=False)  # chunks that sample nothing, then one that does
+        assert methods[:2] == ["run_model"] * 2 and methods[-8:] == ["run_model", "run_sampler"] * 4

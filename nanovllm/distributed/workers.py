@@ -3,7 +3,7 @@
 Rank 0 is the user's process::
 
     rank 0 (Workers)                                      rank 1, 2, ... (Worker)
-    main thread   -- Channel: steps ------------------>   main thread: target
+    main thread   -- Channel: messages --------------->   main thread: target
     watch thread  <- pipe: "up", "ready", traceback ---   main thread
                   <- heartbeats in shared memory ------   heartbeat thread, which also watches rank 0
 
@@ -16,6 +16,7 @@ torch is imported inside functions only: a worker's heartbeat starts before it i
 import ctypes
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -150,10 +151,10 @@ class Workers:
             raise (self.failure or WorkerError(0, text)) from error
         self._busy = False
 
-    def send(self, words: np.ndarray) -> None:
-        """Send one message, int32 [n], to every worker."""
+    def send(self, *message: Any) -> None:
+        """Send one message, pickled, to every worker; none at all tells them to leave."""
         self.check()
-        self._channel.send(words, self.check)
+        self._channel.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL) if message else b"", self.check)
 
     def dismiss(self, kill: bool = False) -> None:
         """Tell the workers to leave; in collective work, or with ``kill``, have them killed. Does not wait."""
@@ -162,7 +163,7 @@ class Workers:
         try:
             with suppress(WorkerError):
                 if not (self._busy or kill):
-                    self.send(np.empty(0, np.int32))
+                    self.send()
                     self._dismissed = True
         finally:  # Ctrl-C may strike while sending
             self._killing = not self._dismissed
@@ -275,6 +276,11 @@ class Worker:
 
         self.report("up")
         return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes)
+
+    def receive(self) -> tuple | None:
+        """Wait for the next message of rank 0; None when this worker is to leave."""
+        message = self.channel.receive()
+        return pickle.loads(message) if message else None
 
     def report(self, state: Any, *details: Any) -> None:
         """Tell rank 0: "up", "ready", an answer (number, ...), or "failed" with time and traceback.

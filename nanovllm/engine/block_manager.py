@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 import numpy as np
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.core import Sequence
 
 NO_PARENT = -1  # parent hash of a sequence's first block
 

@@ -15,10 +15,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
+from nanovllm.core import Batch, PrefillBatch, Sequence, SequenceStatus
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Call, Drafts, Request, RequestProcessor
-from nanovllm.engine.scheduler import Batch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.runner.worker import start_runner
@@ -300,21 +300,19 @@ class LLMEngine:
             try:
                 batch, done = self.scheduler.schedule(), None
                 if batch is not None:
-                    handle = self.model_runner.run(batch)
+                    self.model_runner.forward(batch)
                     self.scheduler.look_ahead()
-                    if handle.output is None:  # guided: what it may sample depends on the tokens before
-                        done = self._process() if self._in_flight else None
-                        self.model_runner.sample_guided(handle, *self._requests.masks(batch))
-                    self._in_flight.append((batch, handle))
-                if self._in_flight and done is None and (batch is None or self._is_full()):
-                    done = self._process()
+                if self._in_flight:
+                    done = self._process()  # the step before, while the device works
+                if batch is not None:
+                    # what a constrained request may sample depends on the tokens before
+                    self._in_flight.append((batch, self.model_runner.sample(self._requests.masks(batch))))
+                    if self.model_runner.max_in_flight == 0:
+                        done = self._process()
                 return done
             except BaseException:
                 self._abort()
                 raise
-
-    def _is_full(self) -> bool:
-        return len(self._in_flight) > self.model_runner.max_in_flight
 
     def _process(self) -> Batch:
         """Wait for the oldest launch and take in its tokens."""

@@ -7,10 +7,10 @@ finishes, or is looked up when somebody reads. Reading takes no lock: any thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.core import Sequence
 
 if TYPE_CHECKING:
-    from nanovllm.engine.scheduler import PrefillBatch, Scheduler
+    from nanovllm.engine.scheduler import Scheduler
 
 # of a finished request, in seconds: waiting for a place, until its first token, until its last, and all three
 TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
@@ -40,10 +40,10 @@ class Metrics:
         self.prefix_cache_queries += seq.num_prompt_tokens
         self.prefix_cache_hits += seq.num_cached_tokens
 
-    def prefilled(self, batch: "PrefillBatch") -> None:
-        """A prefill's tokens have arrived."""
+    def prefilled(self, seqs: list[Sequence]) -> None:
+        """A prefill of these has run."""
         now = perf_counter()
-        for seq in batch.seqs:
+        for seq in seqs:
             if seq.num_completion_tokens <= 1:  # else it had been preempted
                 seq.prefilled_at = now  # of a prompt in chunks the last one counts
 

@@ -18,10 +18,9 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.core import Batch, PrefillBatch, Sequence
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.prompts import as_token_ids, check_scored, pack_prompts
-from nanovllm.engine.scheduler import Batch, PrefillBatch
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
@@ -290,14 +289,14 @@ class RequestProcessor:
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Look at the tokens of a step, where requests ask for it; return the sequences that a stop string ends."""
-        if isinstance(batch, PrefillBatch) and result.prompt_logprobs is not None:
+        if isinstance(batch, PrefillBatch) and batch.targets is not None:
             stop = 0
-            for seq, num_targets in batch.scored:
-                start, stop = stop, stop + num_targets
-                if seq.seq_id in self._requests:
+            for seq_id, size in zip(batch.targets.seq_ids, batch.targets.sizes, strict=True):
+                start, stop = stop, stop + size
+                if (request := self._requests.get(seq_id)) is not None:
                     # trimmed here: the prompt's next chunk may run beside requests that want fewer
-                    rows = trimmed(result.prompt_logprobs[start:stop], seq.sampling_params.prompt_logprobs or 0)
-                    self._requests[seq.seq_id].prompt_logprobs.append(rows)
+                    rows = trimmed(result.target_logprobs[start:stop], request.params.prompt_logprobs or 0)
+                    request.prompt_logprobs.append(rows)
         if not self._watches:
             return []
         stopped = []
@@ -309,15 +308,18 @@ class RequestProcessor:
                     stopped.append(watch.seq)
         return stopped
 
-    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Guided request slots of a batch, int32 [n], and the tokens each may sample next, int32 [n, ceil(V / 32)]."""
+    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
+        """Constrained request slots of a batch, int32 [n], and the tokens each may sample next, int32
+        [n, ceil(V / 32)]; None where there are none."""
+        if not self._watches:
+            return None
         req_indices, watches = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
             watch = self._watches.get(seq_id)
             if watch is not None and watch.guide is not None:
                 req_indices.append(req_idx)
                 watches.append(watch)
-        return np.array(req_indices, np.int32), self._watch_maker.masks(watches)
+        return (np.array(req_indices, np.int32), self._watch_maker.masks(watches)) if watches else None
 
     def finish(self, seqs: list[Sequence]) -> None:
         """Take in finished sequences; requests that are complete now go to their calls.

@@ -14,63 +14,52 @@ Several completions of one prompt are forked: the prompt is computed once, and t
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.core import Batch, DecodeBatch, NewSequences, PrefillBatch, Sequence, SequenceStatus, Targets
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
 from nanovllm.engine.waiting import WaitingQueue
 
 MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
 
 
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Compute tokens [starts[i], stops[i]) of ``seqs[i]``; sample for the sequences computed to their last token.
+class SequenceTable:
+    """Columns by request slot, ``req_idx``; the same slot as in the device's request state. R = max_num_seqs.
 
-    Sequences that are sampled come first. ``sampled_from[j]`` is the one whose logits request ``req_indices[j]`` is
-    sampled from: itself, or the one it was forked from.
+    Attributes:
+        seq_id: int64 [R]; -1 where the slot is free.
+        num_tokens: int32 [R]; tokens whose ids the host knows.
+        num_scheduled: int32 [R]; the same plus those in flight.
+        max_tokens: int32 [R]; limit of prompt plus completion, max_model_len included.
+        tokens: int32 [R, max_model_len]; the OS maps its pages at the first write.
     """
 
-    seqs: list[Sequence]
-    starts: list[int]
-    stops: list[int]
-    new_seqs: list[Sequence]  # admitted by this launch: the device does not know them yet
-    req_indices: np.ndarray  # int32 [N] of the sampled ones
-    seq_ids: np.ndarray  # int64 [N]
-    sampled_from: np.ndarray  # int32 [N], indices of ``seqs``
-    block_copies: list[tuple[int, int]]  # from, to: after the forward pass
-    unsampled: list[Sequence]  # computed to their end by this launch, and finished with it
-    scored: list[tuple[Sequence, int]]  # how many ``targets`` of which sequences are scored, in the order of ``seqs``
+    def __init__(self, max_num_seqs: int, max_model_len: int):
+        self.seq_id = np.full(max_num_seqs, -1, np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_scheduled = np.zeros(max_num_seqs, np.int32)
+        self.max_tokens = np.zeros(max_num_seqs, np.int32)
+        self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.stops) - sum(self.starts)
+    def add(self, seq: Sequence) -> None:
+        """Move a waiting sequence's tokens into a free request slot."""
+        req_idx, n = self.free_req_indices.pop(), seq.num_tokens
+        self.seq_id[req_idx] = seq.seq_id
+        self.num_tokens[req_idx] = self.num_scheduled[req_idx] = n
+        self.max_tokens[req_idx] = min(seq.max_num_tokens, self.tokens.shape[1])
+        self.tokens[req_idx, :n] = seq.tokens(0, n)
+        seq.attach(self, req_idx)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each sampled sequence before this launch samples one, int32 [N]."""
-        return np.array(self.stops, np.int32)[self.sampled_from]
-
-
-@dataclass(frozen=True)
-class DecodeBatch:
-    """Compute one token of every sequence and sample the next."""
-
-    req_indices: np.ndarray  # int32 [B]
-    seq_ids: np.ndarray  # int64 [B]
-    seqs_with_new_block: list[Sequence]
-    lengths: np.ndarray  # int32 [B], tokens before this launch samples one; the contexts it attends
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.req_indices)
-
-
-Batch = PrefillBatch | DecodeBatch
+    def remove(self, seq: Sequence) -> None:
+        """Move a sequence's tokens back to itself and free the slot."""
+        req_idx = seq.req_idx
+        seq.detach()
+        self.seq_id[req_idx] = -1
+        self.free_req_indices.append(req_idx)
 
 
 class Scheduler:
@@ -153,7 +142,7 @@ class Scheduler:
 
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int]] = []
-        new_seqs, sampled, sampled_from, unsampled = [], [], [], []
+        new_seqs, sampled, sampled_from = [], [], []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
         while budget > 0 and (seq := self.waiting.head()) is not None:
@@ -171,10 +160,7 @@ class Scheduler:
             if stop < seq.num_tokens:
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
-            if not seq.is_sampled:
-                unsampled.append(seq)
-                continue
-            for sibling in (seq, *self._fork_siblings(seq, block_copies)):
+            for sibling in (seq, *self._fork_siblings(seq, block_copies)) if seq.is_sampled else ():
                 sampled.append(sibling)
                 sampled_from.append(len(chunks) - 1)
                 if sibling is not seq:
@@ -183,18 +169,21 @@ class Scheduler:
             return None
         # with seats left, it was tokens or blocks that ran out: more follow as soon as they can
         self._missed_tokens = len(self.table.seq_id) if self.table.free_req_indices else 0
-        if unsampled:  # sampled sequences first; then these and an unfinished chunk
+        if sampled_from and sampled_from[-1] >= len(set(sampled_from)):  # sampled sequences first, then the others
             order = list(dict.fromkeys([*sampled_from, *range(len(chunks))]))
-            chunks, sampled_from = [chunks[i] for i in order], [order.index(i) for i in sampled_from]
+            place = {i: n for n, i in enumerate(order)}
+            chunks, sampled_from = [chunks[i] for i in order], [place[i] for i in sampled_from]
         self.running.extend(sampled)
         req_indices = np.array([seq.req_idx for seq in sampled], np.int32)
         self._running_req_indices = np.concatenate([self._running_req_indices, req_indices])
         self.table.num_scheduled[req_indices] += 1
-        seqs, starts, stops = map(list, zip(*chunks, strict=True))
-        scored = [(seq, len(seq.target_rows(start, stop))) for seq, start, stop in chunks if seq.targets is not None]
+        seqs, starts, stops = zip(*chunks, strict=True)
+        computed = np.array([seq.req_idx for seq in seqs], np.int32)
         return PrefillBatch(
-            seqs, starts, stops, new_seqs, req_indices, self.table.seq_id[req_indices],
-            np.array(sampled_from, np.int32), block_copies, unsampled, scored,
+            req_indices, self.table.seq_id[req_indices], np.array(sampled_from, np.int32),
+            computed, self.table.seq_id[computed], np.array(starts, np.int32), np.array(stops, np.int32),
+            np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]), NewSequences.of(new_seqs),
+            np.array(block_copies, np.int32).reshape(-1, 2), Targets.of(chunks),
         )  # fmt: skip
 
     def _fork_siblings(self, seq: Sequence, block_copies: list[tuple[int, int]]) -> list[Sequence]:
@@ -232,13 +221,17 @@ class Scheduler:
             if self.num_in_flight:
                 return None  # it may finish a sequence; and only known tokens can be recomputed
             self.preempt(self.running[-1])
-        seqs_with_new_block = [self._seqs[req_idx] for req_idx in growing.tolist()]
-        for seq in seqs_with_new_block:
-            self.block_manager.may_append(seq, int(table.num_scheduled[seq.req_idx]) - 1)
+        new_blocks = []
+        for req_idx, length in zip(growing.tolist(), table.num_scheduled[growing].tolist(), strict=True):
+            seq = self._seqs[req_idx]
+            assert seq is not None
+            self.block_manager.may_append(seq, length - 1)
+            new_blocks.append((req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
         table.num_scheduled[req_indices] = lengths + 1
         at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_seats
         self._missed_tokens += max(at_least, len(table.free_req_indices))
-        return DecodeBatch(req_indices, table.seq_id[req_indices], seqs_with_new_block, lengths)
+        new = np.array(new_blocks, np.int32).reshape(-1, 3)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and request slot; it goes to the head of the queue, to be recomputed."""
@@ -269,12 +262,20 @@ class Scheduler:
             if self._is_done(seq, int(token_ids[i])):
                 finished.append(seq)
         if isinstance(batch, PrefillBatch):
-            self.metrics.prefilled(batch)
-            for seq in batch.unsampled:
-                if seq.status is SequenceStatus.RUNNING:  # not aborted meanwhile
-                    seq.finish_reason = "length"
-                    finished.append(seq)
+            finished += self._prefilled(batch)
         self.finish(finished)
+        return finished
+
+    def _prefilled(self, batch: PrefillBatch) -> list[Sequence]:
+        """Note the time; return the sequences that are computed to their end and sample nothing."""
+        alive = np.flatnonzero(self.table.seq_id[batch.chunk_req_indices] == batch.chunk_seq_ids)  # not aborted since
+        computed = [self._seqs[req_idx] for req_idx in batch.chunk_req_indices[alive].tolist()]
+        self.metrics.prefilled(computed)
+        finished = []
+        for seq, stop in zip(computed, batch.stops[alive].tolist(), strict=True):
+            if not seq.is_sampled and stop == seq.num_tokens:
+                seq.finish_reason = "length"
+                finished.append(seq)
         return finished
 
     def finish(self, seqs: list[Sequence]) -> None:

@@ -1,8 +1,8 @@
 """The tokens of one request as they arrive: each output holds what is new since the last."""
 
+from nanovllm.core import Sequence
 from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.request import Request
-from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 

@@ -7,7 +7,7 @@ earlier while the device works. So the first launch need not wait until the last
 from collections import deque
 from collections.abc import Iterator
 
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.core import Sequence, SequenceStatus
 
 
 class WaitingQueue:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.core import Sequence
 from nanovllm.engine.detokenizer import IncrementalDetokenizer, StopCandidates, StopChecker, decode_tokens
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured import BadWordsGuide, Guide, GuideCompiler, Guides, bad_word_ids, mask_of
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import Logprob, LogprobsAt
-from nanovllm.sampling_params import GUIDED, LOGPROBS, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 AnyGuide = Guide | Guides | BadWordsGuide
 
@@ -94,7 +94,7 @@ class WatchMaker:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not params.stop and not seq.features & (LOGPROBS | GUIDED):
+        if not params.stop and params.logprobs is None and not params.is_constrained:
             return None
         detokenizer = stop = None
         if params.stop:
@@ -102,7 +102,7 @@ class WatchMaker:
             detokenizer = IncrementalDetokenizer(self._required("stop"), *flags)
             include = params.include_stop_str_in_output
             stop = StopChecker(self._candidates, detokenizer, list(params.stop), include, params.min_tokens)
-        guide = self._guide(params) if seq.features & GUIDED else None
+        guide = self._guide(params) if params.is_constrained else None
         return Watch(seq, self._tokenizer, detokenizer, stop, guide)
 
     def masks(self, watches: list[Watch]) -> np.ndarray:

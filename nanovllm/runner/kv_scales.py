@@ -9,17 +9,14 @@ of them above 2**-6, a range of 14 binades. So a wide headroom costs nothing, an
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.layers.context import Context
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-
-if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,26 +44,26 @@ def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) ->
     return FP8
 
 
-def calibrate(runner: "ModelRunner") -> None:
+def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torch.device) -> None:
     """Set each layer's ``kv_scale`` in place, unless the weights just loaded gave it; nothing without an FP8 KV cache.
 
-    Needs the weights, not the KV cache, whose content no longer fits the scales.
+    Needs the weights, which compute in ``dtype``, and not the KV cache, whose content no longer fits the scales.
     """
-    if runner.kv_dtype != FP8:
+    if config.kv_cache_dtype == "auto":
         return
-    model, layers, device = runner.model, attention_layers(runner.model), runner.device
+    layers = attention_layers(model)
     is_given = [layer.kv_scale_is_given for layer in layers]
     for layer in layers:
         layer.kv_scale_is_given = [False, False]  # the next weights may come without
     if all(map(all, is_given)):
         return
-    num_tokens = min(CALIBRATION_TOKENS, runner.config.max_num_batched_tokens, runner.config.max_model_len)
-    num_blocks = -(-num_tokens // runner.block_size)
+    num_tokens = min(CALIBRATION_TOKENS, config.max_num_batched_tokens, config.max_model_len)
+    num_blocks = -(-num_tokens // config.kvcache_block_size)
     caches = [(layer.k_cache, layer.v_cache) for layer in layers]
-    kv_cache = allocate_kv_cache(model, num_blocks, runner.block_size, runner.dtype, device)
+    kv_cache = allocate_kv_cache(model, num_blocks, config.kvcache_block_size, dtype, device)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
     # spread over the vocabulary by the golden ratio, in no order
-    input_ids = (positions.long() * 2654435769 % 2**32 * runner.config.model_config.vocab_size >> 32).int()
+    input_ids = (positions.long() * 2654435769 % 2**32 * config.model_config.vocab_size >> 32).int()
     cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     try:
         model(input_ids, Context(

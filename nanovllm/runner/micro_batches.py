@@ -14,22 +14,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.core import PrefillBatch
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.device import select_dtype
+from nanovllm.runner.inputs import prefill_inputs, to_device
 from nanovllm.runner.prefill_graphs import layer_weights
-from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
-
-if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling.feature import Arrays
 
 MIN_TOKENS = 2048  # of a prefill that is split: smaller halves fill the SMs badly
 # Tokens times weights of a layer on one rank, by device type: in less time than an H200 needs for so many, a host does
@@ -39,8 +38,6 @@ TILE = 128  # tokens of a tile in the prefill's GEMMs
 # Layers that the host may be ahead of the device: 30 entries each of the 1,024 of a stream's launch queue. In a launch
 # that waits for a free entry the host would hold the GIL, which the watch over the workers needs.
 MAX_LAYERS_AHEAD = 12
-
-Half = tuple[StepHeader, StepInput]
 
 
 def min_tokens(config: Config, device_type: str) -> int | None:
@@ -78,30 +75,28 @@ def max_half(num_tokens: int) -> int:
     return num_tokens // 2 + max(num_tokens // 16, TILE) + 1
 
 
-def split(header: StepHeader, step: StepInput) -> tuple[Half, Half]:
-    """A prefill, its segments numpy arrays, as two. They have the segments that the model reads, and no others."""
-    cut = cut_of(step.cu_seqlens_q)
-    return part(step, 0, cut), part(step, cut, header.num_tokens)
+def split(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """The arrays of a prefill (``prefill_arrays``) as two: those that the model reads, and no others."""
+    cut = cut_of(arrays["cu_seqlens_q"])
+    return part(arrays, 0, cut), part(arrays, cut, len(arrays["input_ids"]))
 
 
-def part(step: StepInput, begin: int, end: int) -> Half:
+def part(arrays: Arrays, begin: int, end: int) -> Arrays:
     """The packed tokens begin .. end - 1 as a prefill of their own."""
-    tokens, starts = slice(begin, end), step.cu_seqlens_q[:-1]
+    tokens, starts = slice(begin, end), arrays["cu_seqlens_q"][:-1]
     first, last = (int(i) for i in np.searchsorted(starts, (begin + 1, end)))
     seqs = slice(first - 1, last)  # those with tokens in here; the first may have begun before, the last may go on
-    ends = step.cu_seqlens_q[1:][seqs]
-    cu_seqlens_q = np.append(begin, np.minimum(ends, end)) - begin
-    context_lens = step.context_lens[seqs] - np.maximum(ends - end, 0)
-    logits = step.logits_indices[(step.logits_indices >= begin) & (step.logits_indices < end)]
-    half = StepInput(
-        (), (), step.input_ids[tokens], step.positions[tokens], step.slot_mapping[tokens], step.req_indices[seqs],
-        context_lens, cu_seqlens_q, np.append(0, np.cumsum(context_lens)), logits - begin,
-    )  # fmt: skip
-    header = StepHeader(
-        StepKind.PREFILL, num_updates=0, num_sampled=0, num_tokens=end - begin, num_seqs=len(context_lens),
-        max_seqlen_q=int(np.diff(cu_seqlens_q).max()), max_context=int(context_lens.max()), num_logits=len(logits),
-    )  # fmt: skip
-    return header, half
+    ends = arrays["cu_seqlens_q"][1:][seqs]
+    context_lens = arrays["context_lens"][seqs] - np.maximum(ends - end, 0)
+    logits = arrays["logits_indices"]
+    return {
+        **{name: arrays[name][tokens] for name in ("input_ids", "positions", "slot_mapping")},
+        "req_indices": arrays["req_indices"][seqs],
+        "context_lens": context_lens,
+        "cu_seqlens_q": np.append(begin, np.minimum(ends, end)) - begin,
+        "cu_seqlens_k": np.append(0, np.cumsum(context_lens)),
+        "logits_indices": logits[(logits >= begin) & (logits < end)] - begin,
+    }
 
 
 # ------------------------------------------------------------ the forward pass
@@ -147,25 +142,30 @@ class MicroBatches:
         if device.type == "cuda" and self._sums is None:
             self.min_tokens = None
 
-    def takes(self, header: StepHeader) -> bool:
-        """Whether a step is split."""
-        is_long = self.min_tokens is not None and header.num_tokens >= self.min_tokens
-        return is_long and header.kind == StepKind.PREFILL and bool(header.can_split)
+    def takes(self, batch: PrefillBatch) -> bool:
+        """Whether a prefill is split. Never where prompt tokens are scored: that takes all hidden states, and one that
+        is scored and not sampled comes last, whoever reads its blocks. Its last chunk has nothing to score where it is
+        the last token alone."""
+        if self.min_tokens is None or batch.num_tokens < self.min_tokens or batch.targets is not None:
+            return False
+        num_sampled = int(batch.sampled_from.max(initial=-1)) + 1  # these come first
+        return bool((batch.stops - batch.starts > 1)[num_sampled:].all())
 
-    def follows_another(self, header: StepHeader) -> bool:
+    def follows(self, splits: bool) -> bool:
         """Whether a prefill is split, and so was the one before: together they do not fill the launch queue."""
-        took_last, self._took_last = self._took_last, self.takes(header)
-        return took_last and self._took_last
+        took_last, self._took_last = self._took_last, splits
+        return took_last and splits
 
-    def run(self, runner: "ModelRunner", header: StepHeader, packed: np.ndarray) -> torch.Tensor:
-        """The hidden states [N, C] of a prefill's ``logits_indices``. ``packed``: its segments, on the host."""
-        halves = split(header, unpack(header, packed))
-        words = [pack(*half) for half in halves]
-        on_device, inputs = runner.to_device(np.concatenate(words)), []
-        for (half, _), segments in zip(halves, on_device.split([*map(len, words)]), strict=True):
-            step = unpack(half, segments)
-            inputs.append(runner.packed_prefill_inputs(half, step, step.logits_indices.long()))
-        return self.forward(runner.model.model, inputs)
+    def run(self, model: Decoder, arrays: Arrays, block_tables: torch.Tensor) -> torch.Tensor:
+        """The hidden states [N, C] of a prefill's ``logits_indices``; ``arrays`` of it on the host."""
+        halves = split(arrays)
+        named = {f"{i} {name}": values for i, half in enumerate(halves) for name, values in half.items()}
+        tensors, inputs = to_device(named, self._device), []
+        for i, half in enumerate(halves):
+            limits = int(half["context_lens"].max()), int(np.diff(half["cu_seqlens_q"]).max())
+            of_half = {name: tensors[f"{i} {name}"] for name in half}
+            inputs.append(prefill_inputs(of_half, block_tables, *limits, of_half["logits_indices"].long()))
+        return self.forward(model, inputs)
 
     def forward(self, model: Decoder, inputs: list[tuple[torch.Tensor, Context]]) -> torch.Tensor:
         """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""

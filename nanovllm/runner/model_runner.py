@@ -1,112 +1,77 @@
-"""One rank's model and device: a batch in, a launch, token ids out.
+"""One rank's model and device: a batch in, two launches, token ids out.
 
-Owns the model, the KV cache, the request state, the sampler and the CUDA graphs. Knows nothing of queues. ``run``
-launches and returns a handle; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
+Owns the model, the KV cache, the request state, the sampler and the CUDA graphs. Knows nothing of queues. Every rank
+receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch and return; only ``StepHandle.wait``
+and ``synchronize`` wait for the device.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.distributed.channel import Channel
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.distributed.workers import Workers
-from nanovllm.engine.scheduler import Batch
+from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
-from nanovllm.layers.sampler import Requests, Sampler
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import CUDAGraphs
-from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
-from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
-from nanovllm.runner.kv_scales import calibrate, select_kv_dtype
-from nanovllm.runner.memory import (
-    GRAPH_BYTES,
-    allocate_kv_cache,
-    block_bytes,
-    copy_blocks,
-    no_room,
-    num_blocks_that_fit,
-)
+from nanovllm.runner import memory
+from nanovllm.runner.cascade import SharedPrefixes
+from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes
+from nanovllm.runner.device import select_device, select_dtype, step_threads
+from nanovllm.runner.inputs import decode_inputs, prefill_arrays, prefill_inputs, to_device
+from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.micro_batches import MicroBatches
-from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes, max_layer_work
-from nanovllm.runner.prepare import prepare, prepare_masks
-from nanovllm.runner.request_state import RequestState, StagedWrites
+from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillInputs, PrefillSizes, max_layer_work
+from nanovllm.runner.request_state import RequestState
 from nanovllm.runner.residency import Residency
-from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
-from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
-from nanovllm.runner.warmup import compile_kernels
-from nanovllm.sampling_params import FILTERS, GUIDED, MIN_TOKENS
-from nanovllm.utils.loader import init_dummy_weights, load_model
-
-WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
-SAMPLE, GROUPED = "sample", "grouped"  # graphs: of sampling without logits steps, of decode steps with prefix groups
-LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
+from nanovllm.sampling.feature import Arrays, Feature, Logits, Tensors
+from nanovllm.sampling.masks import Masks
+from nanovllm.sampling.sampler import Sampler
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a launch computed, on the host.
+class StepResult(NamedTuple):
+    """What a step computed, on the host."""
 
-    Attributes:
-        token_ids: int32 [num_sampled], in the order of the batch.
-        logprobs: of the sampled tokens, packed as by ``reference.token_logprobs``; None if no request wants them.
-        prompt_logprobs: the same of the batch's targets, in the order of its sequences.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray | None = None
-    prompt_logprobs: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What a launch computes besides tokens: tensors on their way to the host, there when the event has happened."""
-
-    event: torch.cuda.Event | None = None  # None on the CPU
-    logprobs: torch.Tensor | None = None
-    prompt_logprobs: torch.Tensor | None = None
-
-
-class Computed(NamedTuple):
-    """A forward pass, before it is sampled."""
-
-    hidden: torch.Tensor  # [num_sampled, C]
-    req_indices: torch.Tensor  # int32 [num_sampled]
-    prompt_logprobs: torch.Tensor | None = None
+    token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch
+    logprobs: np.ndarray | None  # of these, packed as by ``reference.token_logprobs``; None if no request wants them
+    target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
 
 
 class StepHandle:
-    """A launch in flight. ``output`` is None while a guided step waits for its masks."""
+    """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
 
-    def __init__(self, sampled_tokens: torch.Tensor, batch: Batch, output: StepOutput | None,
-                 workers: Workers | None):
-        self.output = output
-        self._sampled_tokens = sampled_tokens
+    def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
+                 event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
+                 target_logprobs: torch.Tensor | None = None):
         self._index = batch.lengths % 2, batch.req_indices
-        self._workers = workers
+        self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
+        self._logprobs = logprobs, target_logprobs
 
     def wait(self) -> StepResult:
-        """Block until the launch is done."""
-        assert self.output is not None
-        event, logprobs, prompt_logprobs = self.output.event, self.output.logprobs, self.output.prompt_logprobs
-        if event is not None and self._workers is not None:
-            self._workers.wait_until(event.query)
-        elif event is not None:
-            event.synchronize()
+        """Block until the step is done."""
+        if self._event is not None and self._workers is not None:
+            self._workers.wait_until(self._event.query)
+        elif self._event is not None:
+            self._event.synchronize()
+        # copies: requests keep them, and pinned memory is scarce
         return StepResult(
             self._sampled_tokens.numpy()[self._index],
-            # copies: requests keep them, and pinned memory is scarce
-            None if logprobs is None else logprobs.numpy().copy(),
-            None if prompt_logprobs is None else prompt_logprobs.numpy().copy(),
+            *(None if values is None else values.numpy().copy() for values in self._logprobs),
         )
+
+
+class Computed(NamedTuple):
+    """A forward pass that was launched and is to be sampled."""
+
+    batch: Batch
+    hidden: torch.Tensor  # [>= num_sampled, C]
+    req_indices: torch.Tensor  # int32 [>= num_sampled]
+    target_logprobs: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -116,17 +81,19 @@ class ModelRunner:
         config: the engine's options.
         tp: this rank's tensor-parallel group.
         workers: the other ranks, on rank 0 of several.
-        channel: where rank 0's steps arrive, on the other ranks.
 
     Attributes:
-        num_kvcache_blocks: size of the KV cache, the same on every rank.
-        max_in_flight: steps that may run ahead of the tokens the host has seen.
+        model, kv_cache, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         residency: updates of the weights, sleep and wake-up.
     """
 
-    def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None,
-                 channel: Channel | None = None):
-        self.config, self.tp, self.workers, self.channel = config, tp, workers, channel
+    model: CausalLM
+    kv_cache: torch.Tensor
+    num_kvcache_blocks: int
+
+    def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None):
+        self.config, self.tp, self.workers = config, tp, workers
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, tp.rank, tp.size)
@@ -143,202 +110,122 @@ class ModelRunner:
         self.prefill_sizes = PrefillSizes()
         if self.use_graphs:
             devices = range(tp.size) if tp.size > 1 else [self.device]
-            max_work = max_layer_work(devices, has_fp8=config.model_config.fp8 is not None)
+            max_work = max_layer_work(devices, has_fp8=model.fp8 is not None)
             self.prefill_sizes = PrefillSizes.of(config, self.backend, tp.peers is not None, max_work)
         self.graphs: CUDAGraphs | None = None
+        self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._last_handle: StepHandle | None = None
-        # the guided step that waits for its masks
-        self._guided: tuple[StepHeader, Computed] | None = None
         self._owner = os.getpid()
         self.residency = Residency(self)
         waiting = {} if workers is None else {"wait_until": workers.wait_until}  # not for ever, on rank 0
         self.micro_batches = MicroBatches(config, tp, self.device, **waiting)
         if on_gpu:
             torch.cuda.set_device(self.device)
-        with torch.inference_mode(), translate_oom():
-            self.decode_sizes = decode_sizes(config.max_num_seqs)
-            self.request_state = RequestState(config.max_num_seqs, self.max_blocks, self.device)
-            limits = config.max_model_len, config.model_config.vocab_size
-            self.staged_writes = StagedWrites(config.max_num_seqs, self.max_blocks, StagedTables(*limits))
-            self.staged_writes.groups.enabled = self.backend.shares_prefixes and not all(config.model_config.windows)
-            self.tables = SamplingTables(config.max_num_seqs, *limits, self.device)
-            self.prefill_inputs = PrefillInputs(
-                self.prefill_sizes, self.request_state.block_tables, config.max_model_len
-            )
-            with model_defaults(self.dtype, self.device):
-                processed_logprobs = config.logprobs_mode == "processed_logprobs"
-                self.sampler = Sampler(config.max_num_seqs, tp, processed_logprobs)
-            with self.ops.parallel_compile(self.device) as begin:
-                if on_gpu:
-                    compile_kernels(self, WARMUP_FEATURES)
-                begin()
-                self.load_model()  # while the kernels compile
-            tp.join() if workers is None else workers.join_group()
-            reserved_bytes = self.warmup_model()
-            calibrate(self)
-            self.allocate_kv_cache(reserved_bytes)
-            if self.use_graphs:
-                self.capture_cudagraph()
-
-    # ------------------------------------------------------------ start
-
-    def make_model(self, model_config: ModelConfig) -> CausalLM:
-        """A model with uninitialised weights."""
-        with model_defaults(self.dtype, self.device):
-            return CausalLM(model_config, self.backend, self.tp)
-
-    def load_model(self) -> None:
-        config = self.config
-        self.model = self.make_model(config.model_config)
-        with model_defaults(self.dtype, self.device):
-            if config.load_format == "dummy":
-                init_dummy_weights(self.model, config.seed + self.tp.rank)
-            else:
-                load_model(self.model, config.model_path)
-
-    def warmup_model(self) -> int:
-        """Run the largest prefill without a KV cache; return the bytes to reserve for activations and graphs."""
-        if self.device.type == "cpu":
-            return 0
-        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-        hidden = self.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], self.request_state.block_tables, num_tokens))
-        # The most memory: with several ranks, filters gather the logits.
-        self.sample(hidden[:num_seqs], self.request_state.batch_req_indices, features=WARMUP_FEATURES)
-        torch.cuda.synchronize()
-        prefill_peak = torch.cuda.max_memory_allocated() - before
-        del hidden
-        if not self.use_graphs:
-            return prefill_peak
-        # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-        sizes = self.prefill_sizes
-        num_graphs = 3 * len(self.decode_sizes) + len(sizes.short) + len(sizes.padded)
-        graph_peak = num_graphs * GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
-        logits_bytes = num_seqs * self.config.model_config.vocab_size // self.tp.size * 8
-        return prefill_peak + graph_peak + logits_bytes
-
-    def allocate_kv_cache(self, reserved_bytes: int) -> None:
-        """Size the KV cache by the memory left, unless the user set its size; give each layer its views."""
-        num_blocks = self.config.num_kvcache_blocks
-        if num_blocks == -1:
-            bytes_per_block = block_bytes(self.model, self.block_size, self.kv_dtype)
-            num_blocks = num_blocks_that_fit(self.config, self.device, bytes_per_block, reserved_bytes)
-            if self.tp.size > 1:
-                num_blocks = int(self.tp.all_gather(torch.tensor(num_blocks, device=self.device)).min())
-            if self.workers is not None:
-                self.workers.check()  # with a dead rank the minimum over ranks is undefined
-            if num_blocks < 1:
-                raise no_room(self.config, self.device, bytes_per_block, reserved_bytes)
-            num_blocks = min(num_blocks, self.config.max_num_seqs * self.max_blocks)
-        self.num_kvcache_blocks = num_blocks
-        self.kv_cache = allocate_kv_cache(self.model, num_blocks, self.block_size, self.kv_dtype, self.device)
-
-    def capture_cudagraph(self) -> None:
-        """Capture the forward pass and the sampling of every decode size, and the forward pass of prefills.
-
-        Sampling is a graph of its own, because a batch that needs logits steps launches them behind the forward graph.
-        """
-        self.graphs = graphs = CUDAGraphs()
-        max_context = self.config.max_model_len
-
-        def decode(size: int) -> torch.Tensor:
-            return self.model(*self.decode_inputs(size, max_context))
-
-        def sample(size: int) -> torch.Tensor:
-            hidden = graphs.output(StepKind.DECODE, size)
-            return self.sample(hidden, self.request_state.batch_req_indices[:size], features=0)[0]
-
-        def short_prefill(size: int) -> torch.Tensor:
-            return self.model(*self.prefill_inputs.short(size))
-
-        def padded_prefill(size: int) -> torch.Tensor:
-            return self.model(*self.prefill_inputs.padded(size))
-
-        graphs.capture(StepKind.DECODE, self.decode_sizes, decode)
-        graphs.capture(SAMPLE, self.decode_sizes, sample)
-        graphs.capture(StepKind.SHORT_PREFILL, list(self.prefill_sizes.short), short_prefill)
-        graphs.capture(StepKind.PADDED_PREFILL, [size for size, _ in self.prefill_sizes.padded], padded_prefill)
-        graphs.sizes[GROUPED] = grouped_sizes(self.decode_sizes)  # captured when a batch needs them
+        R, vocab_size = config.max_num_seqs, model.vocab_size
+        self.decode_sizes = decode_sizes(R)
+        self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns)
+        processed = config.logprobs_mode == "processed_logprobs"
+        self.sampler = Sampler(state, tp, config.max_model_len, vocab_size, processed)
+        shares_prefixes = self.backend.shares_prefixes and not all(model.windows)
+        self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, self.device, shares_prefixes)
+        self.prefill_inputs = PrefillInputs(self.prefill_sizes, state.block_tables, config.max_model_len)
 
     # ------------------------------------------------------------ a step
 
-    def run(self, batch: Batch) -> StepHandle:
-        """Launch a batch; the handle gives a token for each of ``batch.req_indices``.
+    def forward(self, batch: Batch) -> None:
+        """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
+        assert self._computed is None
+        self.call("run_model", batch)
 
-        A guided batch (``is_guided``) is computed, and sampled by ``sample_guided``.
+    def sample(self, masks: Masks | None = None) -> StepHandle:
+        """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
+
+        ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
+        for them; without a constrained request they have sampled by now.
         """
-        header, packed = prepare(batch, self.staged_writes, self.block_size, self.prefill_sizes)
-        has_many = header.kind == StepKind.PREFILL and not self.micro_batches.follows_another(header)
-        if self.workers is not None and has_many and self._last_handle is not None:
-            # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
-            # while holding the GIL, and so block the watch thread.
-            self._last_handle.wait()
-        output = self._launch(header, packed)
-        self._last_handle = StepHandle(self.request_state.sampled_tokens, batch, output, self.workers)
+        assert self._computed is not None
+        batch = self._computed.batch
+        if self.sampler.masks.are_due(batch.req_indices):
+            outputs = self.call("run_sampler", masks)
+        else:
+            outputs = self.call("run_sampler", ranks=False)
+        self._last_handle = StepHandle(batch, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
-    def sample_guided(self, handle: StepHandle, req_indices: np.ndarray, masks: np.ndarray) -> None:
-        """Sample the guided batch that was launched last; masks int32 [n, ceil(V / 32)] of these request slots."""
-        handle.output = self._launch(*prepare_masks(req_indices, masks))
-
-    def _launch(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
-        """Run a step on every rank."""
+    def call(self, method: str, *args: Any, ranks: bool = True) -> Any:
+        """Run a method on every rank, or in step with the others, and return this rank's result."""
         if self.workers is None:
             with self.step_threads:
-                return self.run_model(header, packed)
+                return getattr(self, method)(*args)
         with self.workers.guard(), self.step_threads:
-            self.workers.send(to_words(header, packed))
-            return self.run_model(header, packed)
+            if ranks:
+                self.workers.send(method, *args)
+            return getattr(self, method)(*args)
 
-    def loop(self, report: Callable) -> None:
-        """A worker's main loop: launch the steps of rank 0, and answer its calls, until an empty message ends it."""
-        assert self.channel is not None
+    def loop(self, worker: Worker) -> None:
+        """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
         with self.step_threads:
-            while len(words := self.channel.receive()):
-                header, packed = from_words(words)
-                if header.kind == StepKind.CALL:
-                    report(self.residency.answer(packed))
-                else:
-                    self.run_model(header, packed)
+            while (message := worker.receive()) is not None:
+                method, *args = message
+                if method == "residency":
+                    worker.report(self.residency.answer(*args))
+                    continue
+                getattr(self, method)(*args)
+                if method == "run_model" and not self.sampler.masks.are_due(args[0].req_indices):
+                    self.run_sampler()
 
     @torch.inference_mode()
-    def run_model(self, header: StepHeader, packed: np.ndarray) -> StepOutput | None:
-        """Launch a step on this rank; None for a guided step, which ``StepKind.SAMPLE`` completes."""
-        step = unpack(header, self.to_device(packed))
-        if header.num_updates:
-            self.request_state.apply(step.indices, step.values)
-        if header.num_adjustments:
-            self.tables.set_adjustments(step.adjustment_indices, step.adjustment_values)
-        if header.num_masks:
-            self.tables.set_masks(step.mask_req_indices, step.mask_words)
-        if header.kind == StepKind.SAMPLE:
-            assert self._guided is not None
-            (header, computed), self._guided = self._guided, None
+    def run_model(self, batch: Batch) -> None:
+        """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        arrays: Arrays = {}
+        if isinstance(batch, DecodeBatch):
+            self.request_state.set_batch(batch, arrays)
+            self.shared_prefixes.set_batch(batch, arrays)
+            self.write(to_device(arrays, self.device))
+            self._computed = self.run_decode(batch)
         else:
-            is_decode = header.kind == StepKind.DECODE
-            computed = self.run_decode(header) if is_decode else self.run_prefill(header, step, packed)
-            if header.features & GUIDED:
-                self._guided = header, computed
-                return None
-        logprobs = None
-        if header.kind == StepKind.DECODE and not header.features and self.graphs is not None:
-            self.graphs.replay(SAMPLE, len(computed.hidden))
-        elif header.num_sampled:
-            _, logprobs = self.sample(computed.hidden, computed.req_indices, header.features, header.num_logprobs)
-        if self.device.type == "cpu":
-            return StepOutput(None, logprobs, computed.prompt_logprobs)
-        output = StepOutput(torch.cuda.Event(), self._to_host(logprobs), self._to_host(computed.prompt_logprobs))
-        output.event.record()  # type: ignore[union-attr]
-        return output
+            self.prepare_new(batch, arrays)
+            inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
+            graph = self.prefill_sizes.fit(inputs)
+            tensors = to_device(arrays | inputs, self.device)
+            self.write(tensors)
+            self._computed = self.run_prefill(batch, inputs, tensors, graph)
 
-    def to_device(self, packed: np.ndarray) -> torch.Tensor:
-        on_host = torch.from_numpy(packed)
-        if self.device.type == "cpu" or not len(packed):
-            return on_host
-        return on_host.pin_memory().to(self.device, non_blocking=True)
+    @torch.inference_mode()
+    def run_sampler(self, masks: Masks | None = None) -> tuple:
+        """Launch the sampling on this rank: an event, and the log-probabilities that are on their way to the host."""
+        assert self._computed is not None
+        (batch, hidden, req_indices, target_logprobs), self._computed = self._computed, None
+        if masks is not None:
+            self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
+        n, logprobs = len(batch.req_indices), None
+        used = self.sampler.used_by(batch.req_indices)
+        if batch.is_decode and not used and self.graphs is not None:
+            self.graphs.replay(SAMPLE, len(hidden))  # as padded as the forward pass
+        elif n:
+            num_top = self.sampler.logprobs.num_top(batch.req_indices)
+            logits = self.model.compute_logits(hidden[:n])
+            _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
+        if self.device.type == "cpu":
+            return None, logprobs, target_logprobs
+        on_host = self._to_host(logprobs), self._to_host(target_logprobs)
+        event = torch.cuda.Event()
+        event.record()
+        return event, *on_host
+
+    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
+        """Host: what the device must know of the requests that a batch admits."""
+        if len(batch.new):
+            rows = np.zeros(len(batch.new), self.request_state.row)
+            self.sampler.add(batch.new, rows, arrays)
+            self.request_state.add(batch.new, rows, arrays)
+            self.shared_prefixes.add()
+
+    def write(self, tensors: Tensors) -> None:
+        """Device: each part of the state takes in what it has put into the arrays."""
+        if tensors:
+            for part in (self.request_state, self.sampler, self.shared_prefixes):
+                part.write(tensors)
 
     def _to_host(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """A copy in pinned memory, complete when the stream gets there; the other ranks' are not needed."""
@@ -346,78 +233,93 @@ class ModelRunner:
             return None
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    def run_decode(self, header: StepHeader) -> "Computed":
-        size, req_indices = header.num_sampled, self.request_state.batch_req_indices
+    # ------------------------------------------------------------ the forward pass
+
+    def run_decode(self, batch: DecodeBatch) -> Computed:
+        size, groups = batch.num_tokens, self.shared_prefixes.groups
+        req_indices = self.request_state.batch_req_indices
         if self.graphs is None:
-            inputs = self.decode_inputs(size, header.max_context, header.num_groups > 0)
-            return Computed(self.model(*inputs), req_indices[:size])
-        hidden = self.graphs.replay(GROUPED if header.num_groups else StepKind.DECODE, size, self._run_grouped)
-        # without features a graph samples too, and a slice costs the host 2 us
-        return Computed(hidden[:size], req_indices[:size]) if header.features else Computed(hidden, req_indices)
-
-    def _run_grouped(self, size: int) -> torch.Tensor:  # to where the sampling graph reads
-        hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, is_grouped=True))
-        return self.graphs.output(StepKind.DECODE, size).copy_(hidden)  # type: ignore[union-attr]
-
-    def run_prefill(self, header: StepHeader, step: StepInput, packed: np.ndarray) -> "Computed":
-        logits_indices = step.logits_indices.long()
-        if header.kind != StepKind.PREFILL:
-            assert self.graphs is not None
-            self.prefill_inputs.write(step)
-            every = self.graphs.replay(header.kind, header.num_tokens)
-            hidden = every[logits_indices]
-        elif header.num_targets:
-            every = self.model(*self.packed_prefill_inputs(header, step, None))
-            hidden = every[logits_indices]
-        elif self.micro_batches.takes(header):
-            hidden = self.micro_batches.run(self, header, packed)
+            hidden = self.model(*self.decode_inputs(size, int(batch.lengths.max()), groups is not None))
         else:
-            hidden = self.model(*self.packed_prefill_inputs(header, step, logits_indices))
-        if header.num_block_copies:
-            copy_blocks(self.kv_cache, step.copy_from.long(), step.copy_to.long())
-        if header.num_logits < header.num_sampled:  # forked completions
-            hidden = hidden[step.sampled_from.long()]
-        prompt_logprobs = None
-        if header.num_targets:
-            indices, rows = step.target_indices.long(), range(0, header.num_targets, LOGITS_ROWS)
-            slices = [slice(row, row + LOGITS_ROWS) for row in rows]
-            prompt_logprobs = torch.cat([
-                self.sampler.score(
-                    self.model.compute_logits(every[indices[rows]]), step.targets[rows], header.num_prompt_logprobs
-                ) for rows in slices
-            ])  # fmt: skip
-        return Computed(hidden, step.sampled_req_indices, prompt_logprobs)
+            hidden = self.graphs.replay(DECODE if groups is None else CASCADE, size, self._run_cascade)
+        return Computed(batch, hidden, req_indices)
 
-    def sample(self, hidden: torch.Tensor, req_indices: torch.Tensor, features: int,
-               num_logprobs: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [N, C] -> token ids int32 [N], which also advance the request state, and log-probabilities."""
-        logits, state = self.model.compute_logits(hidden), self.request_state
-        requests = Requests(
-            req_indices, state.sampling, state.last_token, self.tables.token_mask, self.tables.adjustments
+    def _run_cascade(self, size: int) -> torch.Tensor:  # to where the sampling graph reads
+        hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, shares_prefixes=True))
+        return self.graphs.output(DECODE, size).copy_(hidden)  # type: ignore[union-attr]
+
+    def run_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors,
+                    graph: tuple[str, int] | None) -> Computed:
+        """``arrays`` are the inputs on the host, and among ``tensors`` on the device; ``graph`` fits them."""
+        logits_indices = tensors["logits_indices"].long()
+        if graph is not None:
+            assert self.graphs is not None
+            self.prefill_inputs.write(tensors)
+            every = self.graphs.replay(*graph)
+            hidden = every[logits_indices]
+        else:
+            splits = self.micro_batches.takes(batch)
+            if self.workers is not None and self._last_handle is not None and not self.micro_batches.follows(splits):
+                # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
+                # while holding the GIL, and so block the watch thread.
+                self._last_handle.wait()
+            every = hidden = self._launch_prefill(batch, arrays, tensors, logits_indices, splits)
+            if batch.targets is not None:
+                hidden = every[logits_indices]
+        if "copy_from" in tensors:
+            memory.copy_blocks(self.kv_cache, tensors["copy_from"].long(), tensors["copy_to"].long())
+        if "sampled_from" in tensors:  # forked completions
+            hidden = hidden[tensors["sampled_from"].long()]
+        target_logprobs = None
+        if batch.targets is not None:
+            target_logprobs = self.sampler.logprobs.of_targets(
+                batch.targets, every, tensors["target_rows"], tensors["target_ids"], self._logits
+            )
+        return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs)
+
+    def _launch_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors, logits_indices: torch.Tensor,
+                        splits: bool) -> torch.Tensor:
+        """The hidden states of ``logits_indices``, or of all tokens where prompt tokens are scored."""
+        block_tables = self.request_state.block_tables
+        if splits:
+            return self.micro_batches.run(self.model.model, arrays, block_tables)
+        limits = int(batch.stops.max()), int((batch.stops - batch.starts).max())
+        wanted = logits_indices if batch.targets is None else None
+        return self.model(*prefill_inputs(tensors, block_tables, *limits, wanted))
+
+    def _logits(self, hidden: torch.Tensor) -> Logits:
+        return self.sampler.logits(self.model.compute_logits(hidden))
+
+    def decode_inputs(self, size: int, max_context: int, shares_prefixes: bool = False) -> tuple[torch.Tensor, Context]:
+        groups = self.shared_prefixes.columns if shares_prefixes else None
+        return decode_inputs(self.request_state, size, self.block_size, max_context, self.ops, groups)
+
+    # ------------------------------------------------------------ between steps
+
+    def allocate_kv_cache(self) -> None:
+        """A KV cache of ``num_kvcache_blocks``; each layer gets its views of it."""
+        self.kv_cache = memory.allocate_kv_cache(
+            self.model, self.num_kvcache_blocks, self.block_size, self.kv_dtype, self.device
         )
-        return self.sampler(logits, requests, state.sampled_tokens, features, num_logprobs)
 
-    # ------------------------------------------------------------ inputs of the model
+    def sample_first(self, hidden: torch.Tensor, used: tuple[Feature, ...] = ()) -> torch.Tensor:
+        """Sample hidden states [n, C] for the first n positions of the decode batch; token ids i32[n]."""
+        logits = self.model.compute_logits(hidden)
+        return self.sampler(logits, self.request_state.batch_req_indices[: len(hidden)], used)[0]
 
-    def decode_inputs(self, size: int, max_context: int, is_grouped: bool = False) -> tuple[torch.Tensor, Context]:
-        """The next token of each of the first ``size`` batch positions, gathered from the request state."""
-        state = self.request_state
-        req_indices = state.batch_req_indices[:size]
-        input_ids, positions, slot_mapping, context_lens = self.ops.decode_inputs(
-            req_indices, state.last_token, state.length, state.block_tables, self.block_size
-        )
-        context = Context(positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context)
-        return input_ids, replace(context, prefix_groups=state.prefix_groups) if is_grouped else context
+    def capture_cudagraph(self) -> None:
+        """Capture the forward pass and the sampling of every decode size, and the forward pass of prefills.
 
-    def packed_prefill_inputs(self, header: StepHeader, step: StepInput,
-                              logits_indices: torch.Tensor | None) -> tuple[torch.Tensor, Context]:
-        """The packed tokens of a prefill, and their attention metadata."""
-        return step.input_ids, Context(
-            step.positions, step.slot_mapping, step.req_indices, step.context_lens, self.request_state.block_tables,
-            header.max_context, step.cu_seqlens_q, step.cu_seqlens_k, header.max_seqlen_q, logits_indices,
-        )  # fmt: skip
-
-    # ------------------------------------------------------------ end
+        Sampling is a graph of its own: the tokens of the step before are taken in between, and a batch whose requests
+        use a feature launches the sampler kernel by kernel.
+        """
+        self.graphs = graphs = CUDAGraphs()
+        model, inputs, max_context = self.model, self.prefill_inputs, self.config.max_model_len
+        graphs.capture(DECODE, self.decode_sizes, lambda size: model(*self.decode_inputs(size, max_context)))
+        graphs.capture(SAMPLE, self.decode_sizes, lambda size: self.sample_first(graphs.output(DECODE, size)))
+        graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
+        graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
+        graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -427,8 +329,9 @@ class ModelRunner:
     def reset(self) -> None:
         """After an interrupted step: wait for the device and forget what it was sent."""
         self.synchronize()
-        self.staged_writes.reset()
-        self._guided = None
+        self._computed = None
+        self.request_state.reset()
+        self.shared_prefixes.reset()
 
     def exit(self) -> None:
         """Free the device's memory; rank 0 dismisses the other ranks first."""
@@ -437,11 +340,11 @@ class ModelRunner:
         if self.workers is None:
             self.synchronize()
         else:
-            self.workers.dismiss()
+            self.workers.dismiss(kill=self._computed is not None)  # else they might wait for this rank to sample
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
-        self.graphs = None
-        for name in ("model", "kv_cache", "request_state", "tables", "prefill_inputs", "sampler", "backend",
+        self.graphs = self._computed = None
+        for name in ("model", "kv_cache", "request_state", "sampler", "shared_prefixes", "prefill_inputs", "backend",
                      "residency", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory

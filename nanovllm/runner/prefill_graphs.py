@@ -3,8 +3,8 @@
 The host takes half a millisecond to launch a layer's kernels one by one. Where the device computes a layer faster, a
 prefill is padded to a captured size. Two kinds:
 
-    SHORT_PREFILL   up to 256 tokens. Each is a sequence of one query token, as in decode.
-    PADDED_PREFILL  more tokens. They stay packed; empty sequences fill them up, and long ones are cut into several.
+    SHORT   up to 256 tokens. Each is a sequence of one query token, as in decode.
+    PADDED  more tokens. They stay packed; empty sequences fill them up, and long ones are cut into several.
 
 Each layer stores all keys and values of a launch before it attends, so a token's context is complete wherever its
 sequence is cut.
@@ -19,8 +19,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
-from nanovllm.runner.step import StepHeader, StepInput, StepKind
+from nanovllm.sampling.feature import Arrays, Tensors
 
+SHORT, PADDED = "short prefill", "padded prefill"  # kinds of graphs
 SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
 PADDED_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
@@ -39,7 +40,7 @@ class PrefillSizes(NamedTuple):
 
     Attributes:
         short: tokens.
-        padded: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the segments behind.
+        padded: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the arrays behind.
         padding_req_idx: the padding request slot.
     """
 
@@ -66,20 +67,23 @@ class PrefillSizes(NamedTuple):
         """Tokens of the largest size."""
         return max((*self.short, *(size for size, _ in self.padded)), default=0)
 
-    def fit(self, header: StepHeader, step: StepInput) -> tuple[StepHeader, StepInput]:
-        """A prefill padded to a captured size; as it is, if there is none for it."""
-        short = next((size for size in self.short if size >= header.num_tokens), None)
-        contexts = int(step.positions.sum())
+    def fit(self, arrays: Arrays) -> tuple[str, int] | None:
+        """Pad a prefill, in place, to a captured size; returns that graph's kind and size, None if there is none."""
+        num_tokens, contexts = len(arrays["input_ids"]), int(arrays["positions"].sum())
+        short = next((size for size in self.short if size >= num_tokens), None)
         if short is not None and contexts <= MAX_SHORT_CONTEXTS:
-            return as_short_prefill(header, step, short, self.padding_req_idx)
-        wants_large_tiles = header.max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
-        if header.num_targets or wants_large_tiles:  # targets need all hidden states
-            return header, step
-        num_parts = int(num_parts_of(step.cu_seqlens_q).sum())
+            arrays.update(as_short_prefill(arrays, short, self.padding_req_idx))
+            return SHORT, short
+        max_seqlen_q = int(np.diff(arrays["cu_seqlens_q"]).max())
+        wants_large_tiles = max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
+        if "target_rows" in arrays or wants_large_tiles:  # targets need all hidden states
+            return None
+        num_parts = int(num_parts_of(arrays["cu_seqlens_q"]).sum())
         for size, num_seqs in self.padded:
-            if size >= header.num_tokens and num_seqs >= num_parts:
-                return as_padded_prefill(header, step, size, num_seqs, self.padding_req_idx)
-        return header, step
+            if size >= num_tokens and num_seqs >= num_parts:
+                arrays.update(as_padded_prefill(arrays, size, num_seqs, self.padding_req_idx))
+                return PADDED, size
+        return None
 
 
 def max_layer_work(devices: Iterable, has_fp8: bool) -> int:
@@ -106,26 +110,26 @@ def layer_weights(config: Config) -> int:
     return C * (2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim + 3 * units)
 
 
+NONE = np.empty(0, np.int32)
+
+
 def pad(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     padded = np.full(size, value, np.int32)  # np.pad takes five times as long
     padded[: len(values)] = values
     return padded
 
 
-def as_short_prefill(header: StepHeader, step: StepInput, size: int,
-                     padding_req_idx: int) -> tuple[StepHeader, StepInput]:
-    """The same prefill with each token as a sequence of its own, padded to ``size`` of them."""
-    header = header._replace(kind=StepKind.SHORT_PREFILL, num_tokens=size, num_seqs=size, max_seqlen_q=1)
-    step = step._replace(
-        input_ids=pad(step.input_ids, size),
-        positions=pad(step.positions, size),
-        slot_mapping=pad(step.slot_mapping, size, -1),
-        req_indices=pad(np.repeat(step.req_indices, np.diff(step.cu_seqlens_q)), size, padding_req_idx),
-        context_lens=pad(step.positions + 1, size),
-        cu_seqlens_q=(),
-        cu_seqlens_k=(),
-    )
-    return header, step
+def as_short_prefill(arrays: Arrays, size: int, padding_req_idx: int) -> Arrays:
+    """The arrays of the same prefill with each token as a sequence of its own, padded to ``size`` of them."""
+    return {
+        "input_ids": pad(arrays["input_ids"], size),
+        "positions": pad(arrays["positions"], size),
+        "slot_mapping": pad(arrays["slot_mapping"], size, -1),
+        "req_indices": pad(np.repeat(arrays["req_indices"], np.diff(arrays["cu_seqlens_q"])), size, padding_req_idx),
+        "context_lens": pad(arrays["positions"] + 1, size),
+        "cu_seqlens_q": NONE,
+        "cu_seqlens_k": NONE,
+    }
 
 
 def num_parts_of(cu_seqlens_q: np.ndarray) -> np.ndarray:
@@ -133,34 +137,30 @@ def num_parts_of(cu_seqlens_q: np.ndarray) -> np.ndarray:
     return -(-np.diff(cu_seqlens_q) // MAX_PADDED_SEQLEN)
 
 
-def as_padded_prefill(header: StepHeader, step: StepInput, size: int, num_seqs: int,
-                      padding_req_idx: int) -> tuple[StepHeader, StepInput]:
-    """The same prefill with ``size`` tokens, the last of no sequence, and ``num_seqs`` sequences, the last without a
-    token. The parts of a long sequence are sequences of one request slot."""
-    starts, ends, num_parts = step.cu_seqlens_q[:-1], step.cu_seqlens_q[1:], num_parts_of(step.cu_seqlens_q)
+def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx: int) -> Arrays:
+    """The arrays of the same prefill with ``size`` tokens, the last of no sequence, and ``num_seqs`` sequences, the
+    last without a token. The parts of a long one are sequences of one request slot. ``logits_indices`` are sequences.
+    """
+    cu_seqlens_q = arrays["cu_seqlens_q"]
+    starts, ends, num_parts = cu_seqlens_q[:-1], cu_seqlens_q[1:], num_parts_of(cu_seqlens_q)
     stops = np.cumsum(num_parts)  # of each sequence's parts
     seq = np.repeat(np.arange(len(starts)), num_parts)  # of each part
     nth = np.arange(1, len(seq) + 1) - (stops - num_parts)[seq]
     part_ends = np.minimum(starts[seq] + nth * MAX_PADDED_SEQLEN, ends[seq])
-    header = header._replace(
-        kind=StepKind.PADDED_PREFILL, num_tokens=size, num_seqs=num_seqs,
-        max_seqlen_q=min(header.max_seqlen_q, MAX_PADDED_SEQLEN),
-    )  # fmt: skip
-    step = step._replace(
-        input_ids=pad(step.input_ids, size),
-        positions=pad(step.positions, size),
-        slot_mapping=pad(step.slot_mapping, size, -1),
-        req_indices=pad(step.req_indices[seq], num_seqs, padding_req_idx),
-        context_lens=pad(step.context_lens[seq] - (ends[seq] - part_ends), num_seqs),
-        cu_seqlens_q=pad(np.append(0, part_ends), num_seqs + 1, step.cu_seqlens_q[-1]),
-        cu_seqlens_k=(),
-        logits_indices=stops[: header.num_logits] - 1,
-    )
-    return header, step
+    return {
+        "input_ids": pad(arrays["input_ids"], size),
+        "positions": pad(arrays["positions"], size),
+        "slot_mapping": pad(arrays["slot_mapping"], size, -1),
+        "req_indices": pad(arrays["req_indices"][seq], num_seqs, padding_req_idx),
+        "context_lens": pad(arrays["context_lens"][seq] - (ends[seq] - part_ends), num_seqs),
+        "cu_seqlens_q": pad(np.append(0, part_ends), num_seqs + 1, cu_seqlens_q[-1]),
+        "cu_seqlens_k": NONE,
+        "logits_indices": stops[: len(arrays["logits_indices"])] - 1,
+    }
 
 
 class PrefillInputs:
-    """Segments of a padded prefill on the device, one behind the other from a fixed address on.
+    """Arrays of a padded prefill on the device, one behind the other from a fixed address on.
 
     Args:
         sizes: of the graphs that read them.
@@ -175,16 +175,15 @@ class PrefillInputs:
         self._num_seqs = dict(sizes.padded)
         self._block_tables, self._max_context = block_tables, max_context
 
-    def write(self, step: StepInput) -> None:
-        segments = [step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens]
-        if len(step.cu_seqlens_q):
-            segments.append(step.cu_seqlens_q)
-        torch.cat(segments, out=self.buffer[: sum(map(len, segments))])
+    def write(self, tensors: Tensors) -> None:
+        """Take in the arrays of a prefill that ``PrefillSizes.fit`` has padded."""
+        names = ("input_ids", "positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q")
+        parts = [tensors[name] for name in names if len(tensors[name])]
+        torch.cat(parts, out=self.buffer[: sum(map(len, parts))])
 
     def short(self, size: int) -> tuple[torch.Tensor, Context]:
         """``size`` tokens, each attending as a single-query sequence."""
-        segments = self.buffer[: 5 * size].view(5, size)
-        input_ids, positions, slots, req_indices, context_lens = segments.unbind()
+        input_ids, positions, slots, req_indices, context_lens = self.buffer[: 5 * size].view(5, size)
         return input_ids, Context(
             positions, slots, req_indices, context_lens, self._block_tables, self._max_context
         )  # fmt: skip

@@ -5,7 +5,6 @@ Addresses: an update writes in place, so CUDA graphs stay valid; sleep drops the
 """
 
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -15,13 +14,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
 from nanovllm.runner.kv_scales import FP8, calibrate
-from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-from nanovllm.runner.step import StepHeader, StepKind, to_words
+from nanovllm.runner.memory import attention_layers
 from nanovllm.utils.loader import WeightFiller
 
 if TYPE_CHECKING:
@@ -74,19 +71,16 @@ class Residency:
         workers = self._runner.workers
         if workers is None:
             return getattr(self, method)(*args)
-        text = json.dumps([method, *args]).encode()
-        header = StepHeader(StepKind.CALL, num_updates=0, num_sampled=0)
         with workers.guard():
-            workers.send(to_words(header, np.frombuffer(text + b" " * (-len(text) % 4), np.int32)))
+            workers.send("residency", method, *args)
             result, error = self._run(method, args)
             errors = [error, *(error for _, error in workers.wait_for_answers(self._num_calls))]
         for error in filter(None, errors):
             raise error
         return result
 
-    def answer(self, packed: np.ndarray) -> tuple[int, NanoVLLMError | None]:
+    def answer(self, method: str, *args: Any) -> tuple[int, NanoVLLMError | None]:
         """Another rank: run a call; returns its number and error."""
-        method, *args = json.loads(packed.tobytes())
         _, error = self._run(method, args)
         return self._num_calls, error
 
@@ -151,8 +145,9 @@ class Residency:
     @torch.inference_mode()
     def calibrate(self) -> None:
         """Every rank: set the scales of an FP8 KV cache by the new weights; the cache is empty now."""
-        calibrate(self._runner)
-        self._runner.synchronize()
+        runner = self._runner
+        calibrate(runner.model, runner.config, runner.dtype, runner.device)
+        runner.synchronize()
 
     @torch.inference_mode()
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -189,7 +184,7 @@ class Residency:
         runner.synchronize()
         self.asleep = set(TAGS)  # before the work, so that wake_up mends what an interrupt leaves
         runner.graphs = None  # they hold addresses of weights and KV cache
-        runner.tables.release()
+        runner.sampler.release()
         self._drop_kv_cache()
         if level == 2:
             self.undefined = set(WeightFiller(runner.model).missing)
@@ -210,9 +205,7 @@ class Residency:
                 if "weights" in waking:
                     self._restore()
                 if "kv_cache" in waking:
-                    runner.kv_cache = allocate_kv_cache(
-                        runner.model, runner.num_kvcache_blocks, runner.block_size, runner.kv_dtype, runner.device
-                    )
+                    runner.allocate_kv_cache()
                 if waking == self.asleep and runner.use_graphs and runner.graphs is None:
                     runner.capture_cudagraph()
         except (torch.OutOfMemoryError, MemoryError) as error:

@@ -37,16 +37,16 @@ def start_runner(config: Config) -> "ModelRunner":
             from nanovllm.runner.device import describe, select_device
             from nanovllm.runner.kv_scales import warn_of_outliers
             from nanovllm.runner.micro_batches import max_sum_bytes
-            from nanovllm.runner.model_runner import ModelRunner
+            from nanovllm.runner.start import start_rank
 
             warn_of_outliers(config)
             with workers.guard() if workers is not None else nullcontext():
                 device = select_device(config.device, 0, size)
                 if workers is None:
-                    runner = ModelRunner(config)
+                    runner = start_rank(config)
                 else:
                     tp = workers.connect(device, max_sum_bytes(config, device))
-                    runner = ModelRunner(config, tp, workers=workers)
+                    runner = start_rank(config, tp, workers)
                     workers.wait_for_state("ready")
         except BaseException:
             if workers is not None:
@@ -76,15 +76,15 @@ def worker_main(worker: Worker, config: Config) -> None:
 
         from nanovllm.runner.device import select_device
         from nanovllm.runner.micro_batches import max_sum_bytes
-        from nanovllm.runner.model_runner import ModelRunner
+        from nanovllm.runner.start import start_rank
 
         device = select_device(config.device, worker.rank, worker.size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-        runner = ModelRunner(config, worker.connect(device, max_sum_bytes(config, device)), channel=worker.channel)
+        runner = start_rank(config, worker.connect(device, max_sum_bytes(config, device)))
     worker.report("ready")
-    runner.loop(worker.report)
+    runner.loop(worker)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank
 
 

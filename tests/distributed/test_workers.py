@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import worker_mains
 
@@ -93,11 +92,11 @@ def test_workers_leave_when_dismissed(start):
 def test_a_worker_that_raises(start):
     workers = start(worker_mains.serve, size=3)
     workers.wait_for_state("ready")
-    workers.send(np.array([2, 77]))
+    workers.send(2, 77)
     with failure(2, "ValueError: code 77"):
         idle(workers)
     with failure(2, "ValueError: code 77"):
-        workers.send(np.array([1, 0]))
+        workers.send(1, 0)
 
 
 def test_a_worker_that_is_killed(start):

@@ -1,25 +1,26 @@
 """A device whose KV slots hold hashes of token histories, and what each request must get from it.
 
-``FakeDevice`` reads nothing but prepared steps and its request state, as a real one does. Every launch checks every
+``FakeDevice`` reads nothing but pickled batches and its request state, as another rank does. Every launch checks every
 slot that it attends. The next token is a hash of the history and of the request's seed.
 """
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from nanovllm.engine.scheduler import PrefillBatch
+from nanovllm.core import PrefillBatch
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
-from nanovllm.runner import prefill_graphs, prefix_groups
-from nanovllm.runner.model_runner import StepHandle, StepOutput
-from nanovllm.runner.prefill_graphs import PrefillSizes
-from nanovllm.runner.prepare import prepare
-from nanovllm.runner.request_state import RequestState, StagedWrites
-from nanovllm.runner.sampling_tables import StagedTables
-from nanovllm.runner.step import StepInput, StepKind, from_words, to_words, unpack
-from nanovllm.sampling_params import LOGPROBS
+from nanovllm.runner import cascade, prefill_graphs
+from nanovllm.runner.cascade import SharedPrefixes
+from nanovllm.runner.inputs import prefill_arrays, to_device
+from nanovllm.runner.model_runner import ModelRunner, StepHandle
+from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillSizes
+from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.sampler import Sampler
 
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
@@ -101,75 +102,101 @@ class Request:
 
 
 class FakeDevice:
-    """Stands for the model runner: takes prepared steps, and keeps hashes of histories in its KV slots."""
+    """Stands for the model runner: prepares batches as it does, and keeps hashes of histories in its KV slots."""
+
+    prepare_new, write = ModelRunner.prepare_new, ModelRunner.write
 
     def __init__(self, config, max_in_flight, requests, graphs):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
-        self.block_size = config.kvcache_block_size
+        self.block_size, cpu = config.kvcache_block_size, torch.device("cpu")
         max_blocks = -(-config.max_model_len // self.block_size)
         self.sizes = PrefillSizes((4,), ((6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
-        self.request_state = RequestState(config.max_num_seqs, max_blocks, torch.device("cpu"))
-        tables = StagedTables(config.max_model_len, VOCAB)
-        self.staged_writes = StagedWrites(config.max_num_seqs, max_blocks, tables)
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns)
+        self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
+        self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
-        state = self.request_state
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.seeds = state.sampling.seed.numpy()
         self.residency = SimpleNamespace(require_ready=lambda: None)
+        self.computed = None  # by ``forward``, until ``sample``
+        self.resumed = set()  # request slots of sequences that were preempted
         self.fail_at = None
-        self.num_launches = 0
+        self.num_launches = self.num_calls = 0  # forward passes; these and samplings
         self.seen = set()  # what happened, as a check that histories hold what they should
 
-    def run(self, batch):
+    def forward(self, batch):
         assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
-        self.batch = batch
-        if isinstance(batch, PrefillBatch):
-            ends = list(zip(batch.seqs, batch.stops, strict=True))
-            unfinished = [(seq, stop) for seq, stop in ends if stop < seq.num_tokens]
-            self.seen |= {"chunk"} if unfinished else set()
-            self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
-            self.seen |= {"hit" for seq in batch.seqs if seq in batch.new_seqs and seq.num_cached_tokens}
-            self.seen |= {
-                "hit below targets" for seq in batch.seqs if seq.targets is not None and seq.num_cached_tokens
-            }
-            self.seen |= {"again" for seq in batch.new_seqs if seq.num_completion_tokens}
-            self.seen |= {"chunk to a block's end" for _, stop in unfinished if stop % self.block_size == 0}
-            self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
-            self.seen |= {"block copy"} if batch.block_copies else set()
-            self.seen |= {"unsampled beside sampled"} if batch.unsampled and len(batch.req_indices) else set()
-            for seq in batch.new_seqs:
-                if self.requests[seq.seq_id].targets is not None and not seq.num_completion_tokens:
-                    assert seq.num_cached_tokens <= self.requests[seq.seq_id].first_target
-        output = self.launch(*prepare(batch, self.staged_writes, self.block_size, self.sizes))
-        return StepHandle(self.request_state.sampled_tokens, batch, output, None)
-
-    def reset(self):
-        self.staged_writes.reset()
-
-    def launch(self, header, packed):
+        assert self.computed is None, "a forward pass that was never sampled"
         self.num_launches += 1
-        if self.num_launches == self.fail_at:
-            raise KeyboardInterrupt
-        header, packed = from_words(to_words(header, packed))  # as it reaches another rank
-        step = unpack(header, torch.from_numpy(packed.copy()))
-        assert len(set(step.indices.tolist())) == len(step.indices), "two writes of one element: the order is undefined"
-        self.request_state.apply(step.indices, step.values)
-        run = {StepKind.DECODE: self._decode, StepKind.PREFILL: self._prefill, StepKind.SHORT_PREFILL: self._short,
-               StepKind.PADDED_PREFILL: self._padded}  # fmt: skip
-        tokens, req_indices, prompt_logprobs = run[header.kind](header, step)
+        self.may_fail()
+        self.batch = batch = pickle.loads(pickle.dumps(batch))  # as it reaches another rank
+        if isinstance(batch, PrefillBatch):
+            self.look_at(batch)
+        self.computed = batch, *(self._prefill if isinstance(batch, PrefillBatch) else self._decode)(batch)
+
+    def sample(self, masks):
+        assert masks is None
+        self.may_fail()
+        (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
+        assert len(tokens) == len(batch.req_indices) and req_indices.tolist() == batch.req_indices.tolist()
         self.last_token[req_indices] = tokens
         self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
         self.length[req_indices] += 1
-        assert header.num_sampled == len(tokens) == len(self.batch.req_indices)
-        wanted = [self.requests[i].params for i in self.batch.seq_ids.tolist()]
-        assert header.features == int(np.bitwise_or.reduce(np.array([params.features for params in wanted], int)))
-        assert header.num_logprobs == max((params.logprobs or 0 for params in wanted), default=0)
+        wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
+        used = self.sampler.used_by(batch.req_indices)
+        assert (self.sampler.logprobs in used) == any(params.logprobs is not None for params in wanted)
+        holds_back = [p.min_tokens and (p.stop_token_ids or not p.ignore_eos) for p in wanted]
+        assert (self.sampler.min_tokens in used) == any(holds_back)
+        num_top = self.sampler.logprobs.num_top(batch.req_indices)
+        assert num_top == min(VOCAB, max((params.logprobs or 0 for params in wanted), default=0))
         logprobs = None
-        if header.features & LOGPROBS:
-            logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], header.num_logprobs))
-        return StepOutput(None, logprobs, prompt_logprobs)
+        if self.sampler.logprobs in used:
+            logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
+        return StepHandle(batch, None, self.request_state.sampled_tokens, None, logprobs, target_logprobs)
+
+    def may_fail(self):
+        self.num_calls += 1
+        if self.num_calls == self.fail_at:
+            raise KeyboardInterrupt
+
+    def look_at(self, batch):
+        """Note which situations a prefill holds."""
+        new = {req_idx: i for i, req_idx in enumerate(batch.new.req_indices.tolist())}
+        resumed = batch.new.num_tokens > batch.new.num_prompt_tokens
+        chunks = zip(*(column.tolist() for column in (batch.chunk_req_indices, batch.chunk_seq_ids, batch.starts,
+                                                      batch.stops)), strict=True)  # fmt: skip
+        for i, (req_idx, seq_id, start, stop) in enumerate(chunks):
+            request = self.requests[seq_id]
+            is_unsampled = request.params.max_tokens == 0 and stop == len(request.prompt)
+            is_partial = i not in batch.sampled_from and not is_unsampled
+            is_hit = req_idx in new and start > 0
+            self.seen |= {"chunk"} if is_partial else set()
+            self.seen |= {"chunk to a block's end"} if is_partial and stop % self.block_size == 0 else set()
+            self.seen |= {"unsampled beside sampled"} if is_unsampled and len(batch.req_indices) else set()
+            self.seen |= {"hit"} if is_hit else set()
+            self.seen |= {"hit below targets"} if is_hit and request.targets is not None else set()
+            if req_idx in new and request.targets is not None and not resumed[new[req_idx]]:
+                assert start <= request.first_target
+        self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
+        self.seen |= {"again"} if resumed.any() else set()
+        self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
+        self.seen |= {"block copy"} if len(batch.block_copies) else set()
+
+    def reset(self):
+        self.computed = None
+        self.request_state.reset()
+        self.shared_prefixes.reset()
+
+    def take(self, arrays):
+        """To the device, which takes in its state."""
+        for name in ("state_indices", "penalty_indices", "group_indices"):
+            indices = arrays.get(name, np.empty(0)).tolist()
+            assert len(set(indices)) == len(indices), "two writes of one element: the order is undefined"
+        tensors = to_device(arrays, torch.device("cpu"))
+        self.write(tensors)
+        return {name: values.numpy() for name, values in tensors.items()}
 
     def _slots(self, req_idx, start, stop):
         positions = np.arange(start, stop)
@@ -190,22 +217,23 @@ class FakeDevice:
         np.testing.assert_array_equal(np.concatenate(seen), request.states[:context])
         return request.states[context - 1].item()
 
-    def _shared(self, header):
-        """(owner, tokens) of each sequence of a decode batch, as the two halves of attention find them."""
-        groups = [column.tolist() for column in self.request_state.prefix_groups]
-        shared_lens, members = groups[:2]
-        shared = [(0, 0)] * header.num_sampled
-        if header.num_groups == 0:
+    def _shared(self, size):
+        """(owner, tokens) of each of the ``size`` sequences of a decode batch, as the two halves of attention find
+        them."""
+        shared = [(0, 0)] * size
+        if self.shared_prefixes.groups is None:
             return shared
+        groups = [column.tolist() for column in self.shared_prefixes.groups]
+        shared_lens, members = groups[:2]
         used = [group for group in zip(*groups[2:], strict=True) if group[1]]
-        assert len(used) == header.num_groups and not any(shared_lens[header.num_sampled :])
-        for begin, size, num_tokens, owner in used:
-            assert size >= prefix_groups.MIN_MEMBERS and num_tokens > 0
-            for member in members[begin : begin + size]:
+        assert used and not any(shared_lens[size:])
+        for begin, num_members, num_tokens, owner in used:
+            assert num_members >= cascade.MIN_MEMBERS and num_tokens > 0
+            for member in members[begin : begin + num_members]:
                 assert shared[member] == (0, 0) and shared_lens[member] == num_tokens
                 shared[member] = owner, num_tokens
             self.seen.add("group")
-        assert [num_tokens for _, num_tokens in shared] == shared_lens[: header.num_sampled]
+        assert [num_tokens for _, num_tokens in shared] == shared_lens[:size]
         return shared
 
     def _sample(self, req_idx, context, state):
@@ -214,16 +242,24 @@ class FakeDevice:
         too_short = context < sampling.min_len[req_idx].item()
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
-    def _prefill(self, header, step):
-        batch, step = self.batch, StepInput(*(segment.numpy() for segment in step))
-        assert header.num_tokens == len(step.input_ids) == batch.num_tokens
+    def _prefill(self, batch):
+        arrays = {}
+        self.prepare_new(batch, arrays)
+        inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
+        kind, size = self.sizes.fit(inputs) or (None, 0)
+        step = SimpleNamespace(**self.take(arrays | inputs))
+        check = {SHORT: self._short, PADDED: self._padded, None: self._packed}[kind]
+        owners, states = check(batch, step, size)
+        return self._outputs(batch, step, owners, states)
+
+    def _packed(self, batch, step, _):
+        assert len(step.input_ids) == batch.num_tokens
         owners = []
-        for i, seq in enumerate(batch.seqs):
-            request = self.requests[seq.seq_id]
+        for i, seq_id in enumerate(batch.chunk_seq_ids.tolist()):
+            request = self.requests[seq_id]
             packed = slice(step.cu_seqlens_q[i], step.cu_seqlens_q[i + 1])
             stop = int(step.context_lens[i])
             start = stop - (packed.stop - packed.start)
-            assert stop - start <= header.max_seqlen_q and stop <= header.max_context
             assert step.cu_seqlens_k[i + 1] - step.cu_seqlens_k[i] == stop
             assert step.positions[packed].tolist() == list(range(start, stop))
             slots = self._slots(step.req_indices[i], start, stop)
@@ -231,54 +267,50 @@ class FakeDevice:
             self._store(request, slots, start, stop, step.input_ids[packed])
             owners += [(request, position) for position in range(start, stop)]
         # every layer stores all keys and values of a launch before it attends
-        for seq, req_idx, stop in zip(batch.seqs, step.req_indices, step.context_lens, strict=True):
-            self._attend(self.requests[seq.seq_id], req_idx, stop)
-        states = [request.states[position].item() for request, position in owners]
-        return self._outputs(header, step, owners, states)
+        for i, seq_id in enumerate(batch.chunk_seq_ids.tolist()):
+            self._attend(self.requests[seq_id], step.req_indices[i], step.context_lens[i])
+        return owners, [request.states[position].item() for request, position in owners]
 
-    def _padded(self, header, step):
+    def _padded(self, batch, step, size):
         """What fills up a prefill is checked, and cut off; the parts of a sequence are joined."""
         self.seen.add("padded prefill")
-        batch, num_tokens = self.batch, self.batch.num_tokens
-        assert (header.num_tokens, header.num_seqs) in self.sizes.padded and header.num_targets == 0
-        lengths = [stop - start for start, stop in zip(batch.starts, batch.stops, strict=True)]
-        parts = [-(-length // prefill_graphs.MAX_PADDED_SEQLEN) for length in lengths]
+        num_tokens, num_seqs = batch.num_tokens, len(step.req_indices)
+        assert (len(step.input_ids), num_seqs) in self.sizes.padded and len(step.input_ids) == size
+        assert batch.targets is None
+        lengths = batch.stops - batch.starts
+        parts = -(-lengths // prefill_graphs.MAX_PADDED_SEQLEN)
         self.seen |= {"cut"} if max(parts) > 1 else set()
-        last = np.cumsum(parts) - 1  # of each sequence
-        num_parts = sum(parts)
+        last, num_parts = np.cumsum(parts) - 1, sum(parts)  # of each sequence
         assert (step.slot_mapping[num_tokens:] == -1).all() and (step.context_lens[num_parts:] == 0).all()
         assert (step.req_indices[num_parts:] == self.request_state.padding_req_idx).all()
         assert (step.cu_seqlens_q[num_parts:] == num_tokens).all()
-        part_lengths = step.cu_seqlens_q.diff()[:num_parts]
-        assert (part_lengths > 0).all() and (part_lengths <= header.max_seqlen_q).all()
+        part_lengths = np.diff(step.cu_seqlens_q)[:num_parts]
+        assert (part_lengths > 0).all() and (part_lengths <= prefill_graphs.MAX_PADDED_SEQLEN).all()
         offsets = np.repeat(batch.starts - np.cumsum([0, *lengths[:-1]]), parts)  # position less packed token
-        assert (step.context_lens[:num_parts].numpy() == step.cu_seqlens_q[1 : num_parts + 1].numpy() + offsets).all()
-        assert (step.req_indices[:num_parts].numpy() == np.repeat([seq.req_idx for seq in batch.seqs], parts)).all()
+        assert (step.context_lens[:num_parts] == step.cu_seqlens_q[1 : num_parts + 1] + offsets).all()
+        assert (step.req_indices[:num_parts] == np.repeat(batch.chunk_req_indices, parts)).all()
         # the graph takes the last token of every sequence
-        assert (step.logits_indices.numpy() == last[: header.num_logits]).all()
-        tokens = {name: getattr(step, name)[:num_tokens] for name in ("input_ids", "positions", "slot_mapping")}
-        lens, ends = step.context_lens[last], step.cu_seqlens_q[1:][last]
-        step = step._replace(
-            **tokens, req_indices=step.req_indices[last], context_lens=lens,
-            cu_seqlens_q=torch.cat([ends[:1] * 0, ends]), cu_seqlens_k=torch.cat([lens[:1] * 0, lens]).cumsum(0),
-            logits_indices=ends[: header.num_logits] - 1,
-        )  # fmt: skip
-        header = header._replace(num_tokens=num_tokens, num_seqs=len(batch.seqs), max_seqlen_q=max(lengths))
-        return self._prefill(header, step)
+        assert (step.logits_indices == last[: len(step.logits_indices)]).all()
+        for name in ("input_ids", "positions", "slot_mapping"):
+            setattr(step, name, getattr(step, name)[:num_tokens])
+        step.req_indices, step.context_lens = step.req_indices[last], step.context_lens[last]
+        ends = step.cu_seqlens_q[1:][last]
+        step.cu_seqlens_q, step.cu_seqlens_k = np.append(0, ends), np.append(0, np.cumsum(step.context_lens))
+        step.logits_indices = ends[: len(step.logits_indices)] - 1
+        return self._packed(batch, step, None)
 
-    def _short(self, header, step):
+    def _short(self, batch, step, size):
         """Each token as a single-query sequence: first all are stored, then all attend."""
         self.seen.add("short prefill")
-        batch, step = self.batch, StepInput(*(segment.numpy() for segment in step))
-        num_tokens, size = batch.num_tokens, header.num_tokens
-        assert size in self.sizes.short and all(len(segment) == size for segment in step[2:7])
-        assert header.max_seqlen_q == 1
-        owners = [(self.requests[seq.seq_id], seq.req_idx, position)
-                  for seq, start, stop in zip(batch.seqs, batch.starts, batch.stops, strict=True)
+        num_tokens = batch.num_tokens
+        segments = step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens
+        assert size in self.sizes.short and all(len(segment) == size for segment in segments)
+        chunks = zip(batch.chunk_seq_ids.tolist(), batch.chunk_req_indices, batch.starts, batch.stops, strict=True)
+        owners = [(self.requests[seq_id], req_idx, position) for seq_id, req_idx, start, stop in chunks
                   for position in range(start, stop)]  # fmt: skip
         for i, (request, req_idx, position) in enumerate(owners):
             assert step.req_indices[i] == req_idx and step.positions[i] == position
-            assert step.context_lens[i] == position + 1 <= header.max_context
+            assert step.context_lens[i] == position + 1
             slots = self._slots(req_idx, position, position + 1)
             assert step.slot_mapping[i] == slots[0]
             self._store(request, slots, position, position + 1, step.input_ids[i : i + 1])
@@ -286,50 +318,61 @@ class FakeDevice:
         assert (step.slot_mapping[padding] == -1).all() and (step.context_lens[padding] == 0).all()
         assert (step.req_indices[padding] == self.request_state.padding_req_idx).all()
         states = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
-        return self._outputs(header, step, [(request, position) for request, _, position in owners], states)
+        return [(request, position) for request, _, position in owners], states
 
-    def _outputs(self, header, step, owners, states):
+    def _outputs(self, batch, step, owners, states):
         """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
-        batch, size = self.batch, self.block_size
-        for source, target in zip(step.copy_from.tolist(), step.copy_to.tolist(), strict=True):
+        size = self.block_size
+        for source, target in batch.block_copies.tolist():
             self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
-        assert header.num_logits == len(step.logits_indices) <= len(batch.seqs)
+        num_sampled = len(batch.req_indices)
+        assert len(step.logits_indices) <= len(batch.chunk_seq_ids)
         logits = [states[i] for i in step.logits_indices]
-        sampled_from = step.sampled_from if len(step.sampled_from) else range(header.num_sampled)
+        sampled_from = getattr(step, "sampled_from", range(num_sampled))
         tokens = []
         for j, req_idx, seq_id in zip(sampled_from, step.sampled_req_indices, batch.seq_ids.tolist(), strict=True):
             context = int(self.length[req_idx])
             # what it will attend from now on is what its logits come from
             assert self._attend(self.requests[seq_id], req_idx, context) == logits[j]
             tokens.append(self._sample(req_idx, context, logits[j]))
-        chunks = zip(batch.seqs, batch.starts, batch.stops, strict=True)
-        wanted = [(self.requests[seq.seq_id], *row) for seq, start, stop in chunks if not seq.num_completion_tokens
-                  for row in self.requests[seq.seq_id].scored_rows(start, stop)]  # fmt: skip
-        scored = zip(step.target_indices, step.targets.tolist(), strict=True)
-        assert [(*owners[i], target) for i, target in scored] == wanted
-        assert header.num_targets == len(wanted)
+        tokens = np.array(tokens, np.int32)
+        chunks = zip(batch.chunk_seq_ids.tolist(), batch.starts.tolist(), batch.stops.tolist(), strict=True)
+        resumed = batch.new.req_indices[batch.new.num_tokens > batch.new.num_prompt_tokens]
+        self.resumed = (self.resumed - set(batch.new.req_indices.tolist())) | set(resumed.tolist())
+        wanted = [(self.requests[seq_id], *row)
+                  for req_idx, (seq_id, start, stop) in zip(batch.chunk_req_indices.tolist(), chunks, strict=True)
+                  for row in self.requests[seq_id].scored_rows(start, stop) if req_idx not in self.resumed]  # fmt: skip
         if not wanted:
-            return np.array(tokens, np.int32), step.sampled_req_indices, None
-        places = [owners[i][1] for i in step.target_indices]
-        rows = fake_logprobs(step.targets, places, header.num_prompt_logprobs)
-        return np.array(tokens, np.int32), step.sampled_req_indices, torch.from_numpy(rows)
+            assert batch.targets is None
+            return tokens, step.sampled_req_indices, None
+        scored = zip(step.target_rows, step.target_ids.tolist(), strict=True)
+        assert [(*owners[i], target) for i, target in scored] == wanted
+        assert sum(batch.targets.sizes) == len(wanted)
+        places = [owners[i][1] for i in step.target_rows]
+        rows = fake_logprobs(step.target_ids, places, batch.targets.num_top)
+        return tokens, step.sampled_req_indices, torch.from_numpy(rows)
 
-    def _decode(self, header, step):
-        state, batch = self.request_state, self.batch
-        assert (state.batch_req_indices[header.num_sampled :] == state.padding_req_idx).all()
-        req_indices = state.batch_req_indices[: header.num_sampled]
+    def _decode(self, batch):
+        arrays = {}
+        self.request_state.set_batch(batch, arrays)
+        self.shared_prefixes.set_batch(batch, arrays)
+        self.take(arrays)
+        state, size = self.request_state, batch.num_tokens
+        assert (state.batch_req_indices[size:] == state.padding_req_idx).all()
+        req_indices = state.batch_req_indices[:size]
         inputs = decode_inputs(req_indices, state.last_token, state.length, state.block_tables, self.block_size)
         input_ids, positions, slots, context_lens = (x.numpy() for x in inputs)
         req_indices = req_indices.numpy().copy()
         assert len(set(req_indices.tolist())) == len(req_indices)
+        assert (batch.lengths == context_lens).all()
         requests = [self.requests[i] for i in batch.seq_ids.tolist()]
         for i, request in enumerate(requests):
             position = int(positions[i])
-            assert context_lens[i] == position + 1 <= header.max_context
+            assert context_lens[i] == position + 1
             assert slots[i] == self._slots(req_indices[i], position, position + 1)[0]
             self._store(request, slots[i : i + 1], position, position + 1, input_ids[i : i + 1])
-        contexts = zip(requests, req_indices, context_lens.tolist(), self._shared(header), strict=True)
+        contexts = zip(requests, req_indices, context_lens.tolist(), self._shared(size), strict=True)
         tokens = [
             self._sample(req_idx, n, self._attend(request, req_idx, n, shared))
             for request, req_idx, n, shared in contexts

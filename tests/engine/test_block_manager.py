@@ -6,8 +6,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.core import Sequence
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceTable
+from nanovllm.engine.scheduler import SequenceTable
 
 
 class NaiveManager:

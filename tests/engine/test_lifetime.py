@@ -38,7 +38,7 @@ def sigint_handler():
 
 
 @pytest.mark.usefixtures("sigint_handler")
-@pytest.mark.parametrize("where", ["run", "run_model"])
+@pytest.mark.parametrize("where", ["forward", "run_model", "sample"])
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize(("device", "max_in_flight"), [("cpu", 0), ("cpu", 1), gpu_param("cuda", 1)])
 def test_keyboard_interrupt(make_llm, reference, where, after, device, max_in_flight, monkeypatch):
@@ -74,7 +74,7 @@ def test_error_in_a_launch(make_llm, reference, monkeypatch):
     def fail(*args):
         raise RuntimeError("device says no")
 
-    monkeypatch.setattr(llm.model_runner.sampler, "forward", fail)
+    monkeypatch.setattr(llm.model_runner.sampler, "draw", fail)
     with pytest.raises(RuntimeError, match="device says no"):
         generate(llm, [prompt_of(5)], greedy(5))
     monkeypatch.undo()

@@ -43,7 +43,7 @@ def test_min_tokens_near_integer_limits(make_llm, reference):
 def test_more_prompts_than_max_num_seqs(make_llm, reference):
     """Six prompts with max_num_seqs=2 once ran three at a time, and wrote past the request state."""
     llm = make_llm(max_num_seqs=2)
-    batches = record_calls(llm.model_runner, "run")
+    batches = record_calls(llm.model_runner, "forward")
     prompts = [prompt_of(5 + 9 * i) for i in range(6)]
     assert generate(llm, prompts, greedy(12)) == [reference(prompt, 12) for prompt in prompts]
     assert max(len(batch.req_indices) for batch in batches) == 2
@@ -129,7 +129,7 @@ def test_from_another_thread(make_llm):
         except EngineError as error:
             errors.append(str(error))
 
-    run = llm.model_runner.run
+    run = llm.model_runner.forward
 
     def slow_run(batch):
         thread = threading.Thread(target=intrude)
@@ -137,7 +137,7 @@ def test_from_another_thread(make_llm):
         thread.join()
         return run(batch)
 
-    llm.model_runner.run = slow_run
+    llm.model_runner.forward = slow_run
     assert len(generate(llm, [[5]], greedy(1))[0]) == 1
     assert errors == ["this engine is in use by another thread; give each thread an LLM of its own."]
 

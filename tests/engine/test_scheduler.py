@@ -25,14 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
+from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Call, RequestProcessor
-from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.watch import Watch, WatchMaker
-from nanovllm.runner import prefill_graphs, prefix_groups
+from nanovllm.runner import cascade, prefill_graphs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def small_limits():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 3)
         for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)):
-            patch.setattr(prefix_groups, name, value)
+            patch.setattr(cascade, name, value)
         yield
 
 
@@ -273,9 +273,11 @@ class Harness:
         scheduler, config = self.scheduler, self.config
         table, running, waiting = scheduler.table, scheduler.running, scheduler.waiting
         unsampled = [  # computed to their end by a launch in flight; they get no token
-            seq for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)
-            for seq in batch.unsampled if seq.req_idx >= 0
+            seq for seq in scheduler._seqs if seq is not None and not seq.is_sampled
+            and seq.num_computed_tokens == seq.num_tokens
         ]  # fmt: skip
+        in_flight = [batch for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)]
+        assert {seq.seq_id for seq in unsampled} <= {i for batch in in_flight for i in batch.chunk_seq_ids.tolist()}
         holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0), *unsampled]
 
         # nobody is lost, nobody is twice there
@@ -505,8 +507,8 @@ def test_random_histories_with_an_abort(max_in_flight, limits, first, second, fa
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
-    FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "request.py",
-             "prepare.py", "sampling_tables.py", "watch.py")  # fmt: skip
+    FILES = ("scheduler.py", "block_manager.py", "request_state.py", "llm_engine.py", "request.py",
+             "core.py", "inputs.py", "cascade.py", "sampler.py", "masks.py", "watch.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -560,15 +562,21 @@ def test_interrupted_at_any_line(max_in_flight):
 # ---------------------------------------------------------------- the policy, by hand
 
 
+def admitted(batch):
+    """Ids of the sequences that a prefill without forks gives a request slot."""
+    return [i for i, req_idx in zip(batch.chunk_seq_ids.tolist(), batch.chunk_req_indices, strict=True)
+            if req_idx in batch.new.req_indices]  # fmt: skip
+
+
 def test_prefill_goes_first_in_order_of_arrival():
     harness = Harness(block_size=4, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=10)
     ids = [harness.add([1] * n, max_tokens=3, ignore_eos=True) for n in (4, 4, 4)]
     batch = harness.step()
     assert isinstance(batch, PrefillBatch)
-    assert [seq.seq_id for seq in batch.seqs] == ids and batch.stops == [4, 4, 2]  # 4 + 4 leaves 2 of 10
+    assert batch.chunk_seq_ids.tolist() == ids and batch.stops.tolist() == [4, 4, 2]  # 4 + 4 leaves 2 of 10
     assert len(batch.req_indices) == 2  # the third has no logits yet
     batch = harness.step()
-    assert isinstance(batch, PrefillBatch) and (batch.starts, batch.stops) == ([2], [4])
+    assert isinstance(batch, PrefillBatch) and (batch.starts, batch.stops) == (2, 4)
     batch = harness.step()
     assert isinstance(batch, DecodeBatch) and batch.seq_ids.tolist() == ids
     harness.run_to_end()
@@ -583,7 +591,7 @@ def test_freed_seats_are_filled_in_batches():
     while harness.scheduler.waiting:
         batch = harness.step()
         is_prefill = isinstance(batch, PrefillBatch)
-        kinds.append([seq.seq_id for seq in batch.new_seqs] if is_prefill else 8 - len(batch.req_indices))
+        kinds.append(admitted(batch) if is_prefill else 8 - len(batch.req_indices))
     # A step counts one at least: 1 + 1 + 3 are too few, 1 + 1 + 3 + 3 suffice. Then one seat misses the most it may.
     assert kinds == [ids[:8], 0, 1, 3, 3, ids[8:12], 0, *[1] * 7, ids[12:13], 0, ids[13:]]
     harness.run_to_end()
@@ -597,7 +605,7 @@ def test_seats_that_become_free_seldom_are_filled_at_once():
     while harness.scheduler.waiting:
         batch = harness.step()
         if isinstance(batch, PrefillBatch):
-            entered |= dict.fromkeys((seq.seq_id for seq in batch.new_seqs), harness.num_steps)
+            entered |= dict.fromkeys(admitted(batch), harness.num_steps)
     assert entered == {**dict.fromkeys(ids[:3], 1), ids[3]: 6, ids[4]: 8}
     harness.run_to_end()
 
@@ -626,7 +634,7 @@ def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
                 assert len(waiting) > seats and not is_half_computed and missed < max_num_seqs
             missed += max(1, seats)
         elif batch is not None:
-            entered.extend(seq.seq_id for seq in batch.new_seqs)
+            entered.extend(admitted(batch))
             missed = max_num_seqs if scheduler.table.free_req_indices else 0  # a full budget, or nobody waits
         return batch
 
@@ -653,7 +661,7 @@ def test_a_half_computed_prompt_does_not_wait_for_seats():
         assert len(harness.scheduler.table.free_req_indices) == 1
         harness.step()
         batch = harness.engine._in_flight[-1][0]
-        assert (batch.seqs[0].seq_id, batch.starts[0]) == (long, 4 * chunk)
+        assert (batch.chunk_seq_ids[0], batch.starts[0]) == (long, 4 * chunk)
     harness.run_to_end()
 
 
@@ -692,7 +700,7 @@ def test_preempted_sequence_finds_its_blocks_again():
     while not harness.engine.is_finished():
         batch = harness.step()
         if isinstance(batch, PrefillBatch):
-            starts += [(seq.seq_id, start) for seq, start in zip(batch.seqs, batch.starts, strict=True)]
+            starts += zip(batch.chunk_seq_ids.tolist(), batch.starts.tolist(), strict=True)
     harness.run_to_end()
     assert harness.scheduler.num_preemptions == 1
     assert starts[:2] == [(first, 0), (second, 0)]
@@ -733,11 +741,11 @@ def test_completions_share_the_prompt():
     harness = Harness(block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
     first = harness.add([1, 2, 1, 2, 2], max_tokens=3, ignore_eos=True, n=4)
     batch = harness.step()
-    assert (batch.starts, batch.stops) == ([0], [5]) and batch.sampled_from.tolist() == [0, 0, 0]
+    assert (batch.starts, batch.stops) == (0, 5) and batch.sampled_from.tolist() == [0, 0, 0]
     assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
     tables = [seq.block_table for seq in harness.scheduler.running]
     assert len({table[0] for table in tables}) == 1 and len({table[1] for table in tables}) == 3
-    assert batch.block_copies == [(tables[0][1], table[1]) for table in tables[1:]]
+    assert batch.block_copies.tolist() == [[tables[0][1], table[1]] for table in tables[1:]]
     harness.run_to_end()
 
 
@@ -745,7 +753,7 @@ def test_a_full_last_block_needs_no_copy():
     harness = Harness(block_size=4, num_blocks=12)
     harness.add([1, 2, 1, 2], max_tokens=3, ignore_eos=True, n=3)
     batch = harness.step()
-    assert len(batch.req_indices) == 3 and batch.block_copies == []
+    assert len(batch.req_indices) == 3 and not len(batch.block_copies)
     harness.run_to_end()
 
 
@@ -765,7 +773,7 @@ def test_scores_beside_samples():
     score = harness.add_score([1, 2, 1, 2, 2], 2)
     sampled = [harness.add([2] * n, max_tokens=2, ignore_eos=True) for n in (3, 2)]
     batch = harness.step()
-    assert [seq.seq_id for seq in batch.seqs] == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
+    assert batch.chunk_seq_ids.tolist() == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
     assert harness.outputs.keys() == {score}
     harness.run_to_end()
 

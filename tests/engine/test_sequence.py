@@ -3,7 +3,8 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence, SequenceStatus, SequenceTable
+from nanovllm.core import Sequence, SequenceStatus
+from nanovllm.engine.scheduler import SequenceTable
 
 
 @pytest.mark.parametrize("running", [False, True])

@@ -9,10 +9,10 @@ from helpers import generate, greedy, prompt_of, tokens_of
 from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
+from nanovllm.core import SequenceStatus
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request as EngineRequest
 from nanovllm.engine.request import RequestProcessor
-from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.waiting import WaitingQueue
 
 
@@ -65,9 +65,9 @@ def test_queue_is_a_list():
 def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference, monkeypatch):
     """2,048 short requests were all made while the device idled: 50 ms of 580."""
     llm, made, at_launch = make_llm(max_num_seqs=2), [], []
-    make, run = RequestProcessor._make, llm.model_runner.run
+    make, run = RequestProcessor._make, llm.model_runner.forward
     monkeypatch.setattr(RequestProcessor, "_make", lambda *args: made.append(args[-1]) or make(*args))
-    monkeypatch.setattr(llm.model_runner, "run", lambda batch: at_launch.append(len(made)) or run(batch))
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: at_launch.append(len(made)) or run(batch))
     prompts, limits = [prompt_of(5, seed=i) for i in range(8)], [3, 6, 2, 4, 5, 1, 3, 2]
     outputs = llm.generate(prompts, [greedy(n) for n in limits], use_tqdm=False)
     assert at_launch[0] == 3 and made == list(range(8))  # two seats, and the head of those that wait
@@ -84,7 +84,7 @@ def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference
 )  # fmt: skip
 def test_refused_before_any_launch(make_llm, monkeypatch, place, prompt, params, text):
     llm = make_llm(max_num_seqs=2, max_model_len=200, num_kvcache_blocks=6, skip_tokenizer_init=True)
-    monkeypatch.setattr(llm.model_runner, "run", lambda batch: pytest.fail("launched"))
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: pytest.fail("launched"))
     prompts, every = [[5, 6]] * 16, [greedy(3)] * 16
     prompts[place], every[place] = prompt, greedy(**{"max_tokens": 3, **params})
     with pytest.raises(RequestError, match=f"prompt {place}: .*{text}"):
@@ -109,7 +109,7 @@ def launches_of(seed, at_once, least):
         for seq in draft().seqs:  # a twin, for what the device is to expect
             params = seq.sampling_params
             harness.requests[seq.seq_id] = Request(prompt, params, 16, seq.seed, (EOS,), None, None, 0)
-    launches, queue, run = [], harness.scheduler.waiting, harness.device.run
+    launches, queue, run = [], harness.scheduler.waiting, harness.device.forward
 
     def recorded(batch):
         chunks = (batch.starts, batch.stops) if hasattr(batch, "starts") else ()
@@ -122,7 +122,7 @@ def launches_of(seed, at_once, least):
         harness.check()
         return batch
 
-    harness.device.run, engine._step = recorded, step
+    harness.device.forward, engine._step = recorded, step
     if at_once:
         expect = queue.expect
         queue.expect = lambda drafts, number: (expect(drafts, number), queue.make(number))
@@ -148,8 +148,8 @@ def test_requests_with_nothing_to_compute():
 def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
     """They wait from the call on; a call that ends early aborts them, and leaves nothing behind."""
     llm, seen = make_llm(max_num_seqs=2), []
-    run = llm.model_runner.run
-    monkeypatch.setattr(llm.model_runner, "run", lambda batch: seen.append(llm.metrics()) or run(batch))
+    run = llm.model_runner.forward
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: seen.append(llm.metrics()) or run(batch))
 
     class Bar:
         def __init__(self, total, **_):

@@ -43,7 +43,7 @@ def test_a_failed_step_fails_its_requests(engine, monkeypatch):
     """An exception that says nothing about the device: the callers learn it, and the engine goes on."""
     with monkeypatch.context() as patch:
         error = OutOfMemoryError("no room")
-        patch.setattr(engine.llm.model_runner, "run", lambda batch: (_ for _ in ()).throw(error))
+        patch.setattr(engine.llm.model_runner, "forward", lambda batch: (_ for _ in ()).throw(error))
         futures = [engine.submit(None, [i], PARAMS) for i in range(2, 5)]
         for future in futures:
             with pytest.raises(OutOfMemoryError, match="no room"):
@@ -62,7 +62,7 @@ def test_a_failed_device_ends_the_process(make_checkpoint):
         "from nanovllm.integrations.engine_thread import EngineThread\n"
         f"engine = EngineThread({make_checkpoint()!r}, **{OPTIONS})\n"
         "def run(batch): raise RuntimeError('CUDA error: an illegal memory access')\n"
-        "engine.llm.model_runner.run = run\n"
+        "engine.llm.model_runner.forward = run\n"
         "engine.submit(None, [2], SamplingParams()).result()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -196,11 +196,11 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.kernels.linear import dispatch
     from nanovllm.layers.attention import PagedBackend
     from nanovllm.runner import model_runner
-    from nanovllm.runner.warmup import compile_kernels
+    from nanovllm.runner.start import compile_kernels, start_rank
 
     model_runner.select_backend = lambda *_: PagedBackend(ops, capturable=True)
     tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
-    llm_engine.start_runner = lambda config: model_runner.ModelRunner(config, tp)
+    llm_engine.start_runner = lambda config: start_rank(config, tp)
     llm = LLM(
         model, device="cpu", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=64,
         max_num_batched_tokens=2048, max_model_len=512, num_kvcache_blocks=80,
@@ -210,7 +210,7 @@ def main(model: str, num_ranks: int) -> None:
     phase = "warmup"
     model_and_cache = runner.model, runner.kv_cache
     with torch.inference_mode(), ops.parallel_compile(runner.device):
-        compile_kernels(runner, model_runner.WARMUP_FEATURES)
+        compile_kernels(runner)
     runner.model, runner.kv_cache = model_and_cache
 
     phase = "run"

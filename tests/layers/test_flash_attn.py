@@ -10,8 +10,7 @@ from helpers import Reference, generate_with_logits, prompt_of
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention_backends import FlashAttentionBackend
 from nanovllm.runner import model_runner
-from nanovllm.runner.model_runner import WARMUP_FEATURES
-from nanovllm.runner.warmup import compile_kernels
+from nanovllm.runner.start import compile_kernels
 
 ODD_SIZES = {
     "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
@@ -88,7 +87,7 @@ def test_warmup_within_the_block_tables(make_llm):
     """Compiling launches none of our kernels, but flash-attn runs: its contexts must fit the block tables."""
     llm = make_llm(kvcache_block_size=256, max_model_len=512, max_num_batched_tokens=2048)
     with torch.inference_mode():
-        compile_kernels(llm.model_runner, WARMUP_FEATURES)
+        compile_kernels(llm.model_runner)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,9 @@ import pytest
 from helpers import DEVICES, generate, gpu_param, greedy, prompt_of, record_calls, use_graphs_on_cpu
 
 from nanovllm import SamplingParams
-from nanovllm.engine.scheduler import DecodeBatch
 from nanovllm.runner import prefill_graphs
-from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
-from nanovllm.runner.step import StepKind
+from nanovllm.runner.cuda_graphs import cascade_sizes, decode_sizes
+from nanovllm.runner.prefill_graphs import PADDED, SHORT
 
 
 def test_decode_sizes():
@@ -18,8 +17,8 @@ def test_decode_sizes():
         sizes = decode_sizes(max_num_seqs)
         assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
         assert all(b - a <= max(a, 8) and b - a <= 32 for a, b in itertools.pairwise(sizes))  # little padding
-        assert set(grouped_sizes(sizes)) <= set(sizes) and grouped_sizes(sizes)[-1] == max_num_seqs
-    assert grouped_sizes(decode_sizes(200)) == [32, 64, 128, 192, 200]
+        assert set(cascade_sizes(sizes)) <= set(sizes) and cascade_sizes(sizes)[-1] == max_num_seqs
+    assert cascade_sizes(decode_sizes(200)) == [32, 64, 128, 192, 200]
 
 
 @pytest.mark.parametrize(
@@ -35,15 +34,24 @@ def test_batches_between_captured_sizes(make_llm, reference, max_num_seqs, devic
     if device == "cpu":
         use_graphs_on_cpu(llm)
     assert llm.model_runner.graphs is not None
-    batches = record_calls(llm.model_runner, "run")
+    batches = record_calls(llm.model_runner, "forward")
     # A fifth of the sequences ends at a time, so smaller batches occur. Padding that stored its keys would hit the
     # first block, whose owner stays to the end.
     prompts = [prompt_of(3 + i % 7, seed=i) for i in range(max_num_seqs)]
     limits = [8 - i % 5 for i in range(max_num_seqs)]
     tokens = generate(llm, prompts, [greedy(n) for n in limits])
     assert tokens == [reference(prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    sizes = [len(batch.req_indices) for batch in batches if isinstance(batch, DecodeBatch)]
+    sizes = [len(batch.req_indices) for batch in batches if batch.is_decode]
     assert sizes[0] == max_num_seqs and len(set(sizes)) >= min(5, max_num_seqs)
+
+
+def record_graphs(llm):
+    """The graph of each prefill from now on, None for those without."""
+    return record_calls(llm.model_runner, "run_prefill", argument=3)
+
+
+def sizes_of(graphs, kind):
+    return [graph[1] for graph in graphs if graph is not None and graph[0] == kind]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,19 +64,15 @@ def test_short_prefills(make_llm, reference, max_num_batched_tokens, expected, d
     llm = make_llm(device=device, dtype="float32", max_num_batched_tokens=max_num_batched_tokens)
     if device == "cpu":
         use_graphs_on_cpu(llm)
-    headers = record_calls(llm.model_runner, "run_model")
+    graphs = record_graphs(llm)
     first, long = [prompt_of(n, seed=n) for n in (1, 2, 15, 16, 17, 40)], prompt_of(290)
     for prompts in (first, [long], [[*first[5], 7, 8, 9], [*long[:260], 5], first[2], first[5]]):
         assert generate(llm, prompts, greedy(3)) == [reference(prompt, 3) for prompt in prompts]
     # 91 tokens; 290; 11 + 5 + 15 + 8 behind cached blocks of 16
-    assert [header.num_tokens for header in headers if header.kind == StepKind.SHORT_PREFILL] == expected
-    headers.clear()  # the prompt's log-probabilities need every hidden state
+    assert sizes_of(graphs, SHORT) == expected
+    graphs.clear()  # the prompt's log-probabilities need every hidden state
     output = llm.generate([first[4]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    assert len(output.prompt_logprobs) == 17 and headers[0].kind == StepKind.SHORT_PREFILL
-
-
-def padded(headers):
-    return [header for header in headers if header.kind == StepKind.PADDED_PREFILL]
+    assert len(output.prompt_logprobs) == 17 and graphs == [(SHORT, 32)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,7 +87,7 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
     if device == "cpu":
         use_graphs_on_cpu(llm)
     assert llm.model_runner.prefill_sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8)
-    headers = record_calls(llm.model_runner, "run_model")
+    graphs = record_graphs(llm)
     prefix = prompt_of(48)
     for prompts in (
         [prompt_of(20)],
@@ -94,13 +98,12 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
         [prompt_of(60, seed=3), prompt_of(10, seed=9)],  # longer than the graphs' sequences: cut
     ):
         assert generate(llm, prompts, greedy(3)) == [reference(prompt, 3) for prompt in prompts]
-    sizes = [(header.num_tokens, header.num_seqs) for header in padded(headers)]
-    assert sizes == [(32, 4), (64, 8), (128, 12), (32, 4), (128, 12), (128, 12), (64, 8), (128, 12)]
-    headers.clear()
+    assert sizes_of(graphs, PADDED) == [32, 64, 128, 32, 128, 128, 64, 128]
+    graphs.clear()
     # they outgrow the KV cache, are preempted, and recomputed
     prompts = [prompt_of(30 + n, seed=n) for n in range(6)]
     assert generate(llm, prompts, greedy(60)) == [reference(prompt, 60) for prompt in prompts]
-    assert llm.scheduler.num_preemptions > 0 and len(padded(headers)) > 2
+    assert llm.scheduler.num_preemptions > 0 and len(sizes_of(graphs, PADDED)) > 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,10 +117,10 @@ def test_padded_prefill_of_forked_completions(make_llm, monkeypatch, device):
         llm = make_llm(device=device, dtype="float32", enforce_eager=not with_graphs)
         if device == "cpu" and with_graphs:
             use_graphs_on_cpu(llm)
-        headers = record_calls(llm.model_runner, "run_model")
+        graphs = record_graphs(llm)
         outputs = llm.generate([prompt_of(20), prompt_of(25)], params, use_tqdm=False)
         tokens.append([completion.token_ids for output in outputs for completion in output.outputs])
-        assert len(padded(headers)) == with_graphs
+        assert len(sizes_of(graphs, PADDED)) == with_graphs
     assert tokens[0] == tokens[1]
     assert len({tuple(t) for t in tokens[0]}) > 2
 
@@ -130,9 +133,9 @@ def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
     prompts = [prompt_of(8 + 5 * i % 70, seed=i) for i in range(400)]
     params = [greedy(4 + 7 * i % 23) for i in range(400)]
     with make_llm(**options) as llm:
-        headers = record_calls(llm.model_runner, "run_model")
+        graphs = record_graphs(llm)
         tokens = generate(llm, prompts, params)
-        assert len(padded(headers)) >= 3
+        assert len(sizes_of(graphs, PADDED)) >= 3
     with make_llm(**options, enforce_eager=True) as llm:
         expected = generate(llm, prompts, params)
     # Products of another size round otherwise: some ties fall the other way, and what follows with them.
@@ -152,10 +155,10 @@ def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
     results, sizes = [], [512, 768, 1024, 3072, 3072, 1536]
     for eager in (False, True):
         with make_llm(**options, enforce_eager=eager) as llm:
-            headers = record_calls(llm.model_runner, "run_model")
+            graphs = record_graphs(llm)
             outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
             has_graphs = not eager and (num_ranks == 1 or llm.model_runner.tp.peers is not None)
-            assert [header.num_tokens for header in padded(headers)] == (sizes if has_graphs else [])
+            assert sizes_of(graphs, PADDED) == (sizes if has_graphs else [])
             results.append(outputs)
     for graphs, eager in zip(*results, strict=True):
         expected = eager.logprobs[0]

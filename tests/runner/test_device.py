@@ -120,11 +120,11 @@ def test_threads_of_an_engine(four_cores, make_llm):
     llm = make_llm()
     seen = []
 
-    def sample(*args, **options):
+    def run_sampler(*args):
         seen.append(torch.get_num_threads())
-        return original(*args, **options)
+        return original(*args)
 
-    original, llm.model_runner.sample = llm.model_runner.sample, sample
+    original, llm.model_runner.run_sampler = llm.model_runner.run_sampler, run_sampler
     llm.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
     while not llm.is_finished():
         llm.step()
@@ -196,7 +196,7 @@ def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("nanovllm.runner.model_runner.load_model", no_room)
+    monkeypatch.setattr("nanovllm.runner.start.load_model", no_room)
     with pytest.raises(OutOfMemoryError, match=r"no room for the model: CUDA out of memory\. Tried .*GiB"):
         LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True)
 

@@ -1,5 +1,6 @@
 """Prefills as two micro-batches: the split against a naive list of tokens, and outputs that do not depend on it."""
 
+import itertools
 import random
 import threading
 import time
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import make
-from helpers import generate, generate_with_logits, greedy, prompt_of
+from helpers import generate, generate_with_logits, greedy, prefill_batch, prompt_of, record_calls
 
 from benchmarks.workloads import write_model
 from nanovllm import LLM, SamplingParams, WorkerError
@@ -18,9 +19,7 @@ from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.runner import micro_batches
 from nanovllm.runner import worker as worker_module
 from nanovllm.runner.micro_batches import MicroBatches, cut_of, max_half, max_sum_bytes, min_tokens, split
-from nanovllm.runner.model_runner import WARMUP_FEATURES
-from nanovllm.runner.step import StepHeader, StepInput, StepKind, pack, unpack
-from nanovllm.runner.warmup import compile_kernels
+from nanovllm.runner.start import compile_kernels
 
 FEWEST = 24  # tokens of a prefill that is split, in these tests
 
@@ -35,47 +34,42 @@ def random_prefill(rng):
     cu_seqlens_q = np.append(0, np.cumsum(lengths, dtype=np.int32))
     num_tokens, num_logits = int(cu_seqlens_q[-1]), rng.choice((0, num_seqs, num_seqs - 1))
     positions = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-    step = StepInput(
-        (), (), np.arange(num_tokens) + 7, positions, np.arange(num_tokens) * 3, np.arange(num_seqs) + 100,
-        starts + lengths, cu_seqlens_q, np.append(0, np.cumsum(starts + lengths)), cu_seqlens_q[1 : num_logits + 1] - 1,
-    )  # fmt: skip
-    header = StepHeader(
-        StepKind.PREFILL, 0, num_sampled=0, num_tokens=num_tokens, num_seqs=num_seqs, num_logits=num_logits,
-        max_seqlen_q=int(lengths.max()), max_context=int((starts + lengths).max()), can_split=1,
-    )  # fmt: skip
-    return header, step
+    return {
+        "input_ids": np.arange(num_tokens) + 7, "positions": positions, "slot_mapping": np.arange(num_tokens) * 3,
+        "req_indices": np.arange(num_seqs) + 100, "context_lens": starts + lengths, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": np.append(0, np.cumsum(starts + lengths)),
+        "logits_indices": cu_seqlens_q[1 : num_logits + 1] - 1,
+    }  # fmt: skip
 
 
-def tokens_of(header, step):
+def tokens_of(arrays):
     """What each packed token is, and whom it attends: (id, position, slot, request, keys, is sampled from)."""
-    step = StepInput(*(np.asarray(segment).tolist() for segment in step))
-    tokens, sampled = [], set(step.logits_indices)
-    for s in range(header.num_seqs):
-        begin, end = step.cu_seqlens_q[s : s + 2]
+    arrays = {name: values.tolist() for name, values in arrays.items()}
+    tokens, sampled = [], set(arrays["logits_indices"])
+    for s, (begin, end) in enumerate(itertools.pairwise(arrays["cu_seqlens_q"])):
         for i in range(begin, end):
-            keys = step.context_lens[s] - (end - i - 1)
-            assert keys == step.positions[i] + 1
-            tokens.append((step.input_ids[i], step.positions[i], step.slot_mapping[i], step.req_indices[s], keys,
-                           i in sampled))  # fmt: skip
+            keys = arrays["context_lens"][s] - (end - i - 1)
+            assert keys == arrays["positions"][i] + 1
+            tokens.append((*(arrays[name][i] for name in ("input_ids", "positions", "slot_mapping")),
+                           arrays["req_indices"][s], keys, i in sampled))  # fmt: skip
     return tokens
 
 
 def test_halves_have_the_tokens_of_the_whole():
     rng, cuts_inside = random.Random(0), 0
     for _ in range(150):
-        header, step = random_prefill(rng)
-        halves = [(part, unpack(part, pack(part, half))) for part, half in split(header, step)]  # segments fit
-        assert [token for half in halves for token in tokens_of(*half)] == tokens_of(header, step)
-        for part, half in halves:
-            assert 0 < part.num_tokens <= max_half(header.num_tokens)
-            assert part.num_seqs == len(half.context_lens) == len(half.req_indices)
-            assert part.max_seqlen_q == np.diff(half.cu_seqlens_q).max() and np.diff(half.cu_seqlens_q).min() > 0
-            assert part.max_context == half.context_lens.max()
-            assert half.cu_seqlens_k.tolist() == [0, *np.cumsum(half.context_lens)]
+        arrays = random_prefill(rng)
+        a, b = halves = split(arrays)
+        assert [token for half in halves for token in tokens_of(half)] == tokens_of(arrays)
+        for half in halves:
+            assert 0 < len(half["input_ids"]) <= max_half(len(arrays["input_ids"]))
+            assert len(half["cu_seqlens_q"]) - 1 == len(half["context_lens"]) == len(half["req_indices"])
+            assert np.diff(half["cu_seqlens_q"]).min() > 0
+            assert half["cu_seqlens_k"].tolist() == [0, *np.cumsum(half["context_lens"])]
             # the sequences that are sampled from come first
-            assert half.logits_indices.tolist() == (half.cu_seqlens_q[1:] - 1)[: part.num_logits].tolist()
-        (_, a), (_, b) = halves
-        cuts_inside += a.req_indices[-1] == b.req_indices[0]
+            ends = half["cu_seqlens_q"][1:] - 1
+            assert half["logits_indices"].tolist() == ends[: len(half["logits_indices"])].tolist()
+        cuts_inside += a["req_indices"][-1] == b["req_indices"][0]
     assert 15 < cuts_inside < 135
 
 
@@ -103,7 +97,7 @@ def device(request):
 
 @pytest.fixture
 def start(device, monkeypatch):
-    """start(model, ...) -> two ranks that split prefills, and the halves of those that rank 0 has split."""
+    """start(model) -> two ranks that split prefills, and the arrays of those that rank 0 has split."""
     made = []
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,12 +108,8 @@ def start(device, monkeypatch):
     def start(model):
         llm = LLM(model, device=device, tensor_parallel_size=2, enforce_eager=True, **OPTIONS)
         made.append(llm)
-        splits = []
-        run = MicroBatches.run
-        llm.model_runner.micro_batches.run = lambda runner, header, packed: (
-            splits.append(split(header, unpack(header, packed))) or run(runner.micro_batches, runner, header, packed)
-        )
-        return llm, splits
+        prefills = record_calls(llm.model_runner.micro_batches, "run", argument=1)
+        return llm, prefills
 
     yield start
     for llm in made:
@@ -140,7 +130,7 @@ PROMPTS = [
 def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
     """Chunks, cached and shared prefixes, windows, experts, norms of results; forked completions and guided ones."""
     make(tmp_path, case, vocab_size=512)
-    llm, splits = start(str(tmp_path))
+    llm, prefills = start(str(tmp_path))
     alone = make_llm(model=str(tmp_path), device=device, enforce_eager=True, num_kvcache_blocks=64)
     params = [greedy(8)] * len(PROMPTS)
     params[2] = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
@@ -154,19 +144,20 @@ def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
             assert given == expected
         else:  # sums in another order: a near tie may turn out otherwise, once in a while
             assert sum(a == b for a, b in zip(given, expected, strict=True)) >= 0.7 * len(given)
-    assert len(splits) >= 5
-    assert any(a.req_indices[-1] == b.req_indices[0] for (_, a), (_, b) in splits)
-    assert any(part.num_logits == 0 for halves in splits for part, _ in halves)
-    assert all(part.num_tokens <= max_half(64) for halves in splits for part, _ in halves)
+    assert len(prefills) >= 5
+    halves = [split(arrays) for arrays in prefills]
+    assert any(a["req_indices"][-1] == b["req_indices"][0] for a, b in halves)
+    assert any(len(half["logits_indices"]) == 0 for pair in halves for half in pair)
+    assert all(len(half["input_ids"]) <= max_half(64) for pair in halves for half in pair)
 
 
 def test_logits_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
     path = make_checkpoint(attention_bias=True)
     prompts = [prompt_of(n, seed=7) for n in (30, 61, 25, 100)]
-    llm, splits = start(path)
+    llm, prefills = start(path)
     _, given = generate_with_logits(llm, prompts, 2)
     _, expected = generate_with_logits(make_llm(model=path, device=device, enforce_eager=True), prompts, 2)
-    assert len(splits) >= 3
+    assert len(prefills) >= 3
     for logits, other in zip(given, expected, strict=True):
         torch.testing.assert_close(logits, other[:, :256], rtol=0, atol=1e-4)  # of rank 0's ids
 
@@ -174,19 +165,28 @@ def test_logits_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
 def test_what_is_never_split(device, start, make_llm, tmp_path):
     """Prompts that are scored, alone or beside others; short prefills."""
     make(tmp_path, "qwen3", vocab_size=512)
-    llm, splits = start(str(tmp_path))
+    llm, prefills = start(str(tmp_path))
     prompt = prompt_of(50)
     alone = make_llm(model=str(tmp_path), device=device, enforce_eager=True, num_kvcache_blocks=64)
     assert llm.score([prompt])[0].logprobs == pytest.approx(alone.score([prompt])[0].logprobs, abs=1e-3)
     generate(llm, [prompt_of(FEWEST - 1, seed=9)], greedy(2))
-    assert not splits
+    assert not prefills
     generate(llm, [prompt_of(FEWEST, seed=9)], greedy(2))
-    assert len(splits) == 1
-    header, _ = random_prefill(random.Random(0))
-    header = header._replace(num_tokens=FEWEST)
+    assert len(prefills) == 1
     takes = llm.model_runner.micro_batches.takes
-    assert takes(header) and not takes(header._replace(can_split=0))
-    assert not takes(header._replace(kind=StepKind.SHORT_PREFILL))
+    assert takes(prefill_batch((0, FEWEST))) and takes(prefill_batch((0, FEWEST), (4, 30), num_sampled=1))
+    assert not takes(prefill_batch((0, FEWEST), num_targets={0: (3, 4)}))
+    assert not takes(prefill_batch((1, FEWEST)))
+
+
+def test_a_scored_prompt_that_others_continue_is_not_split():
+    """Sampled sequences are put before those that are only scored, and may read blocks that these write. A scored
+    prompt's last chunk may have nothing to score: it is its last token alone."""
+    batches = MicroBatches(SimpleNamespace(tensor_parallel_size=1), SINGLE_RANK, torch.device("cpu"))
+    batches.min_tokens = FEWEST
+    for scored, is_split in (((15, 16), False), ((14, 16), True)):  # the latter would have a target
+        assert batches.takes(prefill_batch((0, 40), scored, (0, 20), num_sampled=1)) == is_split
+    assert batches.takes(prefill_batch((15, 16), (0, 40)))  # sampled
 
 
 def test_small_models_and_other_numbers_of_ranks_run_whole(make_checkpoint, tmp_path):
@@ -205,7 +205,7 @@ def test_small_models_and_other_numbers_of_ranks_run_whole(make_checkpoint, tmp_
 
 def test_a_worker_that_is_killed_in_a_split_prefill(start, make_checkpoint):
     """Rank 0 waits for a summand that does not come; nothing hangs."""
-    llm, splits = start(make_checkpoint())
+    llm, prefills = start(make_checkpoint())
     worker = llm.model_runner.workers.processes[1]
     killer = threading.Timer(0.5, worker.kill)
     prompts = [prompt_of(60, seed=n) for n in range(20_000)]
@@ -213,7 +213,7 @@ def test_a_worker_that_is_killed_in_a_split_prefill(start, make_checkpoint):
     with pytest.raises(WorkerError, match="rank 1"):
         killer.start()
         llm.generate(prompts, greedy(1), use_tqdm=False)
-    assert time.monotonic() - begin < 15 and splits and not worker.is_alive()
+    assert time.monotonic() - begin < 15 and prefills and not worker.is_alive()
 
 
 def test_warm_up_fits_the_smallest_buffers(make_llm):
@@ -223,7 +223,7 @@ def test_warm_up_fits_the_smallest_buffers(make_llm):
     runner.micro_batches.min_tokens = micro_batches.MIN_TOKENS
     runner.micro_batches.forward = lambda model, inputs: halves.extend(len(input_ids) for input_ids, _ in inputs)
     with torch.inference_mode():
-        compile_kernels(runner, WARMUP_FEATURES)
+        compile_kernels(runner)
     assert len(halves) == 2 and max(halves) <= max_half(micro_batches.MIN_TOKENS)
 
 

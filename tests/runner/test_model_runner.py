@@ -3,8 +3,6 @@
 import pytest
 from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahead
 
-from nanovllm.runner.step import StepKind
-
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefix_hit_on_a_prefill_in_flight(make_llm, reference, device):
@@ -39,9 +37,11 @@ def test_stop_token_known_one_step_late(make_llm, reference, device):
 def test_decode_sends_only_changes(make_llm, device):
     """In the middle of a block the host sends nothing, or it could not run ahead of the device."""
     llm = run_ahead(make_llm(device=device))
-    headers = record_calls(llm.model_runner, "run_model")
+    sent = record_calls(llm.model_runner, "write")
     generate(llm, [prompt_of(n) for n in (3, 14, 20)], greedy(60))
-    updates = [header.num_updates for header in headers if header.kind == StepKind.DECODE]
+    decode_steps = [tensors for tensors in sent if "input_ids" not in tensors]
+    assert all(tensors.keys() <= {"state_indices", "state_values"} for tensors in decode_steps)
+    updates = [len(tensors.get("state_values", ())) for tensors in decode_steps]
     assert len(updates) == 59
     # the batch, at first all of its positions; then a block for each 16 tokens of each sequence
     assert updates[0] >= 3 and sum(map(bool, updates)) <= 1 + 3 * 4 and max(updates[1:]) <= 3

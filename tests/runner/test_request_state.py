@@ -1,54 +1,46 @@
-"""What crosses to the device between two launches: staged writes to the request state."""
+"""The rows of requests on the device: what crosses to it when requests, blocks or the batch change."""
 
 import numpy as np
 import pytest
 import torch
+from helpers import Slots, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence, SequenceTable
-from nanovllm.runner.request_state import RequestState, StagedWrites
-from nanovllm.runner.sampling_tables import StagedTables
-from nanovllm.sampling_params import FILTERS, LOGPROBS
+from nanovllm.core import DecodeBatch
 
 SLOTS, BLOCKS = 4, 5
 
 
-class Mirror:
-    """Host and device side together."""
-
+class Rows(Slots):
     def __init__(self):
-        self.staged = StagedWrites(SLOTS, BLOCKS, StagedTables(max_model_len=32, vocab_size=64))
-        self.state = RequestState(SLOTS, BLOCKS, torch.device("cpu"))
+        super().__init__(SLOTS, BLOCKS)
 
-    def send(self) -> int:
-        indices, values = self.staged.drain()
-        assert indices.dtype == values.dtype == np.int32
-        assert len(set(indices.tolist())) == len(indices)
-        self.state.apply(torch.from_numpy(indices), torch.from_numpy(values))
-        return len(indices)
+    def decode(self, *req_indices, new_blocks=()):
+        """Returns how many words a decode batch sends."""
+        rows = np.array(req_indices, np.int32)
+        new = np.array(new_blocks, np.int32).reshape(-1, 3)
+        self.state.set_batch(DecodeBatch(rows, rows.astype(np.int64), np.ones_like(rows), new), self.arrays)
+        return self.send().get("state_values", 0)
 
 
-def running(tokens, req_idx, blocks, seed=0, stop_ids=(), **params):
-    seq = Sequence(tokens, SamplingParams(**params), block_size=2, seed=seed, min_tokens_stop_ids=stop_ids)
-    table = SequenceTable(SLOTS, 32)
-    table.free_req_indices = [req_idx]
-    table.add(seq)
-    seq.block_table = list(blocks)
-    return seq
+def rows_of(*seqs):
+    rows = Rows()
+    rows.add(*seqs)
+    rows.send()
+    return rows
 
 
 def test_a_slot_holds_what_the_request_asked_for():
-    mirror = Mirror()
     seed = 0xFEDCBA9876543210
-    mirror.staged.add(running([5, 6, 7], 2, [9, 4], seed, (1, 3), temperature=0.7, top_k=11, top_p=0.9, min_p=0.05,
-                                 max_tokens=9, min_tokens=6, presence_penalty=0.5, frequency_penalty=-0.25,
-                                 repetition_penalty=1.5))  # fmt: skip
-    mirror.send()
-    state, sampling = mirror.state, mirror.state.sampling
+    state = rows_of(
+        running([5, 6, 7], 2, [9, 4], seed=seed, stop_ids=(1, 3), temperature=0.7, top_k=11, top_p=0.9, min_p=0.05,
+                max_tokens=9, min_tokens=6, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5)
+    ).state  # fmt: skip
+    sampling = state.sampling
     assert state.length[2] == 3 and sampling.length[2] == 3
     assert state.block_tables[2, :2].tolist() == [9, 4]
+    assert state.block_table_mirror.tolist() == [[-1] * 5, [-1] * 5, [9, 4, -1, -1, -1], [-1] * 5]
     for name, expected in (
         ("temperature", 0.7), ("top_p", 0.9), ("min_p", 0.05), ("presence_penalty", 0.5),
         ("frequency_penalty", -0.25), ("repetition_penalty", 1.5),
@@ -62,21 +54,30 @@ def test_a_slot_holds_what_the_request_asked_for():
     assert not state.length[untouched].any() and not state.block_tables[untouched].any()
 
 
+def test_several_at_once_are_those_one_by_one():
+    """Their block tables travel one behind the other."""
+    seqs = [running([1], 3, [7, 8, 9], seed=2), running([2, 3], 0, [4], top_k=5), running([6], 1, [1, 2], min_p=0.5)]
+    one_by_one = Rows()
+    for seq in seqs:
+        one_by_one.add(seq)
+    one_by_one.send()
+    at_once = rows_of(*seqs)
+    assert torch.equal(at_once.state.buffer, one_by_one.state.buffer)
+    assert np.array_equal(at_once.state.block_table_mirror, one_by_one.state.block_table_mirror)
+
+
 def test_a_slot_keeps_nothing_of_its_last_owner():
-    mirror = Mirror()
-    mirror.staged.add(
-        running([1], 0, [1, 2, 3], 77, (4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5, min_tokens=2,
-                logit_bias={3: 1.0}, allowed_token_ids=[3], presence_penalty=1, logprobs=3)
+    rows = rows_of(
+        running([1], 0, [1, 2, 3], seed=77, stop_ids=(4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5,
+                min_tokens=2, logit_bias={3: 1.0}, presence_penalty=1, logprobs=3, allowed_mask=np.ones(2, np.int32))
     )  # fmt: skip
-    mirror.send()
-    mirror.staged.add(running([1], 0, [6], temperature=0))
-    mirror.send()
-    fresh = Mirror()
-    fresh.staged.add(running([1], 0, [6, 2, 3], temperature=0))  # table entries past the length are never read
-    fresh.send()
-    assert mirror.state.buffer.tolist() == fresh.state.buffer.tolist()
-    rows = np.array([0])
-    assert mirror.staged.features(rows) == mirror.staged.num_logprobs(rows) == 0
+    assert len(rows.used(0)) == 5 and rows.sampler.logprobs.num_top(np.array([0])) == 3
+    rows.add(running([1], 0, [6], temperature=0))
+    rows.send()
+    fresh = rows_of(running([1], 0, [6, 2, 3], temperature=0))  # table entries past the length are never read
+    assert rows.state.buffer.tolist() == fresh.state.buffer.tolist()
+    assert rows.state.block_table_mirror[0].tolist() == [6, -1, -1, -1, -1]
+    assert rows.used(0) == [] and rows.sampler.logprobs.num_top(np.array([0])) == 0
 
 
 @pytest.mark.parametrize(
@@ -84,92 +85,76 @@ def test_a_slot_keeps_nothing_of_its_last_owner():
     [
         ({"top_k": -1}, "top_k", 0),
         ({"top_k": 10**12}, "top_k", 2**31 - 1),
-        ({"max_tokens": 10**12, "min_tokens": 10**12}, "min_len", 2**31 - 1),
+        ({"max_tokens": 10**12, "min_tokens": 10**12, "stop_ids": (3,)}, "min_len", 2**31 - 1),
     ],
 )
 def test_numbers_beyond_int32(params, column, expected):
     """They stay large instead of wrapping round to something else."""
-    mirror = Mirror()
-    mirror.staged.add(running([1], 1, [0], **params))
-    mirror.send()
-    assert getattr(mirror.state.sampling, column)[1] == expected
+    assert getattr(rows_of(running([1], 1, **params)).state.sampling, column)[1] == expected
 
 
 @pytest.mark.parametrize(("given", "kept"), [(1e-40, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (1e40, 1e30), (10**400, 1e30)])
 def test_temperatures_beyond_fp32(given, kept):
     """1 / 1e-40 was infinite and every positive logit won; 1 / 1e40 was 0, and 0 times -inf (a stop id) NaN."""
-    mirror = Mirror()
-    mirror.staged.add(running([1], 1, [0], temperature=given, top_k=2))
-    mirror.send()
-    assert mirror.state.sampling.temperature[1].item() == np.float32(kept)
-    assert mirror.staged.features(np.array([1])) == (FILTERS if kept > 0 else 0)
+    rows = rows_of(running([1], 1, temperature=given, top_k=2))
+    assert rows.state.sampling.temperature[1].item() == np.float32(kept)
+    assert rows.used(1) == (["filters"] if kept > 0 else [])
 
 
 def test_a_new_block_sends_one_word():
-    mirror = Mirror()
-    seq = running([1, 2], 3, [7])
-    mirror.staged.add(seq)
-    mirror.send()
-    seq.block_table.append(2)
-    mirror.staged.append_blocks([seq])
-    assert mirror.send() == 1
-    assert mirror.state.block_tables[3, :2].tolist() == [7, 2]
+    rows = rows_of(running([1, 2], 3, [7]), running([3], 1, [4, 5]))
+    rows.decode(3, 1)
+    assert rows.decode(3, 1, new_blocks=[(3, 1, 2)]) == 1
+    assert rows.state.block_tables[[3, 1], :2].tolist() == [[7, 2], [4, 5]]
+    assert rows.state.block_table_mirror[3].tolist() == [7, 2, -1, -1, -1]
+    assert rows.decode(1, 3, new_blocks=[(1, 2, 8), (3, 2, 9)]) == 4  # and both positions
+    assert rows.state.block_tables[[3, 1], :3].tolist() == [[7, 2, 9], [4, 5, 8]]
 
 
 def test_an_unchanged_batch_sends_nothing():
-    mirror = Mirror()
-    mirror.staged.set_batch(np.array([1, 3], np.int32))
-    mirror.send()
-    assert mirror.state.batch_req_indices.tolist() == [1, 3, SLOTS, SLOTS]
-    mirror.staged.set_batch(np.array([1, 3], np.int32))
-    assert mirror.send() == 0
-    mirror.staged.set_batch(np.array([1, 2, 3], np.int32))
-    assert mirror.send() == 2
-    assert mirror.state.batch_req_indices.tolist() == [1, 2, 3, SLOTS]
+    rows = Rows()
+    rows.decode(1, 3)
+    assert rows.state.batch_req_indices.tolist() == [1, 3, SLOTS, SLOTS]
+    assert rows.decode(1, 3) == 0
+    assert rows.decode(1, 2, 3) == 2
+    assert rows.state.batch_req_indices.tolist() == [1, 2, 3, SLOTS]
 
 
 def test_reset_sends_everything_again():
-    """A launch failed on its way: what the device has is not known, and what was meant for it is void."""
-    mirror = Mirror()
-    rows = np.array([1, 3], np.int32)
-    mirror.staged.set_batch(rows)
-    mirror.staged.drain()  # lost
-    mirror.staged.add(running([1], 0, [1]))  # never sent
-    mirror.staged.reset()
-    mirror.staged.set_batch(rows)
-    assert mirror.send() == SLOTS
-    assert mirror.state.batch_req_indices.tolist() == [1, 3, SLOTS, SLOTS]
-    assert not mirror.state.length.any()
+    """A launch failed on its way: what the device has is not known."""
+    rows = Rows()
+    rows.decode(1, 3)
+    rows.state.batch_req_indices[:] = -7  # lost
+    rows.state.reset()
+    assert rows.decode(1, 3) == SLOTS
+    assert rows.state.batch_req_indices.tolist() == [1, 3, SLOTS, SLOTS]
 
 
 def test_the_padding_slot_stays_empty():
-    mirror = Mirror()
-    mirror.staged.set_batch(np.arange(SLOTS, dtype=np.int32))
-    for slot in range(SLOTS):
-        mirror.staged.add(running([1, 2], slot, range(BLOCKS), 2**64 - 1, tuple(range(16)), min_tokens=1))
-    mirror.send()
-    table = mirror.state.buffer[mirror.staged.groups.end :].view(SLOTS + 1, -1)
-    assert not table[SLOTS].any() and table[:SLOTS].any()
+    seqs = (
+        running([1, 2], slot, range(BLOCKS), seed=2**64 - 1, stop_ids=tuple(range(16)), min_tokens=1)
+        for slot in range(SLOTS)
+    )
+    rows = rows_of(*seqs)
+    rows.decode(*range(SLOTS))
+    for column in (*vars(rows.state.sampling).values(), rows.state.last_token):
+        assert not column[SLOTS].any()
+    table = rows.state.block_tables
+    assert not table[SLOTS].any() and table[:SLOTS].tolist() == [[*range(BLOCKS)]] * SLOTS
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(batches=st.lists(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True), max_size=8))
 def test_batches_follow_each_other(batches):
-    mirror = Mirror()
-    for rows in batches:
-        mirror.staged.set_batch(np.array(rows, np.int32))
-        mirror.send()
-        assert mirror.state.batch_req_indices.tolist() == rows + [SLOTS] * (SLOTS - len(rows))
+    rows = Rows()
+    for req_indices in batches:
+        rows.decode(*req_indices)
+        assert rows.state.batch_req_indices.tolist() == req_indices + [SLOTS] * (SLOTS - len(req_indices))
 
 
-def test_what_a_batch_needs():
-    """The most that one of its requests wants; -1 is the whole vocabulary."""
-    mirror = Mirror()
-    for slot, params in enumerate(({}, {"logprobs": 0}, {"logprobs": 3, "top_k": 5}, {"logprobs": -1})):
-        mirror.staged.add(running([1], slot, [slot], **params))
-    both = LOGPROBS | FILTERS
-    for rows, features, num_logprobs in (
-        ([], 0, 0), ([0], 0, 0), ([0, 1], LOGPROBS, 0), ([2, 0], both, 3), ([3, 2], both, 64)
-    ):  # fmt: skip
-        rows = np.array(rows, np.int64)
-        assert (mirror.staged.features(rows), mirror.staged.num_logprobs(rows)) == (features, num_logprobs)
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 6])
+def test_tables_are_aligned(max_num_seqs):
+    """An address that is no multiple of 16 bytes makes Triton compile another variant of every reader."""
+    state = Slots(max_num_seqs, max_blocks=3).state
+    start = state.buffer.data_ptr()
+    assert all((table.data_ptr() - start) % 16 == 0 for table in (state.last_token, state.block_tables))

@@ -22,7 +22,7 @@ def gc_threshold():
 def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
     """In one run of three a full collection walked every torch object, and the device idled for 0.1 s."""
     llm, kept, generations = make_llm(), [], []
-    run, enough = llm.model_runner.run, len(gc.get_objects()) // 2  # Python waits for a quarter more old objects
+    run, enough = llm.model_runner.forward, len(gc.get_objects()) // 2  # Python waits for a quarter more old objects
 
     def allocate_and_run(batch):
         kept.extend([] for _ in range(enough))
@@ -31,7 +31,7 @@ def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
     def record(phase, info):
         generations.append(info["generation"])
 
-    llm.model_runner.run = allocate_and_run
+    llm.model_runner.forward = allocate_and_run
     gc_threshold(20_000, 1, 1)
     gc.callbacks.append(record)
     try:
@@ -39,7 +39,7 @@ def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
     finally:
         gc.callbacks.remove(record)
     assert set(generations) == {0, 1} and gc.get_threshold() == (20_000, 1, 1)
-    monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([[5, 6]], greedy(3), use_tqdm=False)
     assert gc.get_threshold() == (20_000, 1, 1)

@@ -1,17 +1,18 @@
-"""Who shares a prefix in a decode batch: sequences whose block tables begin with the same full KV blocks.
+"""Cascade attention: the sequences of a decode batch whose block tables begin with the same full KV blocks.
 
-Owns the choice of groups and the host's writes of them to the request state. Equal prefixes have equal blocks, so it
-looks at block ids alone, and only when the batch has changed. A group must save enough reading to pay for its launch;
-of nested prefixes those are taken that save most.
+Owns the choice of groups, and their columns on the device. Equal prefixes have equal blocks, so it looks at block ids
+alone, and only when the batch has changed. A group must save enough reading to pay for its launch; of nested prefixes
+those are taken that save most.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.core import DecodeBatch
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
+from nanovllm.sampling.feature import Arrays, Tensors
 
 MIN_MEMBERS = 8  # of a group
 # Tokens that a layer need not read, thanks to all groups: 64 MB with 8 KV heads of 128 in 16 bits, 15 us.
@@ -71,50 +72,51 @@ def _columns(max_num_seqs: int) -> list[tuple[int, int]]:
     return list(zip(starts, sizes, strict=False))
 
 
-class StagedGroups:
-    """Host side: the block tables of all request slots, and the groups as the device has them.
+class SharedPrefixes:
+    """The groups of the decode batch, on one rank.
 
-    ``stage(indices, values)`` writes to the part of the request state that has the groups.
+    Args:
+        block_tables: int32 [R, max_blocks] on the host, kept up to date by the request state.
+        block_size: tokens of a block.
+        device: of the groups.
+        enabled: decode attention takes groups.
+
+    Attributes:
+        groups: views of one buffer on the device; None where the batch set last has none, and attention is plain.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, stage: Callable[[np.ndarray, np.ndarray], None]):
-        self.end = max_num_seqs + num_words(max_num_seqs)  # of the request state's head: batch and groups
-        self.enabled = True  # decode attention takes groups
-        self._stage = stage
-        self._tables = np.full((max_num_seqs, max_blocks), -1, np.int32)
+    def __init__(self, block_tables: np.ndarray, block_size: int, device: torch.device, enabled: bool = True):
+        self.enabled, self._tables, self._block_size = enabled, block_tables, block_size
+        self._buffer = torch.zeros(num_words(len(block_tables)), dtype=torch.int32, device=device)
+        self.columns = columns_of(self._buffer, len(block_tables))
         self.reset()
 
     def reset(self) -> None:
         """The device's groups are not known any more."""
-        self._on_device = np.full(num_words(len(self._tables)), -1, np.int32)
+        self._on_device = np.full(len(self._buffer), -1, np.int32)
         self._req_indices = np.empty(0, np.int32)  # the batch that was grouped last
-        self._is_stale = True  # one of its request slots has another owner
-        self._num_groups = 0
+        self.groups: PrefixGroups | None = None
 
-    def add(self, seq: Sequence) -> None:
-        """A sequence has a request slot."""
-        self._tables[seq.req_idx, : len(seq.block_table)] = seq.block_table
-        self._is_stale = True
+    def add(self) -> None:
+        """Request slots have got new owners: the next batch is grouped anew."""
+        self._req_indices = np.empty(0, np.int32)
 
-    def append_blocks(self, seqs: list[Sequence]) -> None:
-        """Their tables have grown; others may share the new block once it is full."""
-        for seq in seqs:
-            self._tables[seq.req_idx, len(seq.block_table) - 1] = seq.block_table[-1]
-
-    def update(self, req_indices: np.ndarray, lengths: np.ndarray, block_size: int) -> int:
-        """Group the next decode batch, int32 [B] each, and stage what changes; returns the number of groups."""
-        if not self.enabled:
-            return 0
-        is_same = req_indices is self._req_indices or np.array_equal(req_indices, self._req_indices)
-        if self._is_stale or not is_same:
-            self._req_indices, self._is_stale = req_indices, False
-            groups = self._find(req_indices, (lengths - 1) // block_size, block_size)
-            self._num_groups = len(groups)
+    def set_batch(self, batch: DecodeBatch, arrays: Arrays) -> None:
+        """Host: group the next decode batch, and put what changes on the device into ``arrays``."""
+        is_same = batch.req_indices is self._req_indices or np.array_equal(batch.req_indices, self._req_indices)
+        if self.enabled and not is_same:
+            self._req_indices = batch.req_indices
+            groups = self._find(batch.req_indices, (batch.lengths - 1) // self._block_size)
+            self.groups = self.columns if groups else None
             if groups:  # without groups the device does not look at them
-                self._set(groups)
-        return self._num_groups
+                self._set(groups, arrays)
 
-    def _set(self, groups: list[Group]) -> None:
+    def write(self, tensors: Tensors) -> None:
+        """Device: take in the groups that have changed."""
+        if "group_values" in tensors:
+            self._buffer.index_copy_(0, tensors["group_indices"].long(), tensors["group_values"])
+
+    def _set(self, groups: list[Group], arrays: Arrays) -> None:
         target = np.zeros_like(self._on_device)
         columns: Any = columns_of(target, len(self._tables))
         end = 0
@@ -126,9 +128,10 @@ class StagedGroups:
             end += len(members)
         changed = np.flatnonzero(target != self._on_device)
         self._on_device = target
-        self._stage(changed.astype(np.int32), target[changed])
+        if len(changed):
+            arrays["group_indices"], arrays["group_values"] = changed, target[changed]
 
-    def _find(self, req_indices: np.ndarray, num_full: np.ndarray, block_size: int) -> list[Group]:
+    def _find(self, req_indices: np.ndarray, num_full: np.ndarray) -> list[Group]:
         """``num_full`` int32 [B]: blocks of each sequence all of whose tokens are computed."""
         has_full = num_full > 0
         first = np.sort(self._tables[req_indices[has_full], 0])
@@ -136,4 +139,4 @@ class StagedGroups:
             return []
         tables = self._tables[req_indices, : num_full.max()]
         tables[np.arange(tables.shape[1]) >= num_full[:, None]] = -1
-        return find_groups(tables, block_size)
+        return find_groups(tables, self._block_size)

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.sequence import Sequence, SequenceTable
-from nanovllm.runner import prefix_groups
-from nanovllm.runner.prefix_groups import StagedGroups, columns_of, find_groups, num_words
+from nanovllm.core import DecodeBatch
+from nanovllm.runner import cascade
+from nanovllm.runner.cascade import SharedPrefixes, columns_of, find_groups, num_words
+from nanovllm.runner.inputs import to_device
 
 BLOCK = 4
 
@@ -17,7 +18,7 @@ BLOCK = 4
 def small_groups():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)):
-            patch.setattr(prefix_groups, name, value)
+            patch.setattr(cascade, name, value)
         yield
 
 
@@ -43,15 +44,15 @@ def test_groups():
 
 
 def test_a_shared_length_is_rounded_down_to_what_kernels_take(monkeypatch):
-    monkeypatch.setattr(prefix_groups, "SHARED_TOKENS", 8)
+    monkeypatch.setattr(cascade, "SHARED_TOKENS", 8)
     assert groups_of("abc", "abc") == [([0, 1], 8)]
     assert groups_of("a", "a") == []
 
 
 def test_small_groups_and_small_savings_do_not_pay(monkeypatch):
-    monkeypatch.setattr(prefix_groups, "MIN_MEMBERS", 3)
+    monkeypatch.setattr(cascade, "MIN_MEMBERS", 3)
     assert groups_of("ab", "ab", "cd", "cd", "cd") == [([2, 3, 4], 8)]
-    monkeypatch.setattr(prefix_groups, "MIN_SAVED_TOKENS", 17)  # of all groups together
+    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 17)  # of all groups together
     assert groups_of("ab", "ab", "cd", "cd", "cd") == []
     assert groups_of("ab", "ab", "ab", "cd", "cd", "cd") == [([0, 1, 2], 8), ([3, 4, 5], 8)]
 
@@ -86,100 +87,101 @@ def test_groups_are_sound_and_no_single_group_saves_more(chains):
         assert saved >= (alone - 1) * len(prefix) * BLOCK
 
 
-class Mirror:
-    """Host and device side together."""
+class Groups(SharedPrefixes):
+    """Host and device side together; ``sent`` counts words."""
 
-    def __init__(self, max_num_seqs=6, max_blocks=5):
-        self.words = np.full(num_words(max_num_seqs), -7, np.int32)
-        self.max_num_seqs, self.sent = max_num_seqs, 0
-        self.staged = StagedGroups(max_num_seqs, max_blocks, self.write)
+    def __init__(self, max_num_seqs=6, max_blocks=5, **options):
+        self.tables, self.sent = np.full((max_num_seqs, max_blocks), -1, np.int32), 0
+        super().__init__(self.tables, BLOCK, torch.device("cpu"), **options)
+        self._buffer.fill_(-7)
 
-    def write(self, indices, values):
-        assert indices.dtype == values.dtype == np.int32
-        self.words[indices], self.sent = values, self.sent + len(indices)
+    def enter(self, req_idx, blocks):
+        """What the request state does, and the runner."""
+        self.tables[req_idx] = -1
+        self.tables[req_idx, : len(blocks)] = blocks
+        self.add()
 
-    def add(self, req_idx, blocks):
-        seq, table = Sequence([1], block_size=BLOCK), SequenceTable(self.max_num_seqs, 32)
-        table.free_req_indices = [req_idx]
-        table.add(seq)
-        seq.block_table = blocks
-        self.staged.add(seq)
-        return seq
-
-    def groups(self, req_indices, lengths):
+    def of_batch(self, req_indices, lengths):
         """{position: (shared tokens, owner's request slot)} on the device, of the grouped."""
-        num = self.staged.update(np.array(req_indices), np.array(lengths), BLOCK)
-        if num == 0:
+        arrays, rows = {}, np.array(req_indices, np.int32)
+        new_blocks = np.empty((0, 3), np.int32)
+        self.set_batch(DecodeBatch(rows, rows.astype(np.int64), np.array(lengths, np.int32), new_blocks), arrays)
+        self.write(to_device(arrays, torch.device("cpu")))
+        self.sent += sum(map(len, arrays.values()))
+        if self.groups is None:
             return {}
-        lens, members, *columns = (column.tolist() for column in columns_of(self.words, self.max_num_seqs))
+        lens, members, *columns = (column.tolist() for column in self.groups)
         used = [group for group in zip(*columns, strict=True) if group[1]]
-        assert len(used) == num
         found = {
             member: (length, owner) for begin, size, length, owner in used for member in members[begin : begin + size]
         }
-        assert lens == [found.get(i, (0,))[0] for i in range(self.max_num_seqs)]
+        assert found and lens == [found.get(i, (0,))[0] for i in range(len(self.tables))]
         return found
 
 
 def test_groups_follow_the_batch():
-    mirror = Mirror()
+    groups = Groups()
     for req_idx, blocks in enumerate([[7, 8, 9, 1], [7, 8, 9, 2], [3], [7, 4]]):
-        mirror.add(req_idx, blocks)
+        groups.enter(req_idx, blocks)
     pair = {1: (12, 0), 3: (12, 0)}
-    assert mirror.groups([3, 0, 2, 1], [6, 14, 2, 13]) == pair
-    sent = mirror.sent
-    assert mirror.groups([3, 0, 2, 1], [7, 15, 3, 14]) == pair and mirror.sent == sent
-    assert mirror.groups([3, 0, 2], [7, 15, 3]) == {0: (4, 3), 1: (4, 3)}
-    assert mirror.groups([2, 0], [7, 15]) == {}
-    assert mirror.groups([0, 1], [15, 14]) == {0: (12, 0), 1: (12, 0)}
+    assert groups.of_batch([3, 0, 2, 1], [6, 14, 2, 13]) == pair
+    sent = groups.sent
+    assert groups.of_batch([3, 0, 2, 1], [7, 15, 3, 14]) == pair and groups.sent == sent
+    assert groups.of_batch([3, 0, 2], [7, 15, 3]) == {0: (4, 3), 1: (4, 3)}
+    assert groups.of_batch([2, 0], [7, 15]) == {}
+    assert groups.of_batch([0, 1], [15, 14]) == {0: (12, 0), 1: (12, 0)}
 
 
 def test_a_block_is_shared_once_all_its_tokens_are_computed():
     """The token of the step is not yet: with 8 of them the second block of 4 is computed by this step."""
-    mirror = Mirror()
-    mirror.add(0, [7, 8])
-    mirror.add(1, [7, 8])
-    assert mirror.groups([0, 1], [8, 8]) == {0: (4, 0), 1: (4, 0)}
+    groups = Groups()
+    groups.enter(0, [7, 8])
+    groups.enter(1, [7, 8])
+    assert groups.of_batch([0, 1], [8, 8]) == {0: (4, 0), 1: (4, 0)}
 
 
 def test_another_sequence_in_the_same_request_slot():
     """The batch looks the same."""
-    mirror = Mirror()
-    mirror.add(0, [7, 1])
-    mirror.add(1, [7, 2])
-    assert mirror.groups([0, 1], [6, 6])
-    mirror.add(1, [9])
-    assert mirror.groups([0, 1], [7, 5]) == {}
-    mirror.add(1, [7, 3])
-    assert mirror.groups([0, 1], [8, 6]) == {0: (4, 0), 1: (4, 0)}
+    groups = Groups()
+    groups.enter(0, [7, 1])
+    groups.enter(1, [7, 2])
+    assert groups.of_batch([0, 1], [6, 6])
+    groups.enter(1, [9])
+    assert groups.of_batch([0, 1], [7, 5]) == {}
+    groups.enter(1, [7, 3])
+    assert groups.of_batch([0, 1], [8, 6]) == {0: (4, 0), 1: (4, 0)}
 
 
-def test_entries_behind_the_full_blocks_are_not_compared():
-    """They are of the slot's last owner, or of a block that this step fills."""
-    mirror = Mirror()
-    mirror.add(1, [7, 8, 9])
-    mirror.add(1, [7, 8])
-    mirror.add(0, [7, 8, 9, 1])
-    assert mirror.groups([0, 1], [13, 8]) == {0: (4, 0), 1: (4, 0)}
+def test_a_block_that_this_step_fills_is_not_compared():
+    groups = Groups()
+    groups.enter(1, [7, 8])
+    groups.enter(0, [7, 8, 9, 1])
+    assert groups.of_batch([0, 1], [13, 8]) == {0: (4, 0), 1: (4, 0)}
 
 
 def test_blocks_that_were_appended_are_shared_too():
-    mirror = Mirror()
-    seq = mirror.add(0, [7])
-    seq.block_table = [7, 8]
-    mirror.staged.append_blocks([seq])
-    mirror.add(1, [7, 8, 3])
-    assert mirror.groups([0, 1], [9, 9]) == {0: (8, 0), 1: (8, 0)}
+    groups = Groups()
+    groups.enter(0, [7])
+    groups.tables[0, 1] = 8
+    groups.enter(1, [7, 8, 3])
+    assert groups.of_batch([0, 1], [9, 9]) == {0: (8, 0), 1: (8, 0)}
+
+
+def test_without_a_kernel_for_groups_nothing_is_looked_for():
+    groups = Groups(enabled=False)
+    for req_idx in range(3):
+        groups.enter(req_idx, [7, 8])
+    assert groups.of_batch([0, 1, 2], [9, 9, 9]) == {} and groups.sent == 0
 
 
 def test_reset_sends_everything_again():
-    mirror = Mirror()
-    mirror.add(0, [7, 1])
-    mirror.add(1, [7, 2])
-    known = mirror.groups([0, 1], [6, 6])
-    mirror.words[:] = -7  # lost
-    mirror.staged.reset()
-    assert mirror.groups([0, 1], [6, 6]) == known
+    groups = Groups()
+    groups.enter(0, [7, 1])
+    groups.enter(1, [7, 2])
+    known = groups.of_batch([0, 1], [6, 6])
+    groups._buffer[:] = -7  # lost
+    groups.reset()
+    assert groups.of_batch([0, 1], [6, 6]) == known
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 6, 7, 512])
@@ -189,4 +191,4 @@ def test_columns_lie_side_by_side(max_num_seqs):
     assert num_words(max_num_seqs) % 4 == 0 and all(int(column[0]) % 4 == 0 for column in columns)
     assert len(torch.cat(columns).unique()) == sum(map(len, columns))
     assert len(columns.shared_lens) == len(columns.members) == max_num_seqs
-    assert {len(column) for column in columns[2:]} == {max(1, max_num_seqs // prefix_groups.MIN_MEMBERS)}
+    assert {len(column) for column in columns[2:]} == {max(1, max_num_seqs // cascade.MIN_MEMBERS)}

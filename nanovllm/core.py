@@ -1,0 +1,255 @@
+"""What engine and runner share: a sequence, and the two kinds of batch that the scheduler forms.
+
+Owns the sequence's tokens, counters and status, and the form of a batch. A batch is the message of a step: plain
+columns, which every rank's runner receives (the other ranks pickled) and prepares its inputs from. Knows neither queues
+nor devices.
+
+Token ranges of a running sequence::
+
+    [0, num_cached)      keys and values were found in the prefix cache
+    [0, num_computed)    the launch that writes their keys and values was issued (prefill; see the scheduler)
+    [0, num_tokens)      ids known to the host
+    [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One prompt and one completion of it.
+
+    Args:
+        prompt_token_ids: at least one token.
+        sampling_params: of the request.
+        seq_id: unique in its engine; also the order of arrival.
+        block_size: tokens per KV block.
+        seed: 64-bit key of its sampling noise.
+        min_tokens_stop_ids: ids that may not be sampled among its first ``min_tokens`` tokens.
+        group_id: the same for all completions of one prompt; they share its blocks. None: seq_id.
+
+    Attributes:
+        targets: token ids int32 [n] whose log-probabilities prefill reports, or None. The hidden states of positions
+            [first_target, first_target + n) predict them.
+        allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
+        req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
+    """
+
+    def __init__(self, prompt_token_ids: ListLike[int] | np.ndarray, sampling_params: SamplingParams = SamplingParams(),
+                 seq_id: int = 0, block_size: int = 256, seed: int = 0,
+                 min_tokens_stop_ids: tuple[int, ...] = (), group_id: int | None = None):
+        self.seq_id = seq_id
+        self.group_id = seq_id if group_id is None else group_id
+        self.status = SequenceStatus.WAITING
+        self.sampling_params = sampling_params
+        self.seed = seed
+        self.min_tokens_stop_ids = min_tokens_stop_ids
+        self.block_size = block_size
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_cached_tokens = 0  # at its first admission
+        self.num_computed_tokens = 0  # of the tokens known at admission; decoding does not move it
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # of its leading full blocks, computed on demand
+        self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
+        self.targets: np.ndarray | None = None
+        self.first_target = 0
+        self.allowed_mask: np.ndarray | None = None
+        self.req_idx = -1
+        self._table: Any = None  # the scheduler's ``SequenceTable``
+        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no request slot
+
+    def attach(self, table: Any, req_idx: int) -> None:
+        self._table, self.req_idx, self._token_ids = table, req_idx, np.empty(0, np.int32)
+
+    def detach(self) -> None:
+        self._token_ids = self.tokens(0, self.num_tokens).copy()
+        self._table, self.req_idx = None, -1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids) if self._table is None else int(self._table.num_tokens[self.req_idx])
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Token ids [start, stop) as int32."""
+        return (self._token_ids if self._table is None else self._table.tokens[self.req_idx])[start:stop]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens(0, self.num_tokens).tolist()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens(0, self.num_prompt_tokens).tolist()
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.tokens(self.num_prompt_tokens, self.num_tokens).tolist()
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        assert self.sampling_params.max_tokens is not None  # the request layer has resolved it
+        return self.num_prompt_tokens + self.sampling_params.max_tokens
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it generates anything; otherwise its prompt is computed for the log-probabilities alone."""
+        return self.sampling_params.max_tokens != 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How much of it may come from the prefix cache: what is computed gives logits."""
+        scored_before = self.targets is None or self.num_completion_tokens > 0
+        return self.num_tokens - 1 if scored_before else min(self.num_tokens - 1, self.first_target)
+
+    def target_rows(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose logits are scored against ``targets``."""
+        if self.targets is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
+            return range(0)
+        return range(max(start, self.first_target), min(stop, self.first_target + len(self.targets)))
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.block_size)
+
+    def block(self, i: int) -> np.ndarray:
+        """Token ids of block i, int32 [<= block_size]."""
+        return self.tokens(i * self.block_size, min((i + 1) * self.block_size, self.num_tokens))
+
+
+@dataclass(frozen=True)
+class NewSequences:
+    """Columns of the n sequences that get a request slot with a batch: the runners know nothing of them yet."""
+
+    req_indices: np.ndarray  # int32 [n]
+    num_tokens: np.ndarray  # int32 [n], known now
+    num_prompt_tokens: np.ndarray  # int32 [n]
+    num_blocks: np.ndarray  # int32 [n]
+    block_ids: np.ndarray  # int32 [num_blocks.sum()], their block tables one after the other
+    seeds: np.ndarray  # uint64 [n]
+    params: list[SamplingParams]
+    min_tokens_stop_ids: list[tuple[int, ...]]
+    allowed_masks: list[np.ndarray | None]
+    histories: list[np.ndarray | None]  # token ids int32 [num_tokens], where penalties count them
+
+    @classmethod
+    def of(cls, seqs: ListLike[Sequence]) -> "NewSequences":
+        tables = [seq.block_table for seq in seqs]
+        return cls(
+            _int32(seq.req_idx for seq in seqs),
+            _int32(seq.num_tokens for seq in seqs),
+            _int32(seq.num_prompt_tokens for seq in seqs),
+            _int32(map(len, tables)),
+            _int32(chain.from_iterable(tables)),
+            np.fromiter((seq.seed for seq in seqs), np.uint64),
+            [seq.sampling_params for seq in seqs],
+            [seq.min_tokens_stop_ids for seq in seqs],
+            [seq.allowed_mask for seq in seqs],
+            [seq.tokens(0, seq.num_tokens) if seq.sampling_params.has_penalties else None for seq in seqs],
+        )
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Prompt tokens of a prefill whose log-probabilities are reported."""
+
+    seq_ids: list[int]  # of the sequences that have some
+    sizes: list[int]  # how many each of them has
+    rows: np.ndarray  # int32 [sum(sizes)], packed tokens whose logits are scored
+    token_ids: np.ndarray  # int32 [sum(sizes)], what they are scored against
+    num_top: int  # most alternatives that one of the sequences wants reported; -1: all
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[Sequence, int, int]]) -> "Targets | None":
+        """Those of (sequence, start, stop) in the order of the packed tokens; None if there are none."""
+        seqs, sizes, rows, token_ids, offset = [], [], [], [], 0
+        for seq, start, stop in chunks:
+            if found := seq.target_rows(start, stop):
+                assert seq.targets is not None
+                seqs.append(seq)
+                sizes.append(len(found))
+                rows.append(np.arange(found.start, found.stop, dtype=np.int32) + (offset - start))
+                token_ids.append(seq.targets[found.start - seq.first_target : found.stop - seq.first_target])
+            offset += stop - start
+        if not seqs:
+            return None
+        wanted = [seq.sampling_params.prompt_logprobs or 0 for seq in seqs]
+        num_top = -1 if -1 in wanted else max(wanted)
+        return cls([seq.seq_id for seq in seqs], sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
+
+    Sequences that are sampled come first. ``sampled_from[j]`` is the one whose logits request ``req_indices[j]`` is
+    sampled from: itself, or the one it was forked from.
+    """
+
+    is_decode: ClassVar[bool] = False
+    req_indices: np.ndarray  # int32 [N] of the sampled ones
+    seq_ids: np.ndarray  # int64 [N]
+    sampled_from: np.ndarray  # int32 [N], in [0, S)
+    chunk_req_indices: np.ndarray  # int32 [S] of the computed ones
+    chunk_seq_ids: np.ndarray  # int64 [S]
+    starts: np.ndarray  # int32 [S]
+    stops: np.ndarray  # int32 [S]
+    token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
+    new: NewSequences  # admitted by this batch
+    block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
+    targets: Targets | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sampled sequence before this step samples one, int32 [N]."""
+        return self.stops[self.sampled_from]
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Compute one token of every sequence and sample the next."""
+
+    is_decode: ClassVar[bool] = True
+    req_indices: np.ndarray  # int32 [B]
+    seq_ids: np.ndarray  # int64 [B]
+    lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
+    new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.req_indices)
+
+
+Batch = PrefillBatch | DecodeBatch
+
+
+def _int32(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int32)

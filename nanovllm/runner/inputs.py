@@ -1,0 +1,93 @@
+"""From a batch to the inputs of the model: named arrays on the host, one copy to the device, the attention context.
+
+Every rank prepares its own from the batch. Knows nothing of queues or models.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from nanovllm.core import PrefillBatch
+from nanovllm.kernels.attention.reference import PrefixGroups
+from nanovllm.layers.context import Context
+from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Arrays, Tensors
+
+
+def to_device(arrays: Arrays, device: torch.device) -> Tensors:
+    """Named arrays as int32 tensors on the device, by one copy that nobody waits for.
+
+    Each begins at a multiple of 16 bytes: Triton compiles another variant of a kernel for a less aligned pointer.
+    """
+    places, size = [], 0
+    for name, values in arrays.items():
+        places.append((name, size, size + len(values)))
+        size += -(-len(values) // 4) * 4
+    if size == 0:
+        return {}
+    # the allocator of pinned memory keeps the buffer until its copy is done
+    packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    on_host = packed.numpy()
+    for name, start, stop in places:
+        on_host[start:stop] = arrays[name]
+    on_device = packed.to(device, non_blocking=True)
+    return {name: on_device[start:stop] for name, start, stop in places}
+
+
+def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: int) -> Arrays:
+    """T packed tokens of S sequences, and where they belong, int32. ``block_tables`` [R, max_blocks] on the host.
+
+    input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
+    logits_indices: packed tokens to sample from. sampled_req_indices: [N], the requests that get a token.
+    Only where there are any: sampled_from [N], indices of logits_indices, if completions are forked; copy_from and
+    copy_to, blocks; target_rows and target_ids, as in ``Targets``.
+    """
+    lengths = batch.stops - batch.starts
+    cu_seqlens_q = _cumulative(lengths)
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(batch.starts - cu_seqlens_q[:-1], lengths)
+    blocks = block_tables[np.repeat(batch.chunk_req_indices, lengths), positions // block_size]
+    num_logits = int(batch.sampled_from.max(initial=-1)) + 1  # sampled sequences come first
+    arrays = {
+        "input_ids": batch.token_ids,
+        "positions": positions,
+        "slot_mapping": blocks * block_size + positions % block_size,
+        "req_indices": batch.chunk_req_indices,
+        "context_lens": batch.stops,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": _cumulative(batch.stops),
+        "logits_indices": cu_seqlens_q[1 : num_logits + 1] - 1,
+        "sampled_req_indices": batch.req_indices,
+    }
+    if num_logits < len(batch.sampled_from):
+        arrays["sampled_from"] = batch.sampled_from
+    if len(batch.block_copies):
+        arrays["copy_from"], arrays["copy_to"] = batch.block_copies.T
+    if batch.targets is not None:
+        arrays["target_rows"], arrays["target_ids"] = batch.targets.rows, batch.targets.token_ids
+    return arrays
+
+
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], lengths.cumsum()], dtype=np.int32, casting="same_kind")
+
+
+def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: int, max_seqlen_q: int,
+                   logits_indices: torch.Tensor | None) -> tuple[torch.Tensor, Context]:
+    """The packed tokens of ``prefill_arrays`` and their attention metadata. See ``Context``."""
+    return tensors["input_ids"], Context(
+        tensors["positions"], tensors["slot_mapping"], tensors["req_indices"], tensors["context_lens"], block_tables,
+        max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices,
+    )  # fmt: skip
+
+
+def decode_inputs(state: RequestState, size: int, block_size: int, max_context: int, ops: SimpleNamespace,
+                  groups: PrefixGroups | None = None) -> tuple[torch.Tensor, Context]:
+    """The next token of each of the first ``size`` batch positions, gathered from the request state on the device."""
+    req_indices = state.batch_req_indices[:size]
+    input_ids, positions, slot_mapping, context_lens = ops.decode_inputs(
+        req_indices, state.last_token, state.length, state.block_tables, block_size
+    )
+    return input_ids, Context(
+        positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context, prefix_groups=groups
+    )

@@ -1,0 +1,142 @@
+"""From a configuration to a runner that is ready: the order of a start, on one rank.
+
+Owns that order: kernels compile while the weights are read, a dummy prefill measures the memory of activations, the KV
+cache takes what is left, CUDA graphs are captured.
+"""
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.distributed.workers import Workers
+from nanovllm.layers.context import Context
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner import memory
+from nanovllm.runner.cuda_graphs import cascade_sizes
+from nanovllm.runner.device import model_defaults, translate_oom
+from nanovllm.runner.inputs import prefill_inputs
+from nanovllm.runner.kv_scales import calibrate
+from nanovllm.runner.micro_batches import MIN_TOKENS
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.utils.loader import init_dummy_weights, load_model
+
+# Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
+WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
+
+
+def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None) -> ModelRunner:
+    """This rank's runner, ready for its first batch. ``workers``: the other ranks, on rank 0 of several."""
+    with torch.inference_mode(), translate_oom():
+        runner = ModelRunner(config, tp, workers)
+        with runner.ops.parallel_compile(runner.device) as begin:
+            if runner.device.type == "cuda":
+                compile_kernels(runner)
+            begin()
+            runner.model = load(runner)  # while the kernels compile
+        tp.join() if workers is None else workers.join_group()
+        reserved_bytes = warmup_model(runner)
+        calibrate(runner.model, config, runner.dtype, runner.device)
+        allocate_kv_cache(runner, reserved_bytes)
+        if runner.use_graphs:
+            runner.capture_cudagraph()
+    return runner
+
+
+def make_model(runner: ModelRunner, model_config: ModelConfig) -> CausalLM:
+    """A model with uninitialised weights."""
+    with model_defaults(runner.dtype, runner.device):
+        return CausalLM(model_config, runner.backend, runner.tp)
+
+
+def load(runner: ModelRunner) -> CausalLM:
+    """The model with the checkpoint's weights, or random ones."""
+    config, model = runner.config, make_model(runner, runner.config.model_config)
+    with model_defaults(runner.dtype, runner.device):
+        if config.load_format == "dummy":
+            init_dummy_weights(model, config.seed + runner.tp.rank)
+        else:
+            load_model(model, config.model_path)
+    return model
+
+
+def compile_kernels(runner: ModelRunner) -> None:
+    """Issue every launch of a start and of a step inside ``parallel_compile``: kernels are compiled and do not run.
+
+    Of the sampling features those that most requests use. The model has one layer of each kind and a KV cache of one
+    block. Weights are uninitialised; every token belongs to the padding slot.
+    """
+    config, state = runner.config, runner.request_state
+    runner.model = model = make_model(runner, config.model_config.one_layer_of_each_kind())
+    warmup_model(runner)
+    memory.allocate_kv_cache(model, 1, runner.block_size, runner.kv_dtype, runner.device)
+    calibrate(model, config, runner.dtype, runner.device)
+    # First attention, filters and the longest prefills: their kernels take the longest to compile.
+    for size in runner.decode_sizes:
+        hidden = model(*runner.decode_inputs(size, config.max_model_len))
+        for used in ((), runner.sampler.compiled_at_start):
+            runner.sample_first(hidden, used)
+    for size in cascade_sizes(runner.decode_sizes) if runner.shared_prefixes.enabled else ():
+        model(*runner.decode_inputs(size, config.max_model_len, shares_prefixes=True))
+    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
+        ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
+        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
+        context = min(num_tokens, config.max_model_len)
+        tensors = {
+            "input_ids": ids, "positions": ids, "slot_mapping": ids - 1, "req_indices": ids[:1] + state.padding_req_idx,
+            "context_lens": cu_seqlens[1:].clamp(max=context), "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens.clamp(max=context),
+        }  # fmt: skip
+        inputs = prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long())
+        model(*inputs)
+        # of larger halves a sum may not fit its buffers
+        if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
+            runner.micro_batches.forward(model.model, [inputs, inputs])
+    for size in runner.prefill_sizes.short:
+        model(*runner.prefill_inputs.short(size))
+    for size, _ in runner.prefill_sizes.padded:
+        model(*runner.prefill_inputs.padded(size))
+    del runner.model
+
+
+def warmup_model(runner: ModelRunner) -> int:
+    """Run the largest prefill without a KV cache; return the bytes to reserve for activations and graphs."""
+    if runner.device.type == "cpu":
+        return 0
+    config, sizes = runner.config, runner.prefill_sizes
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
+    hidden = runner.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], runner.request_state.block_tables, num_tokens))
+    # The most memory: with several ranks, filters gather the logits.
+    runner.sample_first(hidden[:num_seqs], runner.sampler.compiled_at_start)
+    torch.cuda.synchronize()
+    prefill_peak = torch.cuda.max_memory_allocated() - before
+    del hidden
+    if not runner.use_graphs:
+        return prefill_peak
+    # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
+    num_graphs = 3 * len(runner.decode_sizes) + len(sizes.short) + len(sizes.padded)
+    graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
+    logits_bytes = num_seqs * config.model_config.vocab_size // runner.tp.size * 8
+    return prefill_peak + graph_peak + logits_bytes
+
+
+def allocate_kv_cache(runner: ModelRunner, reserved_bytes: int) -> None:
+    """Size the KV cache by the memory left, unless the user set its size; give each layer its views."""
+    config, model, device, tp = runner.config, runner.model, runner.device, runner.tp
+    num_blocks = config.num_kvcache_blocks
+    if num_blocks == -1:
+        bytes_per_block = memory.block_bytes(model, runner.block_size, runner.kv_dtype)
+        num_blocks = memory.num_blocks_that_fit(config, device, bytes_per_block, reserved_bytes)
+        if tp.size > 1:
+            num_blocks = int(tp.all_gather(torch.tensor(num_blocks, device=device)).min())
+        if runner.workers is not None:
+            runner.workers.check()  # with a dead rank the minimum over ranks is undefined
+        if num_blocks < 1:
+            raise memory.no_room(config, device, bytes_per_block, reserved_bytes)
+        num_blocks = min(num_blocks, config.max_num_seqs * runner.max_blocks)
+    runner.num_kvcache_blocks = num_blocks
+    runner.allocate_kv_cache()

@@ -1,0 +1,81 @@
+"""Tokens that a request may not sample: bit masks (allowed ids, grammars, bad words), stop ids before min_tokens."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from nanovllm.core import NewSequences
+from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits, Tensors
+from nanovllm.sampling_params import MAX_STOP_IDS
+
+Masks = tuple[np.ndarray, np.ndarray]  # request slots int32 [n], their masks int32 [n, ceil(V / 32)]
+
+
+class TokenMasks(Feature):
+    """-inf on tokens that a request does not allow: bit t % 32 of word t // 32 of its mask allows token t.
+
+    The mask of a fixed set of ids is sent once, when the request gets its slot. That of a constrained request depends
+    on its last token, so the engine gives it before every sampling (``arrays_of``).
+    """
+
+    columns: ClassVar = {"is_masked": np.int32}
+    in_place = True
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self._shape, self._device = (max_num_seqs + 1, -(-vocab_size // 32)), device
+        self._is_constrained = np.zeros(max_num_seqs, bool)
+        self.table: torch.Tensor | None = None  # int32 [R + 1, ceil(V / 32)]
+
+    def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
+        is_constrained = [params.is_constrained for params in new.params]
+        self._is_constrained[new.req_indices] = is_constrained
+        has_mask = [mask is not None for mask in new.allowed_masks]
+        if any(has_mask):
+            masks = [mask for mask in new.allowed_masks if mask is not None]
+            arrays.update(self.arrays_of((new.req_indices[has_mask], np.stack(masks))))
+        used = [a or b for a, b in zip(is_constrained, has_mask, strict=True)]
+        rows["is_masked"] = used
+        return used
+
+    @staticmethod
+    def arrays_of(masks: Masks) -> Arrays:
+        return {"mask_req_indices": masks[0], "masks": masks[1].ravel()}
+
+    def write(self, tensors: Tensors) -> None:
+        if "masks" not in tensors:
+            return
+        if self.table is None:
+            self.table = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        req_indices = tensors["mask_req_indices"].long()
+        self.table.index_copy_(0, req_indices, tensors["masks"].view(len(req_indices), -1))
+
+    def are_due(self, req_indices: np.ndarray) -> bool:
+        """Whether a batch with these request slots is sampled only when its masks have come."""
+        return bool(self._is_constrained[req_indices].any())
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
+        self.ops.apply_token_mask(logits.values, req_indices, self.state, self.table, logits.vocab_start)
+        return logits
+
+    def release(self) -> None:
+        self.table = None
+
+
+class MinTokens(Feature):
+    """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
+
+    columns: ClassVar = {"min_len": np.int32, "stop_ids": (np.int32, MAX_STOP_IDS)}
+    in_place = True
+
+    def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
+        rows["stop_ids"] = -1
+        for i, ids in enumerate(new.min_tokens_stop_ids):
+            if ids:
+                rows["min_len"][i] = min(int(new.num_prompt_tokens[i]) + new.params[i].min_tokens, INT32_MAX)
+                rows["stop_ids"][i, : len(ids)] = ids
+        return [len(ids) > 0 for ids in new.min_tokens_stop_ids]
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
+        self.ops.mask_stop_ids(logits.values, req_indices, self.state, logits.vocab_start)
+        return logits

@@ -1,0 +1,121 @@
+"""One step in flight: the order of forward pass, take-in and sampling, and outputs that do not depend on it."""
+
+from itertools import count
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.runner.model_runner import StepHandle
+from nanovllm.sampling_params import StructuredOutputsParams
+
+PLAIN = {
+    "greedy": {"temperature": 0},
+    "sampled": {"seed": 3, "top_p": 0.9, "n": 2},
+    "penalised": {"temperature": 0, "repetition_penalty": 1.4, "logprobs": 2},
+    "stopped": {"temperature": 0, "stop": ["11", "a"], "max_tokens": 60},
+    "one of a few": {"seed": 4, "allowed_token_ids": [20, 21, 22, 23], "min_tokens": 5},
+}
+CONSTRAINED = {
+    "regex": {"temperature": 0, "structured_outputs": StructuredOutputsParams(regex="(yes|no), [a-z]{9,12}")},
+    "json": {"seed": 5, "n": 2, "structured_outputs": StructuredOutputsParams(json={"type": "array", "minItems": 8})},
+    "bad words": {"temperature": 0, "bad_words": ["the", "1", "I"]},
+}
+
+
+class Events:
+    """(what, number of the step) in the order in which an engine does it; ``masked`` steps had constrained requests."""
+
+    def __init__(self, llm, monkeypatch):
+        runner, numbers = llm.model_runner, count()
+        self.order, self.masked = [], set()
+        forward, sample, wait = runner.forward, runner.sample, StepHandle.wait
+
+        def record_forward(batch):
+            self.number = next(numbers)
+            self.order.append(("forward", self.number))
+            forward(batch)
+
+        def record_sample(masks=None):
+            self.order.append(("sample", self.number))
+            self.masked |= set() if masks is None else {self.number}
+            handle = sample(masks)
+            handle.number = self.number
+            return handle
+
+        def record_wait(handle):
+            self.order.append(("wait", handle.number))
+            return wait(handle)
+
+        monkeypatch.setattr(runner, "forward", record_forward)
+        monkeypatch.setattr(runner, "sample", record_sample)
+        monkeypatch.setattr(StepHandle, "wait", record_wait)
+
+    def at(self, what):
+        """Where in the order each step did it."""
+        found = {number: i for i, (name, number) in enumerate(self.order) if name == what}
+        assert [*found] == [*range(self.number + 1)]  # every step, once and in order
+        return [*found.values()]
+
+
+def results(llm, kinds):
+    params = [SamplingParams(**{"max_tokens": 40, **changes}) for changes in kinds.values()]
+    prompts = [f"{word} words about {name}" for word in ("some", "other") for name in kinds]
+    outputs = llm.generate(prompts, params * 2, use_tqdm=False)
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for output in outputs for c in output.outputs]
+
+
+@pytest.fixture
+def start(make_llm):
+    def start(in_flight, **options):
+        llm = make_llm(model=None, skip_tokenizer_init=False, **{"num_kvcache_blocks": 100, **options})
+        llm.model_runner.max_in_flight = in_flight
+        return llm
+
+    return start
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, CONSTRAINED, PLAIN | CONSTRAINED], ids=["plain", "constrained", "both"])
+def test_the_step_before_is_taken_in_while_the_device_works(start, monkeypatch, kinds):
+    """Forward(n) < wait(n - 1) < sample(n): what a request may sample is known from all tokens before. The same for
+    every kind of request."""
+    if kinds is not PLAIN:
+        pytest.importorskip("llguidance")
+    llm = start(1)
+    events = Events(llm, monkeypatch)
+    results(llm, kinds)
+    forward, wait, sample = map(events.at, ("forward", "wait", "sample"))
+    assert len(forward) >= 40 and llm.scheduler.num_preemptions == 0
+    drained = 0
+    for n in range(1, len(forward)):
+        drained += wait[n - 1] < forward[n]
+        assert wait[n - 1] < sample[n] and forward[n] < sample[n]
+    assert drained <= 1  # where all sequences wait for their last token
+    assert bool(events.masked) == (kinds is not PLAIN)
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, CONSTRAINED], ids=["plain", "constrained"])
+def test_without_a_step_in_flight_each_is_taken_in_at_once(start, monkeypatch, kinds):
+    if kinds is CONSTRAINED:
+        pytest.importorskip("llguidance")
+    llm = start(0)
+    events = Events(llm, monkeypatch)
+    results(llm, kinds)
+    assert events.order == [
+        (what, n) for n in range(events.number + 1) for what in ("forward", "sample", "wait")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kvcache_blocks": 14}, {"max_num_batched_tokens": 8, "max_num_seqs": 3}],
+    ids=["plain", "preempted", "chunked"],
+)  # fmt: skip
+def test_outputs_do_not_depend_on_it(start, monkeypatch, options):
+    pytest.importorskip("llguidance")
+    kinds = PLAIN | CONSTRAINED
+    at_once, ahead = (start(in_flight, **options) for in_flight in (0, 1))
+    expected = results(at_once, kinds)
+    events = Events(ahead, monkeypatch)
+    assert results(ahead, kinds) == expected
+    assert (ahead.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
+    wait, sample = events.at("wait"), events.at("sample")
+    assert all(wait[n - 1] < sample[n] for n in range(1, len(sample))) and events.masked

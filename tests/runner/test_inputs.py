@@ -1,0 +1,175 @@
+"""From a batch to the model's inputs: named arrays in one copy, against a naive model, the same on every rank."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from helpers import Slots, prefill_batch, running
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch, Targets
+from nanovllm.engine.structured import mask_of
+from nanovllm.runner.inputs import prefill_arrays, to_device
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS, V = 4, 6, 12, 100
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(sizes=st.lists(st.integers(0, 9), max_size=6), is_long=st.booleans())
+def test_named_arrays_there_in_one_copy(sizes, is_long):
+    arrays = {
+        str(i): np.arange(size, dtype=np.int64 if is_long else np.int32) - 100 * i for i, size in enumerate(sizes)
+    }
+    tensors = to_device(arrays, CPU)
+    if not any(sizes):
+        assert not any(map(len, tensors.values()))  # nothing is copied
+        return
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: values.tolist() for name, values in arrays.items()
+    }
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int32}
+    (address,) = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    # one that is no multiple of 16 bytes makes Triton compile another variant of every reader
+    assert all((tensor.data_ptr() - address) % 16 == 0 for tensor in tensors.values() if len(tensor))
+
+
+# ------------------------------------------------------------------------------------------- prefills
+
+
+@st.composite
+def prefills(draw):
+    """Chunks of sequences with blocks in any order; the first are sampled, some of them for several requests."""
+    chunks, free = [], draw(st.permutations(range(MAX_NUM_SEQS * MAX_BLOCKS)))
+    slots = draw(st.permutations(range(MAX_NUM_SEQS)))
+    num_seqs = draw(st.integers(1, 3))
+    num_sampled = draw(st.integers(0, num_seqs))
+    for i in range(num_seqs):
+        stop = draw(st.integers(1, BLOCK_SIZE * MAX_BLOCKS))
+        blocks = [free.pop() for _ in range(-(-stop // BLOCK_SIZE))]
+        chunks.append((slots[i], draw(st.integers(0, stop - 1)), stop, blocks))
+    sampled_from = sorted([*range(num_sampled), *draw(st.lists(st.integers(0, max(num_sampled - 1, 0)), max_size=3))])
+    return chunks, sampled_from if num_sampled else [], slots
+
+
+def int32(values):
+    return np.array(values, np.int32)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(prefill=prefills())
+def test_prefill_against_a_naive_model(prefill):
+    """Each packed token: its id, position, slot of the KV cache, request, and the keys it attends."""
+    chunks, sampled_from, slots = prefill
+    naive, tokens, mirror = [], [], np.full((MAX_NUM_SEQS, MAX_BLOCKS), -1, np.int32)
+    for slot, start, stop, blocks in chunks:
+        mirror[slot, : len(blocks)] = blocks
+        tokens += range(1000 * slot + start, 1000 * slot + stop)
+        naive += [
+            (1000 * slot + n, n, blocks[n // BLOCK_SIZE] * BLOCK_SIZE + n % BLOCK_SIZE, slot, n + 1)
+            for n in range(start, stop)
+        ]
+    req_indices = slots[: len(sampled_from)]
+    computed, starts, stops, _ = zip(*chunks, strict=True)
+    batch = PrefillBatch(
+        int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed), np.arange(len(chunks)),
+        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), np.empty((0, 2), np.int32), None,
+    )  # fmt: skip
+    arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}
+    found, ends = [], arrays["cu_seqlens_q"][1:]
+    for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        assert arrays["cu_seqlens_k"][i + 1] - arrays["cu_seqlens_k"][i] == arrays["context_lens"][i]
+        for t in range(begin, end):
+            keys = arrays["context_lens"][i] - (end - t - 1)
+            found.append((*(arrays[name][t] for name in ("input_ids", "positions", "slot_mapping")),
+                          arrays["req_indices"][i], keys))  # fmt: skip
+    assert found == naive and batch.num_tokens == len(naive)
+    assert arrays["cu_seqlens_q"][0] == arrays["cu_seqlens_k"][0] == 0
+    assert arrays["sampled_req_indices"] == req_indices
+    # each sampled request's logits are those of the last token of its own prompt
+    of = arrays.get("sampled_from", range(len(sampled_from)))
+    assert [arrays["logits_indices"][j] for j in of] == [ends[j] - 1 for j in sampled_from]
+    assert batch.lengths.tolist() == [stops[j] for j in sampled_from]
+    # what no request of the batch needs is not there
+    assert ("sampled_from" in arrays) == (len(set(sampled_from)) < len(sampled_from))
+    assert not arrays.keys() & {"copy_from", "copy_to", "target_rows", "target_ids"}
+
+
+def test_block_copies_and_targets():
+    """Targets are found by packed token: of a chunk, those whose next token is scored."""
+    batch = prefill_batch((0, 3), (4, 8), (2, 6), num_targets={1: (2, 4), 2: (0, 20)}, block_copies=[(3, 9), (4, 8)])
+    assert batch.targets.sizes == [2, 4] and batch.targets.seq_ids == [1, 2]
+    arrays = prefill_arrays(batch, np.zeros((MAX_NUM_SEQS, MAX_BLOCKS), np.int32), BLOCK_SIZE)
+    assert (arrays["copy_from"].tolist(), arrays["copy_to"].tolist()) == ([3, 4], [9, 8])
+    assert arrays["target_rows"].tolist() == [3, 4, 7, 8, 9, 10]  # positions 4 and 5; 2 to 5
+    assert arrays["target_ids"].tolist() == [-104, -105, -202, -203, -204, -205]
+
+
+@pytest.mark.parametrize(("wanted", "num_top"), [((0, None), 0), ((3, 5), 5), ((-1, 7), -1)])
+def test_alternatives_of_targets(wanted, num_top):
+    """The most that one wants; -1 is the whole vocabulary."""
+    seqs = [running([1, 2, 3], i, prompt_logprobs=k) for i, k in enumerate(wanted)]
+    for seq in seqs:
+        seq.targets = int32([2, 3])
+    assert Targets.of([(seq, 0, 3) for seq in seqs]).num_top == num_top
+
+
+# ------------------------------------------------------------------------------------------- another rank
+
+
+def steps():
+    """A prefill of requests with and without features, forked, copied and scored; then a decode batch."""
+    seqs = [
+        running([5, 6, 7, 8, 9], 3, [4, 7], seed=2**64 - 1),
+        running([5, 6, 7], 0, [2], completion=[8], repetition_penalty=1.5, top_k=3, logit_bias={3: 1.0}, logprobs=2),
+        running([1, 2], 1, [9], allowed_mask=mask_of([3, 40], V), stop_ids=(3, 4), min_tokens=2, temperature=0.5),
+        running([1, 2], 4, [5], bad_words=["a"]),
+    ]
+    chunks = [(seqs[0], 2, 5), (seqs[1], 0, 4), (seqs[2], 0, 2)]
+    seqs[0].targets = int32([6, 7, 8, 9])
+    yield PrefillBatch(
+        int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
+        int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
+        NewSequences.of(seqs), int32([(9, 5)]), Targets.of(chunks),
+    )  # fmt: skip
+    yield DecodeBatch(int32([3, 0, 4]), np.arange(3), int32([6, 5, 3]), int32([(0, 1, 8)]))
+
+
+def prepared(slots, batch):
+    """What a rank makes of a batch: the arrays on its device, and what its host decides about the sampling."""
+    if batch.is_decode:
+        slots.state.set_batch(batch, slots.arrays)
+        arrays = slots.arrays
+    else:
+        rows = np.zeros(len(batch.new), slots.state.row)
+        slots.sampler.add(batch.new, rows, slots.arrays)
+        slots.state.add(batch.new, rows, slots.arrays)
+        arrays = slots.arrays | prefill_arrays(batch, slots.state.block_table_mirror, BLOCK_SIZE)
+    slots.arrays = {}
+    rows, sampler = batch.req_indices, slots.sampler
+    on_device = {name: tensor.tolist() for name, tensor in to_device(arrays, CPU).items()}
+    return on_device, slots.used(*rows), sampler.logprobs.num_top(rows), sampler.masks.are_due(rows)
+
+
+def test_another_rank_makes_the_same_of_a_batch():
+    """It gets the batch pickled, and nothing else."""
+    one, other = (Slots(MAX_NUM_SEQS, MAX_BLOCKS, vocab_size=V) for _ in range(2))
+    names = set()
+    for batch in steps():
+        arrays, *_ = expected = prepared(one, batch)
+        assert prepared(other, pickle.loads(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))) == expected
+        assert len(expected[1]) == 4 + (not batch.is_decode) and expected[3]
+        names |= arrays.keys()
+    assert names >= {"copy_to", "target_ids", "sampled_from", "penalty_values", "masks", "state_values", "input_ids"}
+
+
+def test_a_batch_is_a_small_message():
+    """Columns, and no object for each sequence: parameters that are the same one travel once."""
+    plain = running([1] * 100, 0, range(7))
+    seqs = [plain] * 256
+    batch = DecodeBatch(int32(range(256)), np.arange(256), int32(range(256)), np.empty((0, 3), np.int32))
+    assert len(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)) < 256 * 16 + 600
+    new = pickle.dumps(NewSequences.of(seqs), pickle.HIGHEST_PROTOCOL)
+    assert len(new) < 256 * (4 * 4 + 8 + 7 * 4 + 20) + 2000
