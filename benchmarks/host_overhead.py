@@ -2,8 +2,8 @@
 
     python benchmarks/host_overhead.py [--batch 1 64 256 1024] [--steps 400]
 
-The real engine loop (schedule, pack the step, postprocess) runs one launch ahead, as on a GPU; only
-the launch itself is a stand-in that returns random token ids at once. Two cases:
+The real engine loop (schedule, prepare the inputs, postprocess) runs one launch ahead, as on a GPU; only
+the launches themselves are stand-ins that return random token ids at once. Two cases:
 
     steady   the batch neither grows nor shrinks; each sequence gets a new block every 256 steps
     churn    lengths are drawn from a range, and as many requests wait as run: sequences finish and others take
@@ -36,19 +36,25 @@ STEP_US, CHANGED_US = 150, 1  # the target
 
 
 class ReturnsAtOnce:
-    """Stands in for ``ModelRunner.run_model``: every request slot gets another token id."""
+    """Stands in for the launches of a ``ModelRunner``: every request slot gets another token id."""
 
-    def __init__(self, sampled_tokens: np.ndarray, seed: int = 0):
-        self.sampled_tokens = sampled_tokens
-        self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, sampled_tokens.shape, dtype=np.int32)
-        from nanovllm.runner.model_runner import StepOutput
+    def __init__(self, runner: Any, seed: int = 0):
+        self.runner, self.sampled_tokens = runner, runner.request_state.sampled_tokens.numpy()
+        shape = self.sampled_tokens.shape
+        self.token_ids = np.random.default_rng(seed).integers(1000, VOCAB_SIZE, shape, dtype=np.int32)
+        runner.write, runner.run_sampler = lambda tensors: None, self.run_sampler
+        runner.run_decode = runner.run_prefill = self.run_model
 
-        self.output = StepOutput()
+    def run_model(self, batch: Any, *_: Any) -> Any:
+        from nanovllm.runner.model_runner import Computed
 
-    def __call__(self, header: Any, packed: np.ndarray) -> Any:
+        return Computed(batch, hidden=None, req_indices=None)  # type: ignore[arg-type]
+
+    def run_sampler(self, masks: None = None) -> tuple:
+        self.runner._computed = None
         self.token_ids ^= 1
         self.sampled_tokens[:] = self.token_ids
-        return self.output
+        return None, None, None
 
 
 def make_engine(batch: int, directory: str) -> Any:
@@ -71,7 +77,7 @@ def make_engine(batch: int, directory: str) -> Any:
         max_model_len=4096,
         num_kvcache_blocks=batch * 16,
     )
-    llm.model_runner.run_model = ReturnsAtOnce(llm.model_runner.request_state.sampled_tokens.numpy())
+    ReturnsAtOnce(llm.model_runner)
     llm.model_runner.max_in_flight = 1
     return llm
 
@@ -95,8 +101,8 @@ class Changes:
 
         def counting_schedule():
             self.scheduled = batch = schedule()
-            self.changed += len(getattr(batch, "seqs_with_new_block", ()))
-            self.entered += len(getattr(batch, "new_seqs", ()))
+            self.changed += len(getattr(batch, "new_blocks", ()))
+            self.entered += len(getattr(batch, "new", ()))
             return batch
 
         def counting_postprocess(batch, token_ids):
@@ -140,7 +146,7 @@ def steady(batch: int, num_steps: int) -> dict[str, float]:
 
 def churn(batch: int, step_us: float) -> dict[str, float]:
     """Requests that come and go: microseconds per decode step, per changed sequence beyond a steady step, per entry."""
-    from nanovllm.engine.scheduler import DecodeBatch
+    from nanovllm.core import DecodeBatch
 
     decode_us, prefill_us, steps, changed = 0.0, 0.0, 0, 0
     with tempfile.TemporaryDirectory() as directory, make_engine(batch, directory) as llm:

@@ -1,9 +1,9 @@
 """Where the time of a run goes: a timeline of the host's work and of the device's, step by step.
 
 Owns the recording (by wrapping the methods of a live engine, so the engine carries no code for
-it), the Chrome/Perfetto file and the summary. A device span reaches from the event before a launch's
-first operation to the event after its last one. All work runs in order on
-one stream, so a gap between two spans is time in which the device waited for the host.
+it), the Chrome/Perfetto file and the summary. A step has three launches: of what has changed, of the forward pass
+and of the sampling. A device span reaches from the event before a launch's first operation to the event after its last
+one. All work runs in order on one stream, so a gap between two spans is time in which the device waited for the host.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 HOST, DEVICE, IDLE = 0, 1, 2  # thread ids in the trace
 THREADS = {HOST: "host", DEVICE: "device", IDLE: "device waits"}
+LAUNCHES = ("write", "run_prefill", "run_decode", "run_sampler")  # methods of the runner
 
 
 @dataclass
@@ -34,17 +35,21 @@ class Span:
 
 @dataclass
 class Step:
-    """One launch."""
+    """One batch."""
 
     kind: str  # "prefill" or "decode"
     num_tokens: int
     num_seqs: int
     spans: list[Span] = field(default_factory=list)  # the host's
-    device: Span | None = None
-    events: Any = None  # CUDA events around the launch
+    device: list[Span] = field(default_factory=list)  # of each launch
+    events: list[Any] = field(default_factory=list)  # CUDA events around each launch
 
     def host_us(self, *names: str) -> float:
         return sum(span.us for span in self.spans if span.name in names)
+
+    @property
+    def device_us(self) -> float:
+        return sum(span.us for span in self.device)
 
 
 class Timeline:
@@ -62,7 +67,7 @@ class Timeline:
         self.on_gpu = engine.model_runner.device.type == "cuda"
         self.steps: list[Step] = []
         self.loops: list[Span] = []  # one round of schedule, run, postprocess
-        self._launching: Step | None = None  # whose launch is being issued
+        self._launching: Step | None = None  # whose launches are being issued
         self._last_wait: Span | None = None
         self._step_of_batch: dict[int, Step] = {}
 
@@ -78,8 +83,9 @@ class Timeline:
         scheduler, runner = engine.scheduler, engine.model_runner
         wrapped = [
             (scheduler, "schedule", self._schedule(scheduler.schedule)),
-            (runner, "run", self._run(runner.run)),
-            (runner, "run_model", self._run_model(runner.run_model)),
+            (runner, "forward", self._forward(runner.forward)),
+            *((runner, name, self._launch(getattr(runner, name))) for name in LAUNCHES),
+            (runner, "sample", self._sample(runner.sample)),
             (scheduler, "postprocess", self._postprocess(scheduler.postprocess)),
             (engine, "_step", self._loop(engine._step)),
         ]
@@ -119,7 +125,7 @@ class Timeline:
             batch = schedule()
             if batch is not None:
                 kind = "prefill" if hasattr(batch, "starts") else "decode"
-                num_seqs = len(batch.seqs) if kind == "prefill" else len(batch.req_indices)
+                num_seqs = len(batch.starts) if kind == "prefill" else len(batch.req_indices)
                 step = Step(kind, batch.num_tokens, num_seqs)
                 step.spans.append(Span("schedule", start, self._now()))
                 self.steps.append(step)
@@ -128,35 +134,41 @@ class Timeline:
 
         return wrapper
 
-    def _run(self, run):
-        @wraps(run)
+    def _forward(self, forward):
+        @wraps(forward)
         def wrapper(batch):
             self._launching = step = self._step_of_batch[id(batch)]
-            start, self._last_wait = self._now(), None
-            handle = run(batch)
-            # from the batch to the packed step, then the launch (on the CPU that is the computation); with several
-            # ranks a prefill waits between the two for the launch before
-            launch = next((span for span in step.spans if span.name == "launch"), None)
-            end = launch.start if launch else self._now()
-            step.spans.append(Span("prepare", start, min(end, self._last_wait.start) if self._last_wait else end))
-            handle.timeline_step = step
-            return handle
+            start = self._now()
+            forward(batch)
+            # from the batch to its inputs on the device, then the launch (on the CPU that is the computation)
+            launch = next(span for span in step.spans if span.name == "launch")
+            step.spans.append(Span("prepare", start, launch.start))
 
         return wrapper
 
-    def _run_model(self, run_model):
-        @wraps(run_model)
-        def wrapper(header, packed):
-            step = self._launching
+    def _launch(self, launch):
+        @wraps(launch)
+        def wrapper(*args):
+            step, self._last_wait = self._launching, None
             before = self._event() if self.on_gpu else None
             start = self._now()
-            handle = run_model(header, packed)
-            span = Span("launch", start, self._now())
+            result = launch(*args)
+            # with several ranks a prefill waits for the launch before
+            span = Span("launch", self._last_wait.end if self._last_wait else start, self._now())
             step.spans.append(span)
             if self.on_gpu:
-                step.events = before, self._event()
+                step.events.append((before, self._event()))
             else:
-                step.device = Span(f"{step.kind} {step.num_seqs}", span.start, span.end)
+                step.device.append(Span(f"{step.kind} {step.num_seqs}", span.start, span.end))
+            return result
+
+        return wrapper
+
+    def _sample(self, sample):
+        @wraps(sample)
+        def wrapper(masks=None):
+            handle = sample(masks)
+            handle.timeline_step = self._launching
             return handle
 
         return wrapper
@@ -200,19 +212,19 @@ class Timeline:
             return
         self.torch.cuda.synchronize()
         for step in self.steps:
-            if step.events:
-                start, end = (1000 * self._device_zero.elapsed_time(e) + self._device_offset for e in step.events)
-                step.device = Span(f"{step.kind} {step.num_seqs}", start, end)
-                step.events = None
+            for events in step.events:
+                start, end = (1000 * self._device_zero.elapsed_time(e) + self._device_offset for e in events)
+                step.device.append(Span(f"{step.kind} {step.num_seqs}", start, end))
+            step.events.clear()
 
     # ------------------------------------------------------------ results
 
     def _gaps(self) -> list[tuple[Step, Span]]:
-        """(step, time the device waited before it)."""
-        launched = [step for step in self.steps if step.device]
+        """(step, time the device waited before one of its launches)."""
+        launched = [(step, span) for step in self.steps for span in step.device]
         return [
-            (after, Span("waits", before.device.end, max(before.device.end, after.device.start)))  # type: ignore[union-attr]
-            for before, after in pairwise(launched)
+            (step, Span("waits", before.end, max(before.end, after.start)))
+            for (_, before), (step, after) in pairwise(launched)
         ]
 
     def summary(self) -> dict[str, float]:
@@ -222,7 +234,7 @@ class Timeline:
         Host microseconds exclude waits for the device, and on the CPU the computation.
         """
         decode = [step for step in self.steps if step.kind == "decode"]
-        device = [step.device for step in self.steps if step.device]
+        device = [span for step in self.steps for span in step.device]
         if not device:
             return {}
         busy, whole = sum(span.us for span in device), device[-1].end - device[0].start
@@ -231,17 +243,17 @@ class Timeline:
         full = [step for step in decode if 2 * step.num_seqs >= largest]
         steady = {id(step) for step in full if previous_kind.get(id(step)) == "decode"}
         steady_idle = sum(gap.us for step, gap in self._gaps() if id(step) in steady)
-        steady_busy = sum(step.device.us for step in decode if id(step) in steady and step.device)
+        steady_busy = sum(step.device_us for step in decode if id(step) in steady)
         figures = {
             "prefill_steps": len(self.steps) - len(decode),
             "decode_steps": len(decode),
             "device_busy_share": busy / whole if whole else 0.0,
             "steady_idle_share": steady_idle / (steady_idle + steady_busy) if steady_busy else 0.0,
-            "prefill_device_ms": sum(s.device.us for s in self.steps if s.kind == "prefill" and s.device) / 1000,
-            "decode_device_ms": sum(s.device.us for s in decode if s.device) / 1000,
+            "prefill_device_ms": sum(step.device_us for step in self.steps if step.kind == "prefill") / 1000,
+            "decode_device_ms": sum(step.device_us for step in decode) / 1000,
         }
         if decode:
-            figures["decode_device_us_median"] = median(s.device.us for s in decode if s.device)
+            figures["decode_device_us_median"] = median(step.device_us for step in decode if step.device)
             for name in ("schedule", "prepare", "launch", "wait", "postprocess"):
                 if self.on_gpu or name != "launch":
                     figures[f"host_{name}_us"] = sum(s.host_us(name) for s in decode) / len(decode)
@@ -269,8 +281,8 @@ class Timeline:
             args = {"step": number, "kind": step.kind, "tokens": step.num_tokens, "sequences": step.num_seqs}
             for span in step.spans:
                 put(HOST, span, **args)
-            if step.device:
-                put(DEVICE, step.device, **args)
+            for span in step.device:
+                put(DEVICE, span, **args)
         for _, gap in self._gaps():
             if gap.us > 0:
                 put(IDLE, gap)
