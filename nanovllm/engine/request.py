@@ -18,12 +18,13 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.logprobs import logprobs_at, trimmed
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.prompts import as_token_ids, check_scored, pack_prompts
 from nanovllm.engine.scheduler import Batch, PrefillBatch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.engine.watch import Watch, WatchMaker, logprobs_at, trimmed
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput, Score
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
@@ -79,7 +80,7 @@ class Request:
 
     prompt: str | None
     seqs: list[Sequence]
-    watches: dict[int, Watch]
+    watches: dict[int, TokenProcessor]
     tokenizer: AsyncTokenizer
     index: int = 0
     call: Call = None  # type: ignore[assignment]  # until it starts
@@ -163,11 +164,11 @@ class RequestProcessor:
         self._num_blocks = num_kvcache_blocks
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
-        self._watch_maker = WatchMaker(config, tokenizer, self._eos_token_ids)
+        self._watch_maker = TokenProcessors(config, tokenizer, self._eos_token_ids)
         self._num_seqs = 0  # the next seq_id
         self._unfinished: dict[str, Request] = {}  # by request_id
         self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
-        self._watches: dict[int, Watch] = {}  # the same, where every token is looked at
+        self._watches: dict[int, TokenProcessor] = {}  # the same, where every token is looked at
         self._has_warned = False
 
     # ---------------------------------------------------------------- requests

@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.request import Call, RequestProcessor
 from nanovllm.engine.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.engine.watch import Watch, WatchMaker
 from nanovllm.runner import prefill_graphs, prefix_groups
 
 
@@ -51,12 +52,12 @@ class CountingStop:
     def __init__(self, n):
         self.n = n
 
-    def update(self, token_ids):
-        self.n -= len(token_ids)
-        return (STOP_TEXT, 4) if self.n == 0 else None
+    def update(self, token_id):
+        self.n -= 1
+        return (STOP_TEXT, "text") if self.n == 0 else None
 
 
-class FakeWatchMaker(WatchMaker):
+class FakeProcessors(TokenProcessors):
     """Stop strings are numbers here: of tokens."""
 
     def make(self, seq):
@@ -64,8 +65,8 @@ class FakeWatchMaker(WatchMaker):
         if params.logprobs is None and not params.stop:
             return None
         stop = CountingStop(int(params.stop[0])) if params.stop else None
-        no_tokenizer = SimpleNamespace(tokenizer=None)
-        return Watch(seq, no_tokenizer, SimpleNamespace(text_now="text, cut"), stop, guide=None)
+        logprobs = None if params.logprobs is None else SampleLogprobs(params, SimpleNamespace(tokenizer=None))
+        return TokenProcessor(seq, stop, logprobs, guide=None)
 
 
 class Harness:
@@ -106,7 +107,7 @@ class Harness:
         no_tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
         engine._tokenizer = no_tokenizer
         engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
-        engine._requests._watch_maker = FakeWatchMaker(self.config, no_tokenizer, (EOS,))
+        engine._requests._watch_maker = FakeProcessors(self.config, no_tokenizer, (EOS,))
         engine._in_flight, engine._added, engine._lock = deque(), Call(detokenize=False), RLock()
         self.num_steps = 0
 
@@ -506,7 +507,7 @@ class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
     FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "request.py",
-             "prepare.py", "sampling_tables.py", "watch.py")  # fmt: skip
+             "prepare.py", "sampling_tables.py", "token_processor.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
