@@ -14,12 +14,20 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at th
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True,
            spaces_between_special_tokens: bool = True) -> str:
     """The text of all the ids: what ``IncrementalDetokenizer`` gives piece by piece."""
+    backend = backend_of(tokenizer)
+    if backend is not None:  # transformers would look at each id before it calls it
+        return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode(
         token_ids,
         skip_special_tokens=skip_special_tokens,
         spaces_between_special_tokens=spaces_between_special_tokens,
         clean_up_tokenization_spaces=False,
     )
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """The tokenizer of the tokenizers library behind it; None if it is written in Python."""
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def decode_tokens(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
@@ -45,8 +53,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True):
         self._options = tokenizer, skip_special_tokens, spaces_between_special_tokens
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)  # of the tokenizers library
-        if self._backend is not None:  # else the tokenizer is written in Python
+        self._backend = backend_of(tokenizer)
+        if self._backend is not None:
             from tokenizers.decoders import DecodeStream
 
             self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -88,7 +96,7 @@ def _special_and_byte_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[in
     """Ids of special tokens, and of byte tokens such as "<0xE4>". A run of these becomes text as a whole: one bad byte
     makes replacement characters of all, so its text is certain only after its end.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = backend_of(tokenizer)
     if backend is None:
         special, find = tokenizer.all_special_ids, tokenizer.get_vocab().get
     else:

@@ -48,10 +48,6 @@ class FastTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self([text], add_special_tokens)["input_ids"][0]
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Without the clean-up of spaces; the ``tokenizers`` library does not put spaces between special tokens."""
-        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
 
 def load_fast(model_path: str) -> FastTokenizer | None:
     """The tokenizer of a directory; None if transformers has to load it."""

@@ -1,26 +1,24 @@
 """Stop strings: the search for them in a text as it grows."""
 
+from typing import Any
+
 from nanovllm.engine.detokenizer import IncrementalDetokenizer
+from nanovllm.sampling_params import SamplingParams
 
 
 class StopStrings:
-    """Finds stop strings in one completion.
+    """Finds the stop strings of a request in one completion.
 
     Only strings that end in the text of a token after the first ``min_tokens`` count. The first to be completed wins;
     of those that end at the same character, the first in the list.
-
-    Args:
-        detokenizer: of this completion; fed by ``update`` alone.
-        stop: non-empty strings.
-        include: keep the stop string in the text.
-        min_tokens: tokens whose text is not searched.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop: list[str], include: bool = False,
-                 min_tokens: int = 0):
-        self._detokenizer, self._stop, self._include = detokenizer, stop, include
-        self._num_unsearched = min_tokens  # tokens to come
-        self._longest = max(map(len, stop))
+    def __init__(self, tokenizer: Any, params: SamplingParams):
+        flags = params.skip_special_tokens, params.spaces_between_special_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, *flags)
+        self._stop, self._include = list(params.stop or ()), params.include_stop_str_in_output
+        self._longest = max(map(len, self._stop))
+        self._num_unsearched = params.min_tokens  # tokens to come
         self._text: list[str] = []  # certain text, in pieces
         self._end = ""  # of it: where a stop string may begin
         self._num_searched = 0  # characters of the end, and of the uncertain text behind it

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stop_strings import StopStrings
@@ -83,7 +82,7 @@ class TokenProcessors:
         Raises:
             RequestError: there is no tokenizer for a stop string or a grammar, or the grammar is wrong.
         """
-        params, stop = seq.sampling_params, None
+        params = seq.sampling_params
         if params.allowed_token_ids is not None:
             key = array("q", params.allowed_token_ids).tobytes()
             if key not in self._allowed:  # one is kept: usually all requests have the same
@@ -91,10 +90,7 @@ class TokenProcessors:
             seq.allowed_mask = self._allowed[key]
         if not params.stop and not seq.features & (LOGPROBS | GUIDED):
             return None
-        if params.stop:
-            flags = params.skip_special_tokens, params.spaces_between_special_tokens
-            detokenizer = IncrementalDetokenizer(self._required("stop"), *flags)
-            stop = StopStrings(detokenizer, list(params.stop), params.include_stop_str_in_output, params.min_tokens)
+        stop = StopStrings(self._required("stop"), params) if params.stop else None
         logprobs = None if params.logprobs is None else SampleLogprobs(params, self._tokenizer)
         guide = self._guide(params) if seq.features & GUIDED else None
         return TokenProcessor(seq, stop, logprobs, guide)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
 from nanovllm.engine.stop_strings import StopStrings
 from nanovllm.utils.checkpoint import DEMO_MODEL
@@ -228,7 +229,10 @@ def naive_stop(tokenizer, ids, stop, include, min_tokens, skip):
 
 def search(tokenizer, ids, stop, include=False, min_tokens=0, skip=True):
     """What ``naive_stop`` gives."""
-    strings = StopStrings(IncrementalDetokenizer(tokenizer, skip), stop, include, min_tokens)
+    params = SamplingParams(
+        stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens, skip_special_tokens=skip
+    )
+    strings = StopStrings(tokenizer, params)
     found = ((strings.update(token_id), n) for n, token_id in enumerate(ids, 1))
     return next(((*result, n) for result, n in found if result is not None), None)
 
