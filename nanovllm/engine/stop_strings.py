@@ -25,18 +25,19 @@ class StopStrings:
 
     def update(self, token_id: int) -> tuple[str, str] | None:
         """Take in the next token: the stop string that it completes and the text to keep, or None."""
+        new, held = self._detokenizer.feed(token_id), self._detokenizer.held()
+        self._text.append(new)
+        certain = self._end + new
+        text = certain + held
         self._num_unsearched -= 1
-        self._text.append(self._detokenizer.feed(token_id))
-        certain = self._end + self._text[-1]
-        text = certain + (held := self._detokenizer.held())
         found = self._search(text) if self._num_unsearched < 0 else None
-        if found is not None:
-            string, num_kept = found
-            whole = "".join(self._text) + held
-            return string, whole[: len(whole) - len(text) + num_kept]
-        start = max(0, len(certain) - self._longest + 1)
-        self._end, self._num_searched = certain[start:], len(text) - start
-        return None
+        if found is None:
+            start = max(0, len(certain) - self._longest + 1)
+            self._end, self._num_searched = certain[start:], len(text) - start
+            return None
+        string, num_kept = found
+        whole = "".join(self._text) + held
+        return string, whole[: len(whole) - len(text) + num_kept]
 
     def _search(self, text: str) -> tuple[str, int] | None:
         """The first string to end after ``_num_searched`` characters, and how much of the text to keep."""
