@@ -3,6 +3,7 @@
 Plain requests have no ``Watch``, and cost a step nothing.
 """
 
+import logging
 from array import array
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from nanovllm.outputs import Logprob, LogprobsAt
 from nanovllm.sampling_params import GUIDED, LOGPROBS, SamplingParams
 
 AnyGuide = Guide | Guides | BadWordsGuide
+logger = logging.getLogger("nanovllm")
 
 
 class Watch:
@@ -40,7 +42,9 @@ class Watch:
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
-        """Take in the next token. Whether it completes a stop string; then the sequence is marked as stopped."""
+        """Take in the next token. Whether it completes a stop string, or the grammar fails; then the sequence is marked
+        as ended.
+        """
         seq = self.seq
         if self.seq.sampling_params.logprobs is not None:
             assert logprobs is not None
@@ -48,8 +52,12 @@ class Watch:
             self._totals.append(self._totals[-1] + float(logprobs[:1].view(np.float32)[0]))
         if seq.finish_reason == "stop":  # by this token, which is not part of the text
             return False
+        error = None
         if self.guide is not None and seq.finish_reason is None:
-            self.guide.accept(token_id)
+            error = error_of(self.guide.accept, token_id)
+        if error is not None:
+            self.fail(error)
+            return True
         found = None if self._stop is None else self._stop.update([token_id])
         if found is None:
             return False
@@ -58,6 +66,12 @@ class Watch:
         self.stop_text = self._detokenizer.text_now[:length]
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the sequence as ended by an error of its grammar."""
+        self.seq.finish_reason = "error"
+        self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
+        logger.warning("request %d: %s", self.seq.group_id, self.seq.stop_reason)
 
     def logprobs(self, token_ids: list[int], start: int = 0,
                  stop: int | None = None) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
@@ -105,11 +119,19 @@ class WatchMaker:
         guide = self._guide(params) if seq.features & GUIDED else None
         return Watch(seq, self._tokenizer, detokenizer, stop, guide)
 
-    def masks(self, watches: list[Watch]) -> np.ndarray:
-        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]."""
+    def check(self, params: SamplingParams) -> None:
+        """Raises what ``make`` would raise for a sequence with these parameters."""
+        if params.stop:
+            self._required("stop")
+        if params.is_constrained:
+            self._guide(params)
+
+    def masks(self, watches: list[Watch]) -> tuple[np.ndarray, list[Sequence]]:
+        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]; and those sequences whose
+        grammar fails, which are marked.
+        """
         words = np.zeros((len(watches), -(-self._vocab_size // 32)), np.int32)
-        if watches:
-            self._guides.fill_all([watch.guide for watch in watches], words)
+        failed = self._fill(watches, words)
         eos = mask_of(self._eos_token_ids, self._vocab_size)
         for row, watch in zip(words, watches, strict=True):
             seq = watch.seq
@@ -121,7 +143,19 @@ class WatchMaker:
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
                 longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
                 row[:] = longer if longer.any() else row  # where the text must end, it ends
-        return words
+        return words, failed
+
+    def _fill(self, watches: list[Watch], words: np.ndarray) -> list[Sequence]:
+        """Fill row i for the guide of watch i; returns the sequences whose guide fails, whose rows are zero."""
+        if not watches or error_of(self._guides.fill_all, [watch.guide for watch in watches], words) is None:
+            return []
+        failed = []
+        for row, watch in zip(words, watches, strict=True):  # one by one: whose fault is it?
+            if (error := error_of(self._guides.fill_all, [watch.guide], row[None])) is not None:
+                row[:] = 0
+                watch.fail(error)
+                failed.append(watch.seq)
+        return failed
 
     def min_tokens_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that ``min_tokens`` holds back."""
@@ -149,6 +183,17 @@ class WatchMaker:
         if tokenizer is None:
             raise RequestError(f"{name} needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
         return tokenizer
+
+
+def error_of(function: Callable, *args: Any) -> BaseException | None:
+    """What a grammar's function raises, if it does. A panic of llguidance is no ``Exception``; interrupts pass."""
+    try:
+        function(*args)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return error
+    return None
 
 
 def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:

@@ -158,12 +158,12 @@ def test_text_and_end(demo):
         llm.beam_search([text, text], BeamSearchParams(3, 4, ignore_eos=True))
         assert [len(lists) for lists in calls] == [2, 6, 6, 6]
     finally:
-        del llm._complete
+        del llm._most_probable
 
 
 def record_calls_of_complete(llm):
-    calls, complete = [], llm._complete
-    llm._complete = lambda lists, *args, **options: (calls.append(lists), complete(lists, *args, **options))[1]
+    calls, most_probable = [], llm._most_probable
+    llm._most_probable = lambda lists, k: (calls.append(lists), most_probable(lists, k))[1]
     return calls
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import generate, greedy, prompt_of, tokens_of
+from nanovllm.engine.waiting import WaitingQueue
 from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
@@ -13,7 +14,6 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request as EngineRequest
 from nanovllm.engine.request import RequestProcessor
 from nanovllm.engine.sequence import SequenceStatus
-from nanovllm.engine.waiting import WaitingQueue
 
 
 def test_queue_is_a_list():
