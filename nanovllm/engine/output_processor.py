@@ -47,7 +47,6 @@ class OutputProcessor:
 
     def queued(self, request: Request) -> None:
         """The sequences of a registered request are made; those with nothing to compute are finished at once."""
-        assert request.caller is not None
         self.num_not_queued -= len(request.seqs)
         request.caller.num_queued += len(request.seqs)
         request.seqs[0].arrived_at = request.arrived_at
@@ -99,7 +98,7 @@ class OutputProcessor:
             request, token_ids = self._requests.pop(seq.seq_id), seq.completion_token_ids
             watch = self._watches.pop(seq.seq_id, None)
             request.token_ids[seq.seq_id] = token_ids
-            assert request.caller is not None
+            request.caller.num_queued -= 1
             if watch is not None and watch.stop_text is not None:
                 request.texts[seq.seq_id] = finished_text(watch.stop_text)
             elif request.caller.detokenize:
@@ -116,20 +115,18 @@ class OutputProcessor:
         if not request.seqs:
             self.num_not_queued -= request.params.n
         unfinished = [seq for seq in request.seqs if self._requests.pop(seq.seq_id, None) is not None]
+        request.caller.num_queued -= len(unfinished)
         for seq in unfinished:
             self._watches.pop(seq.seq_id, None)
         return unfinished
 
     def _forget(self, request: Request) -> None:
-        assert request.caller is not None
         del request.caller.unfinished[request.request_id], self.unfinished[str(request.request_id)]
-        request.caller.num_queued -= len(request.seqs)
 
     def clear(self) -> None:
         """Drop all unfinished requests, and tell their callers."""
         self._metrics.aborted(len(self.unfinished))
         for request in self.unfinished.values():
-            assert request.caller is not None
             request.caller.dropped = True
             request.caller.num_queued = 0
             request.caller.unfinished.clear()

@@ -25,7 +25,7 @@ class Caller:
 
     unfinished: dict[int, "Request"] = field(default_factory=dict)  # by request_id
     finished: deque["Request"] = field(default_factory=deque)  # not yet taken by the caller
-    num_queued: int = 0  # sequences of unfinished requests that were given to the scheduler
+    num_queued: int = 0  # sequences that wait or run
     detokenize: bool = True  # in the background, as sequences finish
     dropped: bool = False  # the engine had to drop its requests
 
@@ -63,7 +63,7 @@ class Request:
     index: int = 0
     targets: np.ndarray | None = None
     first_target: int = 0
-    caller: Caller | None = None
+    caller: Caller = None  # type: ignore[assignment]  # until it is registered
     arrived_at: float = 0.0  # perf_counter, in seconds
     seqs: list[Sequence] = field(default_factory=list)
     watches: dict[int, Watch] = field(default_factory=dict)
