@@ -81,7 +81,7 @@ class Timeline:
             (runner, "run", self._run(runner.run)),
             (runner, "run_model", self._run_model(runner.run_model)),
             (scheduler, "postprocess", self._postprocess(scheduler.postprocess)),
-            (engine, "_step", self._loop(engine._step)),
+            (engine, "_advance", self._loop(engine._advance)),
         ]
         wait = StepHandle.wait
         self._zero = perf_counter_ns()

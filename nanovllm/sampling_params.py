@@ -263,14 +263,14 @@ class SamplingParams(Parameters):
         bits |= LOGIT_ADJUSTMENTS * (self.has_penalties or self.logit_bias is not None)
         bits |= LOGPROBS * (self.logprobs is not None)
         bits |= TOKEN_MASK * (self.allowed_token_ids is not None)
-        if self.structured_outputs is not None or self.bad_words:
+        if self.is_constrained:
             bits |= TOKEN_MASK | GUIDED
         return bits
 
     @property
-    def is_checked_when_made(self) -> bool:
-        """Whether only the making of a request can check it: stop strings need the tokenizer, grammars are compiled."""
-        return bool(self.stop or self.features & (MIN_TOKENS | TOKEN_MASK | LOGPROBS | GUIDED))
+    def is_constrained(self) -> bool:
+        """Whether which token may come next depends on those before it."""
+        return self.structured_outputs is not None or bool(self.bad_words)
 
     @property
     def has_penalties(self) -> bool:

@@ -147,7 +147,7 @@ def test_different_guides_and_none_in_one_batch(make_demo, alone, way):
     assert all(fits(name, output.outputs[0]) for name, output in zip(MIX_NAMES, outputs, strict=True) if name)
     assert (llm.scheduler.num_preemptions > 0) == ("preempted" in way)
     assert llm.scheduler.block_manager.num_available == llm.model_runner.num_kvcache_blocks
-    assert not llm._requests._watches and not llm._requests._requests
+    assert not llm._outputs._processors and not llm._outputs._requests
 
 
 def test_preempted_in_the_middle_of_an_answer(make_demo):
@@ -297,7 +297,7 @@ def test_aborted(demo):
     finished = {}
     while not demo.is_finished():
         finished.update(demo.step()[0])
-    assert set(finished) <= {mate} and not demo._requests._watches
+    assert set(finished) <= {mate} and not demo._outputs._processors
     for _ in demo.stream("The", guided("json", seed=1)):
         break
     assert fits("json", one(demo, guided("json", seed=1)))
@@ -341,7 +341,7 @@ def test_a_guide_that_cannot_be_used(demo, given, text):
     ):
         with pytest.raises(RequestError, match="^" + re.escape(message)):
             use()
-        assert demo.is_finished() and not demo._requests._watches
+        assert demo.is_finished() and not demo._outputs._processors
     assert fits("choice", one(demo, guided("choice")))
 
 

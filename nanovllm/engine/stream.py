@@ -62,5 +62,5 @@ class DeltaStream:
         return unsent[:end]
 
     def _logprobs(self, seq: Sequence, token_ids: list[int], start: int) -> tuple:
-        processor = self._request.watches.get(seq.seq_id)
+        processor = self._request.processors.get(seq.seq_id)
         return (None, None) if processor is None else processor.logprobs(token_ids, start)

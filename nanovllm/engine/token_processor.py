@@ -3,6 +3,7 @@
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
 
+import logging
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import GUIDED, LOGPROBS, SamplingParams
 
 AnyGuide = Guide | Guides | BadWordsGuide
+logger = logging.getLogger("nanovllm")
 
 
 class TokenProcessor:
@@ -37,7 +39,8 @@ class TokenProcessor:
         self.stop_text: str | None = None
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
-        """Take in the next token. Whether it completes a stop string; then the sequence is marked as stopped.
+        """Take in the next token. Whether it completes a stop string, or the grammar fails; then the sequence is marked
+        as ended.
 
         Args:
             logprobs: packed row of the token; see ``engine/logprobs.py``.
@@ -48,14 +51,24 @@ class TokenProcessor:
             self._logprobs.append(logprobs)
         if seq.finish_reason == "stop":  # by this token, which is not part of the text
             return False
+        error = None
         if self.guide is not None and seq.finish_reason is None:
-            self.guide.accept(token_id)
+            error = error_of(self.guide.accept, token_id)
+        if error is not None:
+            self.fail(error)
+            return True
         found = None if self._stop is None else self._stop.update(token_id)
         if found is None:
             return False
         seq.stop_reason, self.stop_text = found
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the sequence as ended by an error of its grammar."""
+        self.seq.finish_reason = "error"
+        self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
+        logger.warning("request %d: %s", self.seq.group_id, self.seq.stop_reason)
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
@@ -95,11 +108,19 @@ class TokenProcessors:
         guide = self._guide(params) if seq.features & GUIDED else None
         return TokenProcessor(seq, stop, logprobs, guide)
 
-    def masks(self, processors: list[TokenProcessor]) -> np.ndarray:
-        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]."""
+    def check(self, params: SamplingParams) -> None:
+        """Raises what ``make`` would raise for a sequence with these parameters."""
+        if params.stop:
+            self._required("stop")
+        if params.is_constrained:
+            self._guide(params)
+
+    def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
+        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]; and those sequences whose
+        grammar fails, which are marked.
+        """
         words = np.zeros((len(processors), -(-self._vocab_size // 32)), np.int32)
-        if processors:
-            self._guides.fill_all([processor.guide for processor in processors], words)
+        failed = self._fill(processors, words)
         eos = mask_of(self._eos_token_ids, self._vocab_size)
         for row, processor in zip(words, processors, strict=True):
             seq = processor.seq
@@ -111,7 +132,20 @@ class TokenProcessors:
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
                 longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
                 row[:] = longer if longer.any() else row  # where the text must end, it ends
-        return words
+        return words, failed
+
+    def _fill(self, processors: list[TokenProcessor], words: np.ndarray) -> list[Sequence]:
+        """Fill row i for the guide of sequence i; returns the sequences whose guide fails, whose rows are zero."""
+        guides = [processor.guide for processor in processors]
+        if not guides or error_of(self._guides.fill_all, guides, words) is None:
+            return []
+        failed = []
+        for row, processor in zip(words, processors, strict=True):  # one by one: whose fault is it?
+            if (error := error_of(self._guides.fill_all, [processor.guide], row[None])) is not None:
+                row[:] = 0
+                processor.fail(error)
+                failed.append(processor.seq)
+        return failed
 
     def min_tokens_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Ids that ``min_tokens`` holds back."""
@@ -139,3 +173,14 @@ class TokenProcessors:
         if tokenizer is None:
             raise RequestError(f"{name} needs a tokenizer, but the engine was made with skip_tokenizer_init=True.")
         return tokenizer
+
+
+def error_of(function: Callable, *args: Any) -> BaseException | None:
+    """What a grammar's function raises, if it does. A panic of llguidance is no ``Exception``; interrupts pass."""
+    try:
+        function(*args)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return error
+    return None
