@@ -72,10 +72,14 @@ class IncrementalDetokenizer:
         if token_id in self._byte_ids:
             self._run.append(token_id)
             return ""
+        new: str | None = None
+        if self._backend is not None:
+            try:  # one id takes half the time of a list
+                new = self._stream.step(self._backend, [*self._run, token_id] if self._run else token_id)
+            except Exception:  # of a decoder that changes text before the token: the stream goes no further
+                self._backend = None
         if self._backend is None:
-            new: str | None = self._pending_text()
-        else:  # one id takes half the time of a list
-            new = self._stream.step(self._backend, [*self._run, token_id] if self._run else token_id)
+            new = self._pending_text()
         self._run = []
         if not new or new.endswith(REPLACEMENT):
             return ""

@@ -177,6 +177,16 @@ def test_byte_tokens_are_certain_when_their_run_ends():
     assert fed(tokenizer, [*ids, bad, a]) == ([*[""] * 4, REPLACEMENT * 4 + "a"], "")
 
 
+def test_a_decoder_that_changes_text_before_the_token():
+    """``DecodeStream`` raises, here at ".", and at every token after it; the engine's step would have failed."""
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.WordLevel({"a": 0, " ": 1, ".": 2}, unk_token="a"))
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")])
+    assert backend.decode([0, 1, 2, 0]) == "a.a"
+    assert fed(fast(backend), [0, 1, 2, 0, 0]) == (["a", " ", "", "a", "a"], "")
+
+
 @pytest.mark.parametrize("make", [byte_level, sentencepiece, in_python])
 def test_long_runs_of_special_tokens_are_not_decoded(make, monkeypatch):
     """A model that ignores its end-of-sequence token repeats it: each decoded all before it again."""
