@@ -87,7 +87,7 @@ class Timeline:
             *((runner, name, self._launch(getattr(runner, name))) for name in LAUNCHES),
             (runner, "sample", self._sample(runner.sample)),
             (scheduler, "postprocess", self._postprocess(scheduler.postprocess)),
-            (engine, "_step", self._loop(engine._step)),
+            (engine, "_advance", self._loop(engine._advance)),
         ]
         wait = StepHandle.wait
         self._zero = perf_counter_ns()

@@ -1,56 +1,32 @@
 """``LLM``: the engine with the methods that people call."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.engine.prompts import NON_SEQUENCES, as_list
-from nanovllm.engine.request import Call, Drafts, Request
+from nanovllm.engine.guard import Guard
+from nanovllm.engine.input_processor import Params
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, as_list, as_prompts, is_one_prompt
+from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.outputs import RequestOutput, Score
+from nanovllm.outputs import LogprobsAt, RequestOutput, Score
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.gc_pause import no_full_gc
 from nanovllm.validation import did_you_mean
 
 if TYPE_CHECKING:
     from nanovllm.runner.residency import Residency, Weights
 
-T = TypeVar("T")
-Params = SamplingParams | ListLike[SamplingParams] | None
 Conversation = ListLike[dict[str, Any]]
 TAGS = "weights", "kv_cache"  # of what sleeps
-WINDOW = 2  # times max_num_seqs: requests of a stream that wait or run; enough to keep every step full
 
 
 class LLM(LLMEngine):
     __doc__ = LLMEngine.__doc__
-
-    def generate(self, prompts: Prompt | ListLike[Prompt], sampling_params: Params = None,
-                 use_tqdm: bool | Callable = True) -> list[RequestOutput]:
-        """Complete one prompt or many.
-
-        Args:
-            prompts: a string, a list of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``; or a list.
-            sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
-            use_tqdm: show a progress bar; or what makes one, called like ``tqdm``.
-
-        Returns:
-            One ``RequestOutput`` for each prompt, in their order.
-
-        Raises:
-            RequestError: a prompt can never be served, or the counts differ; nothing was computed.
-        """
-        self._require_ready()
-        texts, token_ids = self._encode(as_prompts(prompts))
-        return self._generate(texts, token_ids, sampling_params, use_tqdm)
 
     def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
              use_tqdm: bool | Callable = True, *, add_generation_prompt: bool | None = None,
@@ -70,7 +46,6 @@ class LLM(LLMEngine):
         Raises:
             RequestError: as in ``generate``; or the template reads no variable of that name.
         """
-        self._require_ready()
         rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
         conversations = as_list(rule, messages)
         if conversations and isinstance(conversations[0], dict):
@@ -99,9 +74,11 @@ class LLM(LLMEngine):
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-        texts = [self._tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
-        token_ids = self._tokenizer.encode(texts, add_special_tokens=False)
-        return self._generate(texts, token_ids, sampling_params, use_tqdm)
+        with Guard(self):
+            self._require_ready()
+            texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
+            prompts = list(zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True))
+            return self._generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
                sampling_params: SamplingParams | None = None, *,
@@ -122,49 +99,37 @@ class LLM(LLMEngine):
                 aborted.
         """
         self._require_ready()
-        snapshot = self._requests.snapshot
-        default = snapshot(self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        copy_of = self._inputs.copy_of
+        default = copy_of(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
-            yield from self._stream_one(prompts, default)  # type: ignore[arg-type]
+            with Guard(self):
+                request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
+            deltas: DeltaStream | None = None
+            for _, finished in self._run([request]):
+                deltas = deltas or DeltaStream(request)  # its sequences are made by now
+                if (delta := deltas.last() if finished else deltas.delta()) is not None:
+                    yield delta
             return
-
-        def make(index: int, item: Any) -> Request | None:
-            is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
-            try:
-                prompt, params = (item[0], snapshot(item[1])) if is_pair else (item, default)
-                (text,), (token_ids,) = self._encode([prompt])
-                request = self._requests.make(text, token_ids, params)
-            except RequestError as error:
-                if on_error is None:
-                    raise RequestError(f"prompt {index}: {error}") from None
-                on_error(index, error)
-                return None
-            request.index = index
-            return request
-
         if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be a prompt or an iterable of prompts, not {prompts!s:.100}.")
-        feed = (request for index, item in enumerate(prompts) if (request := make(index, item)) is not None)
-        for request in self._run(feed, window=WINDOW * self.config.max_num_seqs):
-            yield request.output()
 
-    def _stream_one(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        (text,), (token_ids,) = self._encode([prompt])
-        with self._exclusive():
-            request, call = self._requests.make(text, token_ids, params), Call()
-            self._add(request, call)
-        deltas = DeltaStream(request)
-        try:
-            while call.unfinished:
-                self._step()
-                if call.unfinished and (delta := deltas.delta()) is not None:
-                    yield delta
-            for _ in self._take(call):  # none if it was aborted
-                yield deltas.last()
-        finally:
-            self._abandon(call)
+        def requests() -> Iterator[Request]:
+            for index, item in enumerate(cast(Iterable[Any], prompts)):
+                is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
+                prompt, params = item if is_pair else (item, None)
+                try:
+                    request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                except RequestError as error:
+                    if on_error is None:
+                        raise RequestError(f"prompt {index}: {error}") from None
+                    on_error(index, error)
+                else:
+                    yield request
 
-    @no_full_gc()
+        for _, finished in self._run(more=requests()):
+            for request in finished:
+                yield request.output()
+
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:
         """Log-probabilities of given tokens, each after those before it, in one prefill.
@@ -177,26 +142,29 @@ class LLM(LLMEngine):
         Raises:
             RequestError: a list can never be scored; nothing was computed.
         """
-        self._require_ready()
         lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
         starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
         if len(starts) != len(lists):
             raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
-        drafts = Drafts()
-        with self._exclusive():
-            for i, (token_ids, first) in enumerate(zip(lists, starts, strict=True)):
-                try:
-                    drafts.left.append(self._requests.make_scoring(token_ids, first, i, i))
-                except RequestError as error:
-                    raise RequestError(f"list {i}: {error}") from None
-            drafts.num_seqs = self._requests.give_ids(len(drafts.left))
-            return self._drain(drafts, use_tqdm, Request.score)
+        with Guard(self):
+            self._require_ready()
+            return self._collect(self._inputs.make_scoring(lists, starts), Request.score, use_tqdm)
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
-        self._require_ready()
-        texts, token_ids = self._encode(as_prompts(prompts))
-        return beam_search(self, texts, token_ids, params)
+        with Guard(self):
+            self._require_ready()
+            token_ids = [ids for _, ids in self._inputs.encode(as_prompts(prompts))]
+            tokenizer, eos = self._tokenizer.tokenizer, self.scheduler.eos_token_ids
+            return beam_search(self._most_probable, token_ids, params, eos, self.config.max_model_len, tokenizer)
+
+    def _most_probable(self, token_lists: list[list[int]], k: int) -> list[LogprobsAt]:
+        """The k most probable next tokens of each list, the best first; ``max_logprobs`` is a limit for users only."""
+        k = min(k, self.config.model_config.vocab_size)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
+        prompts = [(None, ids) for ids in token_lists]
+        outputs = self._collect(self._inputs.make_all(prompts, params, is_checked=True), Request.output)
+        return [output.outputs[0].logprobs[0] for output in outputs]  # type: ignore[index]
 
     # ---------------------------------------------------------------- between rollouts of a training loop
 
@@ -233,7 +201,6 @@ class LLM(LLMEngine):
         with self._idle("sleep") as residency:
             residency.call("sleep", level)
 
-    @no_full_gc()
     def wake_up(self, tags: ListLike[str] | None = None) -> None:
         """Take the device's memory again.
 
@@ -257,19 +224,30 @@ class LLM(LLMEngine):
     @contextmanager
     def _idle(self, what: str) -> Iterator["Residency"]:
         """For work on weights and memory between requests. No cached prefix outlives it."""
-        with self._exclusive():
+        with Guard(self):
             if not self.is_finished():
                 raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
             while self._in_flight:  # a surplus launch
-                self._process()
+                self._take_in()
             self.reset_prefix_cache()
             try:
                 yield self.model_runner.residency
             except BaseException:
                 workers = self.model_runner.workers
                 if workers is not None and workers.are_lost:
-                    self._abort()
+                    self._drop_all()
                 raise
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as is needed after a change of the weights; False while requests run."""
+        if not self.is_finished():
+            return False
+        self.scheduler.block_manager.forget_prefixes()
+        return True
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since the engine was made, and its state now, under vLLM's names; any thread may read them."""
+        return self.scheduler.metrics.read(self.scheduler, self._outputs.num_not_queued)
 
     # ---------------------------------------------------------------- tokenizer
 
@@ -281,54 +259,11 @@ class LLM(LLMEngine):
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
-    @no_full_gc()
-    def _generate(self, texts: ListLike[str | None], token_ids: list[Any], sampling_params: Params,
-                  use_tqdm: bool | Callable) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(token_ids)
-        sampling_params = as_list("sampling_params must be a SamplingParams or a list of them", sampling_params)
-        if len(sampling_params) != len(token_ids):
-            raise RequestError(
-                f"{len(token_ids)} prompts but {len(sampling_params)} sampling_params; "
-                "give one, or one for each prompt."
-            )
-        with self._exclusive():
-            drafts = self._requests.draft_all(texts, token_ids, sampling_params)
-            return self._drain(drafts, use_tqdm, Request.output)
+    def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
+        """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,
+        ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
+        return self._tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type]
 
-    @no_full_gc()
-    def _complete(self, token_ids: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-        """``generate`` for the library's own searches: ``max_logprobs``, a limit for users, does not apply."""
-        num_prompts = len(token_ids)
-        with self._exclusive():
-            drafts = self._requests.draft_all([None] * num_prompts, token_ids, [params] * num_prompts, is_snapshot=True)
-            return self._drain(drafts, False, Request.output)
-
-    def _drain(self, drafts: Drafts, use_tqdm: bool | Callable, result: Callable[[Request], T]) -> list[T]:
-        """``result`` of each request; most are made while the device works on the others, once their text is there."""
-        number, results = len(drafts.left), dict[int, T]()
-        finished: deque[Request] = deque()
-        for request in self._run(drafts, use_tqdm=use_tqdm):
-            finished.append(request)
-            if finished[0].has_text:
-                first = finished.popleft()
-                results[first.index] = result(first)
-        results |= {request.index: result(request) for request in finished}
-        if len(results) < number:
-            raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
-        return [results[index] for index in range(number)]
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    return [prompts] if is_one_prompt(prompts) else as_list("prompts must be a string or a list", prompts)
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a prompt and not a collection of prompts."""
-    if isinstance(prompts, (str, dict)):
-        return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
-    return isinstance(prompts, (list, tuple)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; any thread may call it."""
+        return self._tokenizer.encode(texts, add_special_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass
@@ -59,8 +59,10 @@ class CompletionOutput:
         token_ids: the generated token ids, a stop token included.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
-        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string) or "length"; None while unfinished.
-        stop_reason: the stop token id or the stop string that ended it; None for the end-of-sequence token.
+        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
+            failed while it was decoded); None while unfinished.
+        stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
+            token.
     """
 
     index: int

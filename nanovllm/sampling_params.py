@@ -258,12 +258,6 @@ class SamplingParams(Parameters):
         return self.structured_outputs is not None or bool(self.bad_words)
 
     @property
-    def is_checked_when_made(self) -> bool:
-        """Whether only the making of a request can check it: stop strings need the tokenizer, grammars are compiled."""
-        has_ids = self.min_tokens > 0 or self.allowed_token_ids is not None
-        return bool(self.stop) or has_ids or self.logprobs is not None or self.is_constrained
-
-    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 

@@ -6,7 +6,9 @@ def check_is_empty(llm):
     while llm._in_flight:  # a surplus launch
         llm.step()
     assert llm.is_finished()
-    assert not llm._requests._requests and not llm._requests._watches and not llm._added.unfinished
+    outputs = llm._outputs
+    assert not outputs.unfinished and not outputs._requests and not outputs._processors and not outputs.num_not_queued
+    assert not llm._added.unfinished and not llm._added.num_queued
     scheduler, blocks = llm.scheduler, llm.scheduler.block_manager
     assert blocks.num_available == llm.model_runner.num_kvcache_blocks
     assert all(block.ref_count == 0 for block in blocks.blocks)

@@ -180,7 +180,7 @@ def test_abandoned_over_and_over(roomy, in_flight):
             for _ in range(rng.randrange(4)):
                 next(stream)
             stream.close()
-            assert not llm._requests._requests and not llm._requests._watches
+            assert not llm._outputs._requests and not llm._outputs._processors
         check_is_empty(llm)
         prompt, params = roomy.tokenizer.encode("What is 2 + 3?"), SamplingParams(temperature=0)
         assert llm.generate([prompt], params, use_tqdm=False)[0]["text"] == "\n5"

@@ -413,15 +413,15 @@ def test_a_stop_string_keeps_all_entries(demo):
 
 
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
-    from nanovllm.engine import request, watch
+    from nanovllm.engine import logprobs, request
 
-    calls, original = [], watch.logprobs_at
+    calls, original = [], logprobs.logprobs_at
 
     def counted(*args):
         calls.append(1)
         return original(*args)
 
-    monkeypatch.setattr(watch, "logprobs_at", counted)
+    monkeypatch.setattr(logprobs, "logprobs_at", counted)
     monkeypatch.setattr(request, "logprobs_at", counted)
     (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=1, prompt_logprobs=1))
     assert not calls

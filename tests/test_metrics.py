@@ -18,7 +18,7 @@ TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_
 
 def test_counters_are_what_outputs_say(make_llm):
     llm = make_llm()
-    assert llm.metrics()["request_success"] == {"stop": 0, "length": 0, "abort": 0}
+    assert llm.metrics()["request_success"] == {"stop": 0, "length": 0, "abort": 0, "error": 0}
     shared = prompt_of(40)
     prompts = [shared, prompt_of(70), [*shared, 5], prompt_of(3)]  # the second is computed in chunks
     outputs = llm.generate(prompts[:2], greedy(6), use_tqdm=False)
@@ -28,7 +28,7 @@ def test_counters_are_what_outputs_say(make_llm):
     cached = sum(output.num_cached_tokens for output in outputs)
     assert now["prompt_tokens_cached"] == now["prefix_cache_hits"] == cached == 32
     assert now["generation_tokens"] == 2 * 6 + 2 * 4
-    assert now["request_success"] == {"stop": 0, "length": 4, "abort": 0}
+    assert now["request_success"] == {"stop": 0, "length": 4, "abort": 0, "error": 0}
     assert (now["num_requests_running"], now["num_requests_waiting"], now["kv_cache_usage_perc"]) == (0, 0, 0)
     assert {now[name]["count"] for name in (*TIMES, "e2e_request_latency_seconds")} == {4}
     assert all(now[name]["sum"] > 0 for name in TIMES)
@@ -48,7 +48,7 @@ def test_stop_abort_and_state_in_between(make_llm):
         llm.step()
     (first, *_) = generate(llm, [prompt_of(20)], greedy(1))
     llm.generate([prompt_of(20)], greedy(5, stop_token_ids=first), use_tqdm=False)
-    assert llm.metrics()["request_success"] == {"stop": 1, "length": 3, "abort": 1}
+    assert llm.metrics()["request_success"] == {"stop": 1, "length": 3, "abort": 1, "error": 0}
 
 
 def test_preempted_sequences_are_counted_once(make_llm):
@@ -103,7 +103,7 @@ def sample(time, pid=1, process=0, generated=0, prompts=0, cached=0, running=0, 
         "time": time, "pid": pid, "process": process, "generation_tokens": generated, "prompt_tokens": prompts,
         "prompt_tokens_cached": cached, "prefix_cache_queries": prompts, "prefix_cache_hits": cached,
         "num_preemptions": 1, "kv_cache_usage_perc": usage, "num_requests_running": running,
-        "num_requests_waiting": waiting, "request_success": {"stop": done, "length": 0, "abort": 0},
+        "num_requests_waiting": waiting, "request_success": {"stop": done, "length": 0, "abort": 0, "error": 0},
     }  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_aborted(make_llm):
         for _ in range(num_steps):
             llm.step()
         llm.abort(request)
-        assert llm.is_finished() and not llm._requests._requests
+        assert llm.is_finished() and not llm._outputs._requests
         assert llm.scheduler.block_manager.num_available == before
         assert len(llm.scheduler.table.free_req_indices) == 2
     assert len(completions(llm, prompt_of(20), sampled(3))) == 3

@@ -66,7 +66,7 @@ def check_nothing_is_left(llm):
     assert llm.is_finished() and manager.num_available == len(manager.blocks)
     assert all(block.ref_count == 0 for block in manager.blocks)
     assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
-    assert not llm._requests._requests and not llm._requests._watches and not llm._in_flight
+    assert not llm._outputs._requests and not llm._outputs._processors and not llm._in_flight
 
 
 @pytest.fixture(scope="module")

@@ -261,14 +261,14 @@ def test_endless_prompts_are_taken_as_there_is_room(make_llm):
 def test_endless_prompts_in_constant_memory(make_llm, monkeypatch):
     """Requests and outputs that were yielded are gone, without the cycle collector."""
     llm, made = make_llm(max_num_seqs=4), []
-    make = llm._requests.make
+    make = llm._inputs.make
 
     def recorded(*args):
         request = make(*args)
         made.append(weakref.ref(request))
         return request
 
-    monkeypatch.setattr(llm._requests, "make", recorded)
+    monkeypatch.setattr(llm._inputs, "make", recorded)
     stream = llm.stream(([5 + i % 100], greedy(1 + i % 3, logprobs=0)) for i in count())
     gc.disable()
     try:

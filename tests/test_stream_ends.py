@@ -62,7 +62,7 @@ def test_closed_early(make_llm, reference, close):
             stream = llm.stream(prompts(), SamplingParams(max_tokens=8, n=n, ignore_eos=True))
             close(stream)
             del stream
-            assert [request.request_id for request in llm._requests._requests.values()] == [added]
+            assert [request.request_id for request in llm._outputs._requests.values()] == [added]
             assert len(llm.scheduler.waiting) + len(llm.scheduler.running) == 1
         assert finish(llm) == {added: reference(prompt_of(9), 40)}
         check_is_empty(llm)
@@ -269,7 +269,7 @@ def test_interrupted_while_it_is_queued(make_llm, monkeypatch, use):
     with pytest.raises(KeyboardInterrupt):
         use(llm)
     monkeypatch.undo()
-    assert llm._requests.is_empty()
+    assert not llm._outputs.unfinished
 
 
 ON_TWO_RANKS = """

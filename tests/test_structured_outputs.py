@@ -9,8 +9,10 @@ import sys
 
 import pytest
 from helpers import ROOT, greedy, run_ahead, use_graphs_on_cpu
+from leaks import check_is_empty, finish
 
-from nanovllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, RequestError, SamplingParams, StructuredOutputsParams, cli
+from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 512, "quiet": True}
@@ -147,7 +149,7 @@ def test_different_guides_and_none_in_one_batch(make_demo, alone, way):
     assert all(fits(name, output.outputs[0]) for name, output in zip(MIX_NAMES, outputs, strict=True) if name)
     assert (llm.scheduler.num_preemptions > 0) == ("preempted" in way)
     assert llm.scheduler.block_manager.num_available == llm.model_runner.num_kvcache_blocks
-    assert not llm._requests._watches and not llm._requests._requests
+    assert not llm._outputs._processors and not llm._outputs._requests
 
 
 def test_preempted_in_the_middle_of_an_answer(make_demo):
@@ -297,7 +299,7 @@ def test_aborted(demo):
     finished = {}
     while not demo.is_finished():
         finished.update(demo.step()[0])
-    assert set(finished) <= {mate} and not demo._requests._watches
+    assert set(finished) <= {mate} and not demo._outputs._processors
     for _ in demo.stream("The", guided("json", seed=1)):
         break
     assert fits("json", one(demo, guided("json", seed=1)))
@@ -314,6 +316,105 @@ def test_parameters_are_copied(demo):
     while not demo.is_finished():
         finished.update(demo.step()[0])
     assert demo.tokenizer.decode(finished[request], skip_special_tokens=True).strip() in "123456789"
+
+
+# ---------------------------------------------------------------- grammars that fail while they are decoded
+
+
+class Panic(BaseException):
+    """A panic of Rust code reaches Python as no ``Exception``."""
+
+
+class FailingGuide:
+    """Allows every token, until a call of ``where`` raises."""
+
+    def __init__(self, where, after, error):
+        self._where, self._calls_left, self._error = where, after, error
+
+    def _call(self, where):
+        if where == self._where:
+            self._calls_left -= 1
+            if self._calls_left < 0:
+                raise self._error
+
+    def fill(self, words):
+        self._call("fill")
+        words[:] = -1
+
+    def accept(self, token_id):
+        self._call("accept")
+
+
+def fail_in(monkeypatch, where, after=3, error=RuntimeError("the parser has too many items")):
+    """Grammars of a choice fail from now on."""
+    make = TokenProcessors._guide
+
+    def failing(self, params):
+        is_doomed = params.structured_outputs is not None and params.structured_outputs.choice
+        return FailingGuide(where, after, error) if is_doomed else make(self, params)
+
+    monkeypatch.setattr(TokenProcessors, "_guide", failing)
+
+
+DOOMED = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["a"]))
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("where", ["fill", "accept"])
+@pytest.mark.parametrize("error", [RuntimeError("too many items"), Panic("unreachable"), AssertionError("not allowed")])
+def test_a_grammar_that_fails_ends_its_own_request(demo, monkeypatch, where, in_flight, error):
+    """It ended the step, and the requests of everybody with it; a batch job waited for ever."""
+    prompts, params = ["The", "A", "The", "A"], [guided("json", seed=1), greedy(20, ignore_eos=False), DOOMED, DOOMED]
+    alone = [one(demo, each, prompt) for prompt, each in zip(prompts[:2], params[:2], strict=True)]
+    monkeypatch.setattr(demo.model_runner, "max_in_flight", in_flight)
+    before = demo.metrics()["request_success"]["error"]
+    added = demo.add_request("The", greedy(30))
+    fail_in(monkeypatch, where, error=error)
+    outputs = run(demo, prompts, params)
+    assert [output["token_ids"] for output in outputs[:2]] == [each.token_ids for each in alone]
+    for output in outputs[2:]:
+        assert output["finish_reason"] == "error" and len(output["token_ids"]) == 3 + (where == "accept")
+        name = f"{type(error).__name__}: {error}"
+        assert output.outputs[0].stop_reason == f"the grammar failed while it was decoded ({name})"
+    assert demo.metrics()["request_success"]["error"] == before + 2
+    assert len(finish(demo)[added]) == 30
+    check_is_empty(demo)
+
+
+def test_interrupts_of_a_grammar_are_the_users(demo, monkeypatch):
+    """Ctrl-C strikes in the grammar library, too."""
+    fail_in(monkeypatch, "fill", error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        one(demo, DOOMED)
+    check_is_empty(demo)
+
+
+def test_one_completion_of_several_fails(demo, monkeypatch):
+    """And a stream of deltas ends with the reason."""
+    guides = iter([("fill", 99), ("accept", 5), ("fill", 99)])
+    error = RuntimeError("too many items")
+    monkeypatch.setattr(TokenProcessors, "check", lambda self, params: None)
+    monkeypatch.setattr(TokenProcessors, "_guide", lambda self, params: FailingGuide(*next(guides), error))
+    params = SamplingParams(n=3, seed=4, max_tokens=9, ignore_eos=True, structured_outputs=DOOMED.structured_outputs)
+    *_, last = deltas = list(demo.stream("The", params))
+    assert [completion.finish_reason for completion in last.outputs] == ["length", "error", "length"]
+    lengths = [sum(len(delta.outputs[i].token_ids) for delta in deltas) for i in range(3)]
+    assert lengths == [9, 6, 9]
+    check_is_empty(demo)
+
+
+def test_the_row_of_a_batch_job_has_the_error(tmp_path, monkeypatch):
+    fail_in(monkeypatch, "accept")
+    params = {"structured_outputs": {"choice": ["a"]}}
+    rows = [{"id": "bad", "prompt": "A", "sampling_params": params}, {"id": "good", "prompt": "2 + 3"}]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--device", "cpu", "--max-num-seqs", "4", "--kvcache-block-size", "16")
+    assert cli.main(["batch", str(source), str(out), *options]) == 3
+    found = {record["custom_id"]: record for record in map(json.loads, out.read_text().splitlines())}
+    message = "the grammar failed while it was decoded (RuntimeError: the parser has too many items)"
+    assert found["bad"] == {"custom_id": "bad", "text": None, "error": {"type": "RequestError", "message": message}}
+    assert found["good"]["error"] is None and found["good"]["text"]
 
 
 # ---------------------------------------------------------------- refused
@@ -341,7 +442,7 @@ def test_a_guide_that_cannot_be_used(demo, given, text):
     ):
         with pytest.raises(RequestError, match="^" + re.escape(message)):
             use()
-        assert demo.is_finished() and not demo._requests._watches
+        assert demo.is_finished() and not demo._outputs._processors
     assert fits("choice", one(demo, guided("choice")))
 
 

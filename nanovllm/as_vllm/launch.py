@@ -23,8 +23,8 @@ class CoreLLM(nanovllm.llm.LLM):
 
     def advance(self) -> list[Request]:
         """One step; returns the requests of ``add_request`` that it finished."""
-        self._step()
-        return self._take(self._added)
+        self._advance()
+        return self._added.take()
 
 
 def start(model: str, keywords: dict[str, Any]) -> CoreLLM:

@@ -1,16 +1,17 @@
 """Beam search, step by step over ``generate``: the prefix cache holds what the beams have in common.
 
-Owns which beams live on. What comes next after a list of tokens is asked in one place, ``_next_tokens``.
+Owns which beams live on. What may follow a list of tokens is the engine's to say.
 """
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.engine.detokenizer import decode
 from nanovllm.engine.prompts import as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import FinishReason, LogprobsAt
-from nanovllm.sampling_params import Parameters, SamplingParams
+from nanovllm.sampling_params import Parameters
 from nanovllm.validation import BOOLEAN, at_least, check, number
 
 RULES = {
@@ -89,43 +90,39 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: Any, texts: list[str | None], token_ids: list[Any],
-                params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(most_probable: Callable[[list[list[int]], int], list[LogprobsAt]], token_ids: list[Any],
+                params: BeamSearchParams, eos_token_ids: Iterable[int], max_model_len: int,
+                tokenizer: Any) -> list[BeamSearchOutput]:
     """Search the completions of all prompts; a step of all their beams is one call of the engine.
 
     Args:
-        llm: the engine.
-        texts: of the prompts; only their ids count.
+        most_probable: the engine; gives the k most probable next tokens of each list, the best first.
         token_ids: of the prompts.
+        eos_token_ids: end a beam, unless ``params.ignore_eos``.
+        max_model_len: limit of prompt plus completion.
+        tokenizer: for the text, or None.
 
     Raises:
         RequestError: a prompt can never be served; nothing was computed.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be a BeamSearchParams, not {type(params).__name__}.")
-    params = BeamSearchParams(*(getattr(params, f.name) for f in fields(params)))
-    eos = frozenset() if params.ignore_eos else frozenset(llm.scheduler.eos_token_ids)
+    params = replace(params)  # a checked copy
+    eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
     searches = []
     for i, ids in enumerate(token_ids):
         try:
-            searches.append(_Search(as_token_ids(ids).tolist(), params, eos, llm.config.max_model_len))
+            searches.append(_Search(as_token_ids(ids).tolist(), params, eos, max_model_len))
         except RequestError as error:
             raise RequestError(f"prompt {i}: {error}") from None
     # of one beam the step needs its best beam_width continuations and as many that do not end it
     num_candidates = params.beam_width + len(eos)
     while running := [search for search in searches if search.running]:
         beams = [beam for search in running for beam in search.running]
-        candidates = iter(_next_tokens(llm, [beam.tokens for beam in beams], num_candidates))
+        candidates = iter(most_probable([beam.tokens for beam in beams], num_candidates))
         for search in running:
             search.step([next(candidates) for _ in search.running])
-    return [BeamSearchOutput(search.result(llm._tokenizer.tokenizer)) for search in searches]
-
-
-def _next_tokens(llm: Any, token_lists: list[list[int]], k: int) -> list[LogprobsAt]:
-    """The k most probable next tokens of each list, the best first."""
-    k = min(k, llm.config.model_config.vocab_size)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
-    return [output.outputs[0].logprobs[0] for output in llm._complete(token_lists, params)]
+    return [BeamSearchOutput(search.result(tokenizer)) for search in searches]
 
 
 class _Search:

@@ -1,36 +1,44 @@
-"""The loop: requests come in, ``step`` repeats until all are finished, outputs go out.
+"""The engine: requests come in, steps repeat until all are finished, outputs go out.
 
-Owns the loop. The request layer checks prompts and joins outputs, the scheduler decides what is computed, the model
-runner computes it. ``nanovllm.llm`` puts ``generate`` and its siblings on top.
+Owns the loop. The input processor checks prompts, the scheduler decides what is computed, the model runner computes it,
+the output processor joins what comes back. ``nanovllm.llm`` has the other verbs.
 """
 
 import gc
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from itertools import chain
 from threading import RLock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, PrefillBatch, SequenceStatus
+from nanovllm.engine.futures import RequestFuture, Submitted
+from nanovllm.engine.guard import Guard, NoFullGC
+from nanovllm.engine.input_processor import Encoded, InputProcessor, Params
+from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.request import Call, Drafts, Request, RequestProcessor
+from nanovllm.engine.prompts import Prompt, as_prompts
+from nanovllm.engine.request import Caller, Request
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
+from nanovllm.outputs import RequestOutput
 from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
-from nanovllm.utils.exclusive import Exclusive
-from nanovllm.utils.gc_pause import no_full_gc
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
-Prompt = str | ListLike[int] | dict[str, Any]
+T = TypeVar("T")
+WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
+FIRST = 128  # sequences of a call that its first step waits for: making them takes 1 ms
 
 
 class LLMEngine:
@@ -47,34 +55,39 @@ class LLMEngine:
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
 
-    @no_full_gc()
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
-        self._tokenizer = AsyncTokenizer(config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code)
-        self.model_runner = start_runner(config)
-        # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
-        self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
-        try:
-            # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
-            eos_token_ids = self._tokenizer.eos_token_ids()
-            eos_token_ids += read_eos_token_ids(config.model_path, config.model_config)
-            from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
+        with NoFullGC():
+            tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
+            self._tokenizer = AsyncTokenizer(*tokenizer_source)
+            self.model_runner = start_runner(config)
+            # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
+            self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
+            try:
+                # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
+                eos_token_ids = self._tokenizer.eos_token_ids()
+                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config)
+                from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
-            num_blocks = self.model_runner.num_kvcache_blocks
-            with translate_oom():
-                self.scheduler = Scheduler(config, num_blocks, eos_token_ids)
-            self._requests = RequestProcessor(
-                config, num_blocks, self.scheduler.eos_token_ids, self._tokenizer, self.scheduler.metrics
-            )
-        except BaseException:
-            self.exit()
-            raise
-        self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
-        self._added = Call(detokenize=False)  # by add_request
-        self._lock = RLock()  # of the thread that uses the engine
+                with translate_oom():
+                    self._set_up(Scheduler(config, self.model_runner.num_kvcache_blocks, eos_token_ids))
+            except BaseException:
+                self.exit()
+                raise
+        gc.collect()  # full collections were off during the start; not in the first call
+
+    def _set_up(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        token_processors = TokenProcessors(self.config, self._tokenizer, tuple(scheduler.eos_token_ids))
+        num_blocks = self.model_runner.num_kvcache_blocks
+        self._inputs = InputProcessor(self.config, num_blocks, self._tokenizer, token_processors)
+        self._outputs = OutputProcessor(self._tokenizer, token_processors, scheduler.metrics)
+        self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
+        self._added = Caller(detokenize=False)  # by add_request
+        self._submitted = Submitted()
+        self._lock = RLock()  # of the thread that uses the engine; see ``Guard``
         self._owner = os.getpid()
         self._why_shut_down = ""
-        gc.collect()  # full collections were off during the start; not in the first call
 
     # ---------------------------------------------------------------- lifetime
 
@@ -104,7 +117,30 @@ class LLMEngine:
         self._require_running()
         self.model_runner.residency.require_ready()
 
-    # ---------------------------------------------------------------- requests and steps
+    # ---------------------------------------------------------------- requests
+
+    def generate(self, prompts: Prompt | ListLike[Prompt], sampling_params: Params = None,
+                 use_tqdm: bool | Callable = True) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: a string, a list of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``; or a list.
+            sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
+            use_tqdm: show a progress bar; or what makes one, called like ``tqdm``.
+
+        Returns:
+            One ``RequestOutput`` for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt can never be served, or the counts differ; nothing was computed.
+        """
+        with Guard(self):
+            self._require_ready()
+            return self._generate(self._inputs.encode(as_prompts(prompts)), sampling_params, use_tqdm)
+
+    def _generate(self, prompts: ListLike[Encoded], params: Params, use_tqdm: bool | Callable) -> list[RequestOutput]:
+        params = self.get_default_sampling_params() if params is None else params
+        return self._collect(self._inputs.make_all(prompts, params), Request.output, use_tqdm)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.
@@ -112,46 +148,36 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served; nothing was queued.
         """
-        with self._exclusive():
-            (text,), (token_ids,) = self._encode([prompt])
-            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            request = self._requests.make(text, token_ids, self._requests.snapshot(params))
-            self._add(request, self._added)
-        return request.request_id
+        return self._add_one(prompt, sampling_params, self._added).request_id
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
+        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
+
+        The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
+        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
+
+        Raises:
+            RequestError: it can never be served; nothing was queued.
+        """
+        return self._submitted.future(self, self._add_one(prompt, sampling_params, self._submitted))
+
+    def _add_one(self, prompt: Prompt, params: SamplingParams | None, caller: Caller) -> Request:
+        with Guard(self):
+            params = self.get_default_sampling_params() if params is None else params
+            request = self._inputs.make(prompt, self._inputs.copy_of(params))
+            self._add(request, caller)
+        return request
 
     def abort(self, request_id: int | str) -> None:
-        """Drop a request of ``add_request`` or ``stream``; an id that is unknown, or finished, is ignored."""
-        with self._exclusive():
-            try:
-                if self._requests.find(request_id) is None:  # perhaps a draft of a call around this one
-                    self.scheduler.waiting.make(len(self.scheduler.waiting))
-                if (request := self._requests.find(request_id)) is not None:
-                    self.scheduler.finish(self._requests.abort(request))
-            except BaseException:  # an interrupt: half made, or forgotten and not taken out
-                self._abort()
-                raise
+        """Drop an unfinished request; an id that is unknown, or finished, is ignored."""
+        with Guard(self, is_critical=True):
+            if (request := self._outputs.unfinished.get(str(request_id))) is not None:
+                self.scheduler.finish(self._outputs.abort(request))
+        self._submitted.resolve(waits_for_text=False)
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
-        is_idle = self._requests.is_empty() and not self.scheduler.waiting
-        return is_idle and not self._added.finished and not self._added.dropped
-
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Launch the next batch, and process the one before it.
-
-        Returns:
-            [(request id, generated token ids)] of the requests that are finished now (of the first completion, if a
-            request has several), and the number of tokens processed: positive for a prefill, negative for a decode
-            step.
-        """
-        try:
-            batch = self._step()
-        except BaseException:
-            self._added.dropped = False  # their caller learns it now
-            raise
-        finished = [(r.request_id, r.token_ids[r.request_id]) for r in self._take(self._added)]
-        num_tokens = 0 if batch is None else batch.num_tokens
-        return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
+        return not self._outputs.unfinished and not self._added.finished and not self._added.dropped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request that gives none: the checkpoint's ``generation_config.json``."""
@@ -159,178 +185,161 @@ class LLMEngine:
             return SamplingParams()
         return SamplingParams(**read_generation_config(self.config.model_path))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as is needed after a change of the weights; False while requests run."""
-        if not self.is_finished():
-            return False
-        self.scheduler.block_manager.forget_prefixes()
-        return True
-
-    def metrics(self) -> dict[str, Any]:
-        """Counters since the engine was made, and its state now, under vLLM's names; any thread may read them."""
-        return self.scheduler.metrics.read(self.scheduler)
-
     # ---------------------------------------------------------------- the loop
 
-    def _encode(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
-        """Texts and token ids of prompts; a text that comes with ids is carried, and not encoded."""
-        texts: list[str | None] = []
-        given: list[Any] = []  # token ids
-        for prompt in prompts:
-            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-            if isinstance(prompt, dict):
-                text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-                if (text is None and token_ids is None) or not isinstance(text, (str, type(None))):
-                    raise RequestError(
-                        'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; '
-                        f"this one has {', '.join(map(repr, prompt)) or 'neither'}."
-                    )
-                others = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key]]
-                if others:
-                    raise RequestError(f"a prompt dictionary cannot have {', '.join(map(repr, others))}: text only.")
-            texts.append(text)
-            given.append(token_ids)
-        is_text = [text is not None and ids is None for text, ids in zip(texts, given, strict=True)]
-        to_encode = [text if to_do else None for text, to_do in zip(texts, is_text, strict=True)]
-        encoded = iter(self._tokenizer.encode(to_encode))
-        return texts, [next(encoded) if to_do else ids for ids, to_do in zip(given, is_text, strict=True)]
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Launch the next batch, and take in the one before it.
 
-    def _run(self, feed: Drafts | Iterator[Request], window: int = 0,
-             use_tqdm: bool | Callable = False) -> Iterator[Request]:
-        """Run requests; yields each as it is finished. Closed early, it aborts its own and no others.
-
-        Args:
-            feed: drafts, which count as queued from now on and for the progress bar; or requests as they come.
-            window: so many of the latter are unfinished at a time.
+        Returns:
+            [(request id, generated token ids)] of the requests of ``add_request`` that are finished now (of the first
+            completion, if a request has several), and the number of tokens processed: positive for a prefill, negative
+            for a decode step.
         """
-        call, requests = (Call(feed), None) if isinstance(feed, Drafts) else (Call(), feed)
-        progress = Progress(call.drafts.num_seqs, use_tqdm)
         try:
-            if requests is None:
-                self._expect(call)
-            while True:
-                while requests is not None and len(call.unfinished) < window:
-                    with self._exclusive():
-                        request = next(requests, None)
-                        if request is None:
-                            requests = None
-                        else:
-                            self._add(request, call)
-                batch = None
-                if not call.finished and not call.dropped:  # finished already: one had nothing to compute
-                    if not call.unfinished and not call.drafts.left:
-                        return
-                    batch = self._step()
-                finished = self._take(call)
-                progress.update(batch, sum(len(request.seqs) for request in finished))
-                yield from finished
-        except (GeneratorExit, Exception):
+            batch = self._advance()
+        except BaseException:
+            self._added.dropped = False  # their caller learns it now
             raise
-        except BaseException:  # an interrupt may have left anything half done
-            self._abort()
-            raise
-        finally:
-            self._abandon(call)
-            progress.close()  # the user's bar may raise
+        finished = [(request.request_id, request.token_ids[request.request_id]) for request in self._added.take()]
+        num_tokens = 0 if batch is None else batch.num_tokens
+        return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
 
-    def _abandon(self, call: Call) -> None:
-        """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
-        with self._lock:
-            if self._finalizer.alive:
-                if call.drafts.left:
-                    self.scheduler.waiting.forget_drafts()
-                    self._requests.drop(call.drafts)
-                for request in list(call.unfinished.values()):
-                    self.scheduler.finish(self._requests.abort(request))
+    def _advance(self) -> Batch | None:
+        """One step: schedule a batch, launch its forward pass, take in the tokens of the step before, let it sample.
 
-    def _exclusive(self) -> Exclusive:
-        """Use of the engine by this thread alone.
+        The host is one step ahead of the tokens it has seen; not on the CPU and in eager mode, where launches wait.
 
-        Raises:
-            EngineError: it is shut down, or another thread uses it.
+        Returns:
+            The batch whose tokens were taken in.
         """
-        self._require_running()
-        return Exclusive(self._lock)
-
-    def _take(self, call: Call) -> list[Request]:
-        """The call's requests that are finished and were not yet taken."""
-        if call.dropped:
-            call.dropped = False
-            raise EngineError("these requests were dropped, because a step of this engine failed or was interrupted.")
-        finished = list(call.finished)
-        call.finished.clear()
-        return finished
-
-    def _add(self, request: Request, call: Call) -> None:
-        self._require_ready()
+        done = batch = None
         try:
-            for seq in self._start(request, call):
-                if seq.status is SequenceStatus.WAITING:
-                    self.scheduler.add(seq)
-        except BaseException:  # an interrupt: registered and not queued, it would never finish
-            self._abort()
-            raise
-
-    def _expect(self, call: Call) -> None:
-        """Queue the drafts of a call, which become requests as the scheduler takes them."""
-        with self._exclusive():
-            self._require_ready()
-            call.arrived_at = perf_counter()
-            drafts = call.drafts
-            try:
-                self.scheduler.waiting.expect((self._start(request, call) for request in drafts), drafts.num_seqs)
-            except BaseException:  # those of a call around this one are half made
-                self._abort()
-                raise
-
-    def _start(self, request: Request, call: Call) -> list[Sequence]:
-        """Register a request; its sequences, of which those with nothing to compute are finished at once."""
-        seqs = self._requests.start(request, call)
-        for seq in seqs:
-            if not seq.is_sampled and seq.targets is None:
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
-                self._requests.finish([seq])
-        return seqs
-
-    def _step(self) -> Batch | None:
-        """Schedule, run, postprocess; returns the batch that was processed. With one step in flight, it is the batch
-        before the one that is launched.
-        """
-        with self._exclusive():
-            try:
-                batch, done = self.scheduler.schedule(), None
+            with Guard(self, is_critical=True):
+                batch = self.scheduler.schedule()
                 if batch is not None:
                     self.model_runner.forward(batch)
-                    self.scheduler.look_ahead()
                 if self._in_flight:
-                    done = self._process()  # the step before, while the device works
+                    done = self._take_in()
                 if batch is not None:
-                    # what a constrained request may sample depends on the tokens before
-                    self._in_flight.append((batch, self.model_runner.sample(self._requests.masks(batch))))
+                    # what a constrained request may sample depends on the tokens just taken in
+                    self._in_flight.append((batch, self.model_runner.sample(self._masks(batch))))
                     if self.model_runner.max_in_flight == 0:
-                        done = self._process()
-                return done
-            except BaseException:
-                self._abort()
-                raise
+                        done = self._take_in()
+        finally:
+            self._submitted.resolve(waits_for_text=batch is None)
+        return done
 
-    def _process(self) -> Batch:
-        """Wait for the oldest launch and take in its tokens."""
+    def _take_in(self) -> Batch:
+        """Wait for the oldest step in flight, and take in its tokens."""
         batch, handle = self._in_flight.popleft()
         result = handle.wait()
         finished = self.scheduler.postprocess(batch, result.token_ids)
-        stopped = self._requests.update(batch, result)
-        if stopped:
-            self.scheduler.finish(stopped)
-        self._requests.finish(finished + stopped)
+        ended = self._outputs.update(batch, result)
+        self.scheduler.finish(ended)
+        self._outputs.finish(finished + ended)
         return batch
 
-    def _abort(self) -> None:
+    def _masks(self, batch: Batch) -> tuple[Any, Any] | None:
+        """Constrained request slots of a batch, and the tokens they may sample; None if there are none. Ends sequences
+        whose grammar fails."""
+        found = self._outputs.masks(batch)
+        if found is None:
+            return None
+        req_indices, masks, failed = found
+        self.scheduler.finish(failed)
+        self._outputs.finish(failed)
+        return req_indices, masks
+
+    def try_advance(self) -> bool:
+        """Step the engine, unless another thread uses it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._advance()
+        finally:
+            self._lock.release()
+        return True
+
+    def _collect(self, requests: list[Request], result: Callable[[Request], T],
+                 use_tqdm: bool | Callable = False) -> list[T]:
+        """``result`` of each request; most are made while the device works on the others, once their text is there."""
+        results, finished = dict[int, T](), deque[Request]()
+        progress = Progress(sum(request.params.n for request in requests), use_tqdm)
+        try:
+            for batch, ended in self._run(requests):
+                progress.update(batch, sum(len(request.seqs) for request in ended))
+                finished.extend(ended)
+                while finished and finished[0].has_text:
+                    first = finished.popleft()
+                    results[first.index] = result(first)
+        finally:
+            progress.close()  # the user's bar may raise
+        results |= {request.index: result(request) for request in finished}
+        if len(results) < len(requests):
+            raise EngineError(
+                f"{len(requests) - len(results)} of the {len(requests)} requests of this call were aborted."
+            )
+        return [results[index] for index in range(len(requests))]
+
+    def _run(self, known: ListLike[Request] = (),
+             more: Iterable[Request] = ()) -> Iterator[tuple[Batch | None, list[Request]]]:
+        """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
+
+        Args:
+            known: count as waiting, and can be aborted, before their turn comes.
+            more: requests after these, made when they are asked for.
+
+        Yields:
+            After each step the batch that was taken in, and those of the requests that are finished now.
+        """
+        caller, window = Caller(), WINDOW * self.config.max_num_seqs
+        feed = chain((request for request in known if request.request_id in caller.unfinished), more)
+        room = min(FIRST, window)
+        try:
+            with Guard(self, is_critical=True):
+                arrived_at = perf_counter()
+                for request in known:
+                    request.arrived_at = arrived_at
+                    self._outputs.register(request, caller)
+            while True:
+                with Guard(self):
+                    while caller.num_queued < room and (following := next(feed, None)) is not None:
+                        self._add(following, caller)
+                room = min(2 * room, window)  # while the device works on some, twice as many are made
+                if not caller.unfinished and not caller.finished and not caller.dropped:
+                    return
+                # finished already: one had nothing to compute
+                batch = None if caller.finished or caller.dropped else self._advance()
+                yield batch, caller.take()
+        finally:
+            self._abandon(caller)
+
+    def _add(self, request: Request, caller: Caller) -> None:
+        """Make the sequences of a request and queue them."""
+        self._require_ready()
+        with Guard(self, is_critical=True):
+            if request.caller is None:
+                request.arrived_at = perf_counter()
+                self._outputs.register(request, caller)
+            seqs = self._inputs.make_sequences(request)
+            self._outputs.queued(request)
+            for seq in seqs:
+                if seq.status is SequenceStatus.WAITING:
+                    self.scheduler.add(seq)
+
+    def _abandon(self, caller: Caller) -> None:
+        """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
+        with self._lock:
+            if self._finalizer.alive:
+                for request in list(caller.unfinished.values()):
+                    self.scheduler.finish(self._outputs.abort(request))
+
+    def _drop_all(self) -> None:
         """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
         shuts down, because an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
-        self._requests.clear()
+        self._outputs.clear()
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
             self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()

@@ -24,7 +24,7 @@ class Metrics:
         self.generation_tokens = 0  # added to by the scheduler at every step
         self.prompt_tokens = self.prompt_tokens_cached = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
-        self.request_success = {"stop": 0, "length": 0, "abort": 0}
+        self.request_success = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._num_timed = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
 
@@ -64,8 +64,11 @@ class Metrics:
     def aborted(self, num_requests: int) -> None:
         self.request_success["abort"] += num_requests
 
-    def read(self, scheduler: "Scheduler") -> dict[str, Any]:
-        """Totals since the engine was made, and its state now. Times are sums over ``count`` finished requests."""
+    def read(self, scheduler: "Scheduler", num_not_queued: int = 0) -> dict[str, Any]:
+        """Totals since the engine was made, and its state now. Times are sums over ``count`` finished requests.
+
+        ``num_not_queued``: sequences that wait, and that the scheduler does not know yet.
+        """
         blocks = scheduler.block_manager
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -76,7 +79,7 @@ class Metrics:
             "num_preemptions": scheduler.num_preemptions,
             "kv_cache_usage_perc": 1 - blocks.num_available / len(blocks.blocks),
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_waiting": len(scheduler.waiting) + num_not_queued,
             "request_success": dict(self.request_success),
             **{name: {"count": self._num_timed, "sum": total} for name, total in self._seconds.items()},
         }

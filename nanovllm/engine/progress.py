@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from nanovllm.engine.scheduler import Batch, PrefillBatch
+from nanovllm.core import Batch, PrefillBatch
 
 TERMINAL_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0  # a log file keeps every state of the bar

@@ -1,7 +1,4 @@
-"""Prompts given as token ids, as arrays.
-
-Owns what counts as a list of token ids. Most limits are checked in ``engine/request.py``.
-"""
+"""What counts as a prompt, as prompts, and as a list of token ids. Limits are checked by the input processor."""
 
 from array import array
 from collections.abc import KeysView, Mapping, Set
@@ -11,9 +8,38 @@ from typing import Any
 import numpy as np
 
 from nanovllm.errors import RequestError
-from nanovllm.validation import check, integer
 
+Prompt = str | ListLike[int] | dict[str, Any]
 NON_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)  # iterable, but no list of tokens or prompts
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    return [prompts] if is_one_prompt(prompts) else as_list("prompts must be a string or a list", prompts)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a prompt and not a collection of prompts."""
+    if isinstance(prompts, (str, dict)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    return isinstance(prompts, (list, tuple)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
+    """Text and token ids, at least one of which the user gave."""
+    if not isinstance(prompt, dict):
+        return (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if (text is None and token_ids is None) or not isinstance(text, (str, type(None))):
+        raise RequestError(
+            'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; '
+            f"this one has {', '.join(map(repr, prompt)) or 'neither'}."
+        )
+    others = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key]]
+    if others:
+        raise RequestError(f"a prompt dictionary cannot have {', '.join(map(repr, others))}: text only.")
+    return text, token_ids
 
 
 def as_token_ids(token_ids: Any) -> np.ndarray:
@@ -30,49 +56,6 @@ def as_token_ids(token_ids: Any) -> np.ndarray:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestError(f"{rule}, not {token_ids!s:.100}.")
     return ids
-
-
-def pack_prompts(prompts: ListLike[Any], vocab_size: int) -> list[np.ndarray] | None:
-    """Each prompt as a view of one int64 array, all ids in the vocabulary; a third of the time they take one by one.
-
-    None: one is no list or array of ids, or has an id outside the vocabulary, or all are empty: look at each.
-    """
-    packed, lengths = array("q"), []
-    try:
-        for ids in prompts:
-            if isinstance(ids, (list, tuple)):
-                packed.extend(array("q", ids))
-            elif type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu":
-                packed.frombytes(ids.astype(np.int64).tobytes())
-            else:
-                return None
-            lengths.append(len(ids))
-    except (TypeError, OverflowError):
-        return None
-    if not packed:
-        return None
-    flat, stops = np.frombuffer(packed, np.int64), np.cumsum(lengths).tolist()
-    if flat.min() < 0 or flat.max() >= vocab_size:
-        return None
-    return [flat[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
-
-
-def check_scored(token_ids: Any, start: Any, max_model_len: int) -> tuple[np.ndarray, int]:
-    """A list whose tokens from ``start`` on are to be scored, and the start."""
-    ids = as_token_ids(token_ids)
-    start = check("score", "start", start, integer("an integer"), RequestError)
-    if not 1 <= start < len(ids):
-        raise RequestError(
-            f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
-            "before it, and one at least must be scored."
-        )
-    limit = max_model_len + 1
-    if len(ids) > limit:
-        raise RequestError(
-            f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
-            "Shorten it or raise max_model_len."
-        )
-    return ids, start
 
 
 def as_list(rule: str, given: Any) -> list:

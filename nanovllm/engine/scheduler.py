@@ -21,7 +21,6 @@ from nanovllm.config import Config
 from nanovllm.core import Batch, DecodeBatch, NewSequences, PrefillBatch, Sequence, SequenceStatus, Targets
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.waiting import WaitingQueue
 
 MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
 
@@ -95,7 +94,7 @@ class Scheduler:
         config = self._config
         self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
-        self.waiting = WaitingQueue()
+        self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
@@ -108,10 +107,6 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
         self.waiting.append(seq)
-
-    def look_ahead(self) -> None:
-        """Make the sequences that the free seats will take; the device works meanwhile."""
-        self.waiting.make(len(self.table.free_req_indices) + 1)
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
@@ -133,19 +128,17 @@ class Scheduler:
         counts some tokens at least, so that no seat waits for long where no other comes.
         """
         num_free = len(self.table.free_req_indices)
-        return (
-            0 < num_free < len(self.waiting)
-            and self._missed_tokens < len(self.table.seq_id)
-            and (head := self.waiting.head()) is not None
-            and head.req_idx < 0  # else it is half computed
-        )
+        # a head with a request slot is half computed
+        few_are_free = 0 < num_free < len(self.waiting) and self.waiting[0].req_idx < 0
+        return few_are_free and self._missed_tokens < len(self.table.seq_id)
 
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int]] = []
         new_seqs, sampled, sampled_from = [], [], []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
-        while budget > 0 and (seq := self.waiting.head()) is not None:
+        while budget > 0 and self.waiting:
+            seq = self.waiting[0]
             if seq.req_idx < 0:
                 if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
                     break
@@ -190,8 +183,8 @@ class Scheduler:
         """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
         forked: list[Sequence] = []
         while (
-            (sibling := self.waiting.head()) is not None
-            and sibling.group_id == seq.group_id
+            self.waiting
+            and (sibling := self.waiting[0]).group_id == seq.group_id
             and sibling.num_tokens == seq.num_tokens == seq.num_prompt_tokens
             and self.table.free_req_indices
             and self.block_manager.can_fork(seq)
@@ -283,7 +276,7 @@ class Scheduler:
         if not seqs:
             return
         for seq in seqs:
-            is_partial = self.waiting.is_head(seq)  # computed up to some chunk
+            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
             if is_partial or seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
             if seq.req_idx >= 0:

@@ -14,8 +14,9 @@ class DeltaStream:
 
     def __init__(self, request: Request):
         self._request = request
-        self._sent_tokens = [0] * len(request.seqs)
-        self._sent_text = [0] * len(request.seqs)
+        self._num_sent = [0] * len(request.seqs)  # tokens
+        self._num_sent_chars = [0] * len(request.seqs)
+        self._unsent = [""] * len(request.seqs)  # text
         params, tokenizer = request.params, request.tokenizer.tokenizer
         self._detokenizers = [
             IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
@@ -26,40 +27,40 @@ class DeltaStream:
 
     def delta(self) -> RequestOutput | None:
         """What is new in a request that is not finished; None if nothing is."""
-        outputs, is_new = [], False
+        outputs = []
         for index, seq in enumerate(self._request.seqs):
-            start, stop = self._sent_tokens[index], seq.num_completion_tokens
+            start, stop = self._num_sent[index], seq.num_completion_tokens
             if seq.finish_reason is not None and stop > start:
                 stop -= 1  # the token that ended it may not belong to the text: the last delta tells
-            token_ids = self._tokens(seq, start, stop)
-            text = ""
-            if self._detokenizers and token_ids:
-                detokenizer = self._detokenizers[index]
-                detokenizer.feed(token_ids)
-                end = max(len(detokenizer.text) - self._held_back, self._sent_text[index])
-                text = detokenizer.text[self._sent_text[index] : end]
-                self._sent_text[index] = end
-            self._sent_tokens[index] = max(start, stop)
-            is_new |= len(token_ids) > 0
-            outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(seq, start, stop)))
+            token_ids = seq.tokens(seq.num_prompt_tokens + start, seq.num_prompt_tokens + stop).tolist()
+            text = self._new_text(index, token_ids)
+            self._num_sent[index] = start + len(token_ids)
+            outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(seq, token_ids, start)))
+        is_new = any(output.token_ids for output in outputs)
         return self._request.output_of(outputs, finished=False) if is_new else None
 
     def last(self) -> RequestOutput:
         """What is new in the finished request."""
         output = self._request.output()
         for index, (seq, whole) in enumerate(zip(self._request.seqs, output.outputs, strict=True)):
-            start = self._sent_tokens[index]
-            _, logprobs = self._logprobs(seq, start, len(whole.token_ids))
+            start = self._num_sent[index]
+            token_ids = whole.token_ids[start:]
             output.outputs[index] = CompletionOutput(
-                index, whole.text[self._sent_text[index] :], whole.token_ids[start:], whole.cumulative_logprob,
-                logprobs, whole.finish_reason, whole.stop_reason,
+                index, whole.text[self._num_sent_chars[index] :], token_ids, whole.cumulative_logprob,
+                self._logprobs(seq, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
             )  # fmt: skip
         return self._request.output_of(output.outputs)
 
-    @staticmethod
-    def _tokens(seq: Sequence, start: int, stop: int) -> list[int]:
-        return seq.tokens(seq.num_prompt_tokens + start, seq.num_prompt_tokens + stop).tolist()
+    def _new_text(self, index: int, token_ids: list[int]) -> str:
+        """The text that is certain now and cannot begin a stop string."""
+        if not self._detokenizers:
+            return ""
+        unsent = self._unsent[index] + "".join(map(self._detokenizers[index].feed, token_ids))
+        end = max(0, len(unsent) - self._held_back)
+        self._unsent[index] = unsent[end:]
+        self._num_sent_chars[index] += end
+        return unsent[:end]
 
-    def _logprobs(self, seq: Sequence, start: int, stop: int) -> tuple:
-        watch = self._request.watches.get(seq.seq_id)
-        return (None, None) if watch is None else watch.logprobs(self._tokens(seq, start, stop), start, stop)
+    def _logprobs(self, seq: Sequence, token_ids: list[int], start: int) -> tuple:
+        processor = self._request.processors.get(seq.seq_id)
+        return (None, None) if processor is None else processor.logprobs(token_ids, start)

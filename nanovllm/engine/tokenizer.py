@@ -1,7 +1,8 @@
 """Text to token ids and back, on a thread of its own.
 
-Owns the tokenizer. Detokenizing thousands of outputs takes seconds, and so does importing transformers, which few
-checkpoints need (``engine/fast_tokenizer.py``); neither is work that the device should wait for.
+Owns the tokenizer. Detokenizing thousands of outputs takes seconds, which the device should not wait for. transformers
+is imported for chats, for whoever asks for its tokenizer, and for checkpoints that ``engine/fast_tokenizer.py`` is not
+certain of.
 """
 
 import re
@@ -86,17 +87,15 @@ class AsyncTokenizer:
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
-        """The conversation as text. ``kwargs`` go to the tokenizer; those it does not know, to the template."""
-        tokenizer = self._required()
-        template = kwargs.get("chat_template") or tokenizer.chat_template
-        if not template:
+        """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
+        self._required()
+        tokenizer = self.of_transformers()
+        if not (kwargs.get("chat_template") or tokenizer.chat_template):
             raise RequestError(
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
         messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
-        if isinstance(tokenizer, FastTokenizer) and not tokenizer.can_render(messages, kwargs):
-            tokenizer = self.of_transformers()
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
@@ -104,7 +103,8 @@ class AsyncTokenizer:
 
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
-        template = chat_template or self._required().chat_template
+        self._required()
+        template = chat_template or self.of_transformers().chat_template
         sources = template.values() if isinstance(template, dict) else [template or ""]
         code = (block for source in sources for block in re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))
         return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}

@@ -1,6 +1,6 @@
 """An engine on a thread of its own, for callers on other threads: an asyncio loop, a pool of workers.
 
-Owns the thread and the hand-over of requests and results. An engine takes calls from one thread at a time.
+Owns the thread and the hand-over of requests and outputs. An engine takes calls from one thread at a time.
 """
 
 import os
@@ -10,9 +10,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from nanovllm.engine.request import Call, Request
+from nanovllm.engine.prompts import Prompt
 from nanovllm.errors import EngineError, OutOfMemoryError
 from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -31,14 +32,10 @@ class EngineThread:
         Thread(target=self._main, args=(model, options, started), daemon=True, name="nanovllm-engine").start()
         self.llm = started.result()
 
-    def submit(self, text: str | None, token_ids: Any, params: SamplingParams) -> "Future[Request]":
-        """The request when it is finished; or RequestError, if it can never be served.
-
-        Args:
-            text: of ``token_ids``, which are what is computed.
-        """
-        future: Future[Request] = Future()
-        self._inbox.put((text, token_ids, params, future))
+    def submit(self, prompt: Prompt, params: SamplingParams) -> "Future[RequestOutput]":
+        """The output when it is finished; or RequestError, if the request can never be served."""
+        future: Future[RequestOutput] = Future()
+        self._inbox.put((prompt, params, future))
         return future
 
     def _main(self, model: str | None, options: dict[str, Any], started: "Future[LLM]") -> None:
@@ -48,28 +45,29 @@ class EngineThread:
             started.set_exception(error)
             return
         started.set_result(llm)
-        call = Call()
-        waiting: dict[int, Future[Request]] = {}  # by request_id
+        waiting: dict[Future, Future] = {}  # the engine's -> the caller's
+        done: list[Future] = []  # of the engine's
         while True:
             while not waiting or not self._inbox.empty():  # with nothing to do, it sleeps here
-                text, token_ids, params, future = self._inbox.get()
+                prompt, params, future = self._inbox.get()
                 if not future.set_running_or_notify_cancel():
                     continue
                 try:
-                    request = llm._requests.make(text, token_ids, llm._requests.snapshot(params))
-                    llm._add(request, call)
-                    waiting[request.request_id] = future
+                    submitted = llm.submit(prompt, params)
+                    submitted.add_done_callback(done.append)
+                    waiting[submitted] = future
                 except Exception as error:
                     future.set_exception(error)
             try:
-                if not call.finished:
-                    llm._step()
-                for request in llm._take(call):
-                    waiting.pop(request.request_id).set_result(request)
+                llm.step()
+                while done:
+                    finished = done.pop()
+                    waiting.pop(finished).set_result(finished.result())
             except Exception as error:
                 if isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError)):
                     traceback.print_exc()
                     os._exit(1)
                 for future in waiting.values():
                     future.set_exception(error)
-                call, waiting = Call(), {}
+                waiting.clear()
+                done.clear()

@@ -130,7 +130,7 @@ class Engine:
         return pa.table({**dict(zip(rest.column_names, rest.columns, strict=True)), **columns})
 
     async def _complete(self, row: dict[str, Any]) -> RequestOutput:
-        tokenizer, text, ids = self._engine.llm._tokenizer, row.get("prompt"), row.get("tokenized_prompt")
+        llm, text, ids = self._engine.llm, row.get("prompt"), row.get("tokenized_prompt")
         # Arrow gives the dictionaries of a column the same keys; those that a row did not name are None
         given, messages = without_nones(row.get("sampling_params")), without_nones(row.get("messages"))
         params = self._default_params if given is None else SamplingParams(**ready(given))
@@ -140,12 +140,16 @@ class Engine:
             is_open = messages[-1].get("role") == "assistant"
             options = {"add_generation_prompt": not is_open, "continue_final_message": is_open}
             options |= without_nones(row.get("chat_template_kwargs")) or {}
-            text, ids = tokenizer.apply_chat_template(messages, **options), None
+            text, ids = llm.apply_chat_template(messages, **options), None
         if text is None and ids is None:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
-        if ids is None:
-            (ids,) = tokenizer.encode([text], add_special_tokens=not messages)
-        return (await asyncio.wrap_future(self._engine.submit(text, ids, params))).output()
+        if text is not None and ids is None:
+            (ids,) = llm.tokenize([text], add_special_tokens=not messages)
+        prompt = {"prompt": text, "prompt_token_ids": ids}
+        output = await asyncio.wrap_future(self._engine.submit(prompt, params))
+        if output["finish_reason"] == "error":
+            raise RequestError(str(output.outputs[0].stop_reason))
+        return output
 
 
 def _items(logprobs: Any) -> list | None:

@@ -19,10 +19,11 @@ from time import time
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.llm_engine import WINDOW
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
 from nanovllm.jobs.files import every_second
 from nanovllm.jobs.rows import Row, asked, error_record, record_of
-from nanovllm.llm import LLM, WINDOW
+from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 CHUNK = 64  # rows that are encoded at a time
@@ -48,7 +49,11 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
         for output in llm.stream(feed(), on_error=refuse):
             row, params = pending.pop(output.index)
             num_generated = sum(len(o.token_ids) for o in output.outputs)
-            record = record_of(row, output, params, args.model or "demo")
+            failed = [o.stop_reason for o in output.outputs if o.finish_reason == "error"]
+            if failed:
+                record = error_record(row, RequestError(str(failed[0])))
+            else:
+                record = record_of(row, output, params, args.model or "demo")
             emit(record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated))
 
 
@@ -60,7 +65,7 @@ def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple
         try:
             prompt, template, params = asked(row, args)
             if template is not None:
-                prompt = llm._tokenizer.apply_chat_template(prompt, **template)
+                prompt = llm.apply_chat_template(prompt, **template)
             if isinstance(prompt, str):
                 prompt.encode()
                 texts[template is not None].append(prompt := {"prompt": prompt})
@@ -70,7 +75,7 @@ def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple
         except RequestError as error:
             emit(error_record(row, error), (0, 0, 0))
     for is_chat, prompts in texts.items():
-        ids = llm._tokenizer.encode([p["prompt"] for p in prompts], add_special_tokens=not is_chat)
+        ids = llm.tokenize([p["prompt"] for p in prompts], add_special_tokens=not is_chat)
         for prompt, token_ids in zip(prompts, ids, strict=True):
             prompt["prompt_token_ids"] = token_ids
     yield from asked_for

@@ -27,23 +27,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.utils import compile_server
-
 compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # per thread: other engines may serve
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, or wait until the compile server has cached them, and load them."""
+    """Threads that compile kernels and load them."""
 
     def submit(self, compile_kernel):  # type: ignore[override]
-        server = compile_server.active.get()
-        wait_until_cached = server.request(compile_kernel) if server else lambda: None
-
-        def work():
-            wait_until_cached()
-            return _load(compile_kernel())
-
-        return super().submit(work)
+        return super().submit(lambda: _load(compile_kernel()))
 
     def __exit__(self, error, *_):
         self.shutdown(cancel_futures=error is not None)  # after Ctrl-C only the kernels that are begun are waited for
@@ -63,8 +54,7 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
     """Inside, `launch` does not run kernels but compiles them, on threads; the exit waits for them.
 
     The threads start when the yielded function is called, at the latest on exit: started earlier they compete with the
-    launching thread for the GIL, and one second of launches takes seven. A compile server starts with the first launch.
-    Outputs of the launches stay unwritten.
+    launching thread for the GIL, and one second of launches takes seven. Outputs of the launches stay unwritten.
     """
     begin = threading.Event()
 
@@ -91,8 +81,6 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
         compile_only.reset(token)
         if has_async_mode:  # after a failed compilation Triton 3.6 leaves its mode active, and refuses the next
             triton.runtime._async_compile.active_mode.set(None)
-    if (server := compile_server.active.get()) is not None:
-        server.close(is_compiled=True)
 
 
 def launch(kernel, grid, *args, **options):

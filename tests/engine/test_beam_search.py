@@ -7,7 +7,6 @@ import torch
 from helpers import Reference, prompt_of
 
 from nanovllm import LLM, RequestError
-from nanovllm.engine import beam_search
 from nanovllm.engine.beam_search import BeamSearchParams
 from nanovllm.outputs import Logprob
 from nanovllm.utils.checkpoint import DEMO_MODEL
@@ -86,10 +85,10 @@ def test_a_penalty_on_length_is_that_of_the_next_token(few, monkeypatch):
     rest = {0: -9.0, 1: -8.0, 2: -9.0}  # 0 is the end-of-sequence token
     script = {(9,): {1: -0.9, 0: -1.0, 2: -5.0}, (9, 1): {1: -0.05, 0: -0.3}, (9, 1, 1): {0: -0.1, 1: -3.0}}
 
-    def next_tokens(llm, lists, k):
+    def next_tokens(lists, k):
         return [{i: Logprob(x) for i, x in script.get(tuple(tokens), rest).items()} for tokens in lists]
 
-    monkeypatch.setattr(beam_search, "_next_tokens", next_tokens)
+    monkeypatch.setattr(llm, "_most_probable", next_tokens)
     monkeypatch.setattr(llm.scheduler, "eos_token_ids", (0,))
     (output,) = llm.beam_search([9], BeamSearchParams(2, 1000, length_penalty=-0.1))
     assert [beam.tokens for beam in output.sequences] == [[9], [9, 1, 1]]
@@ -158,12 +157,12 @@ def test_text_and_end(demo):
         llm.beam_search([text, text], BeamSearchParams(3, 4, ignore_eos=True))
         assert [len(lists) for lists in calls] == [2, 6, 6, 6]
     finally:
-        del llm._complete
+        del llm._most_probable
 
 
 def record_calls_of_complete(llm):
-    calls, complete = [], llm._complete
-    llm._complete = lambda lists, *args, **options: (calls.append(lists), complete(lists, *args, **options))[1]
+    calls, most_probable = [], llm._most_probable
+    llm._most_probable = lambda lists, k: (calls.append(lists), most_probable(lists, k))[1]
     return calls
 
 

@@ -2,17 +2,11 @@
 
 import random
 
-import numpy as np
 import pytest
 
-from nanovllm.engine.detokenizer import (
-    REPLACEMENT,
-    IncrementalDetokenizer,
-    StopCandidates,
-    StopChecker,
-    decode,
-    decode_tokens,
-)
+from nanovllm import SamplingParams
+from nanovllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
+from nanovllm.engine.stop_strings import StopStrings
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 WORDS = ["the", " the", "a", "b", "ab", "ba", " ", "  ", "\n", "\n\n", ".", "Question", ":"]
@@ -137,41 +131,39 @@ def complete(text):
 @pytest.mark.parametrize("skip", [True, False])
 def test_text_is_that_of_the_whole_list(tokenizer, skip):
     rng = random.Random(0)
-    for length in [0, 1, 2, 3, 5, 9, 40, 40, 300, 300] * 4:
+    for length in [0, 1, 2, 3, 5, 9, 40, 40, 300, 300] * 2:
         ids, spaces = random_ids(tokenizer, rng, length), rng.random() < 0.5
         detokenizer = IncrementalDetokenizer(tokenizer, skip, spaces)
-        at, given = 0, ""
-        while at < length:
-            size = rng.choice([1, 1, 1, 2, 7])
-            given += detokenizer.feed(ids[at : at + size])
-            at += size
+        given = ""
+        for at, token_id in enumerate(ids, 1):
+            given += detokenizer.feed(token_id)
             so_far = decode(tokenizer, ids[:at], skip, spaces)
-            assert detokenizer.text == given == so_far[: len(given)]
-            assert complete(detokenizer.text_now) == complete(so_far)
+            assert given == so_far[: len(given)]
+            assert complete(given + detokenizer.held()) == complete(so_far)
         whole = tokenizer.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
         assert decode(tokenizer, ids, skip, spaces) == whole
-        assert complete(detokenizer.text_now) == complete(whole)
+        assert complete(given + detokenizer.held()) == complete(whole)
+
+
+def fed(tokenizer, ids):
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return [detokenizer.feed(i) for i in ids], detokenizer.held()
 
 
 def test_bad_bytes():
-    """Python's replacement characters are those of Rust: one for each maximal beginning of a character."""
     tokenizer, rng = byte_level(), random.Random(1)
     likely = tokenizer.convert_tokens_to_ids([chr(byte) for byte in (0xE4, 0xF0, 0xF4, 0xC3, 0xEE, 0xAE, 0xB8)])
     for _ in range(300):
         ids = rng.choices([*range(256), *likely * 60], k=12)  # the alphabet comes first
         ids += by_bytes(tokenizer, "a")  # ends an incomplete character
-        detokenizer = IncrementalDetokenizer(tokenizer)
-        assert "".join(detokenizer.feed([i]) for i in ids) == tokenizer.decode(ids)
+        assert "".join(fed(tokenizer, ids)[0]) == tokenizer.decode(ids)
 
 
 def test_a_character_appears_when_it_is_complete():
     tokenizer = byte_level()
     ids = by_bytes(tokenizer, "a🙂é")
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.feed([i]) for i in ids] == ["a", "", "", "", "🙂", "", "é"]
-    assert detokenizer.text == detokenizer.text_now == "a🙂é"
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.feed(ids[:3]) == "a" and detokenizer.feed(ids[:1]) == REPLACEMENT + "a"
+    assert fed(tokenizer, ids) == (["a", "", "", "", "🙂", "", "é"], "")
+    assert fed(tokenizer, [*ids[:3], *ids[:1]]) == (["a", "", "", REPLACEMENT + "a"], "")
 
 
 def test_byte_tokens_are_certain_when_their_run_ends():
@@ -179,39 +171,37 @@ def test_byte_tokens_are_certain_when_their_run_ends():
     tokenizer = sentencepiece()
     ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "中".encode()])
     a, bad = tokenizer.convert_tokens_to_ids(["a", "<0xFF>"])
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.feed([i]) for i in [a, *ids, a]] == ["a", "", "", "", "中a"]
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.feed(ids) == "" and detokenizer.text_now == "中"
-    assert detokenizer.feed([bad]) == "" and detokenizer.text_now == ""
-    assert detokenizer.feed([a]) == REPLACEMENT * 4 + "a"
+    assert fed(tokenizer, [a, *ids, a]) == (["a", "", "", "", "中a"], "")
+    assert fed(tokenizer, ids) == (["", "", ""], "中")
+    assert fed(tokenizer, [*ids, bad]) == ([""] * 4, "")
+    assert fed(tokenizer, [*ids, bad, a]) == ([*[""] * 4, REPLACEMENT * 4 + "a"], "")
 
 
-@pytest.mark.parametrize("make", [sentencepiece, in_python])
-def test_window_stays_short(make):
-    """Also of tokens that have no text: special ones are left out, or every token would decode all of them again."""
+def test_a_decoder_that_changes_text_before_the_token():
+    """``DecodeStream`` raises, here at ".", and at every token after it; the engine's step would have failed."""
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.WordLevel({"a": 0, " ": 1, ".": 2}, unk_token="a"))
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")])
+    assert backend.decode([0, 1, 2, 0]) == "a.a"
+    assert fed(fast(backend), [0, 1, 2, 0, 0]) == (["a", " ", "", "a", "a"], "")
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, in_python])
+def test_long_runs_of_special_tokens_are_not_decoded(make, monkeypatch):
+    """A model that ignores its end-of-sequence token repeats it: each decoded all before it again."""
     tokenizer, rng = make(), random.Random(2)
+    with_text = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+    first, second = rng.choices(with_text, k=50), rng.choices(with_text, k=50)
+    second[0] = tokenizer.convert_tokens_to_ids({byte_level: "Ġthe", sentencepiece: "▁the", in_python: " "}[make])
     detokenizer = IncrementalDetokenizer(tokenizer)
-    with_text = [i for i in range(len(tokenizer)) if i not in detokenizer.tokens.byte_ids]
-    unknown = [len(tokenizer) + 3] if make is sentencepiece else []
-    nothing = [*tokenizer.all_special_ids, *unknown] * 500
-    first, second = rng.choices(with_text, k=500), rng.choices(with_text, k=500)
-    second[0] = tokenizer.convert_tokens_to_ids(" " if make is in_python else "▁the")
-    ids = first + nothing + second
-    longest, decoded = 0, detokenizer.tokens.decode
-    try:
-        def decode_short(ids):
-            nonlocal longest
-            longest = max(longest, len(ids))
-            return decoded(ids)
-
-        detokenizer.tokens.decode = decode_short
-        for i in ids:
-            detokenizer.feed([i])
-    finally:
-        del detokenizer.tokens.decode
-    assert 10 < longest < 50
-    assert complete(detokenizer.text_now) == complete(tokenizer.decode(ids, skip_special_tokens=True))
+    text = "".join(map(detokenizer.feed, first))
+    with monkeypatch.context() as patch:
+        patch.setattr(detokenizer, "_stream", None, raising=False)  # not asked
+        patch.setattr(detokenizer, "_pending_text", None)
+        assert not any(map(detokenizer.feed, tokenizer.all_special_ids * 500))
+    text += "".join(map(detokenizer.feed, second)) + detokenizer.held()
+    assert complete(text) == complete(tokenizer.decode(first + second))
 
 
 def test_decode_tokens(tokenizer):
@@ -247,21 +237,18 @@ def naive_stop(tokenizer, ids, stop, include, min_tokens, skip):
     return None
 
 
-def run_checker(checker, detokenizer, ids, rng):
-    at = 0
-    while at < len(ids):
-        size = rng.choice([1, 1, 1, 2, 7])
-        found = checker.update(ids[at : at + size])
-        at += size
-        if found is not None:
-            string, length = found
-            return string, detokenizer.text_now[:length], checker.num_tokens
-        assert checker.num_tokens == min(at, len(ids))
-    return None
+def search(tokenizer, ids, stop, include=False, min_tokens=0, skip=True):
+    """What ``naive_stop`` gives."""
+    params = SamplingParams(
+        stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens, skip_special_tokens=skip
+    )
+    strings = StopStrings(tokenizer, params)
+    found = ((strings.update(token_id), n) for n, token_id in enumerate(ids, 1))
+    return next(((*result, n) for result, n in found if result is not None), None)
 
 
 def test_stop_strings_are_found_as_by_the_naive_search(tokenizer):
-    rng, candidates, num_found = random.Random(3), StopCandidates(len(tokenizer) + 10), 0
+    rng, num_found = random.Random(3), 0
     for _ in range(600):
         ids, skip = random_ids(tokenizer, rng, rng.choice([5, 20, 60])), rng.random() < 0.7
         # pieces of the text itself, so that most are found; across tokens, from inside of one, multi-byte characters
@@ -271,9 +258,7 @@ def test_stop_strings_are_found_as_by_the_naive_search(tokenizer):
             at, size = rng.randrange(max(1, len(text) - 2)), rng.choice([1, 2, 3, 6])
             stop.append(text[at : at + size].replace(REPLACEMENT, "a") or "x")
         include, min_tokens = rng.random() < 0.5, rng.choice([0, 0, 3, 10])
-        detokenizer = IncrementalDetokenizer(tokenizer, skip)
-        checker = StopChecker(candidates, detokenizer, stop, include, min_tokens)
-        found = run_checker(checker, detokenizer, ids, rng)
+        found = search(tokenizer, ids, stop, include, min_tokens, skip)
         assert found == naive_stop(tokenizer, ids, stop, include, min_tokens, skip), (ids, stop)
         num_found += found is not None
     assert 100 < num_found < 590
@@ -294,40 +279,31 @@ def test_stop_strings_are_found_as_by_the_naive_search(tokenizer):
 def test_stop_strings_by_hand(text, stop, kept, kept_with, reason):
     tokenizer = byte_level()
     for include, expected in ((False, kept), (True, kept_with)):
-        detokenizer = IncrementalDetokenizer(tokenizer)
-        checker = StopChecker(StopCandidates(len(tokenizer)), detokenizer, stop, include)
-        found = checker.update(by_bytes(tokenizer, text))
-        assert (found and found[0]) == reason
-        assert (found and detokenizer.text_now[: found[1]]) == expected
+        found = search(tokenizer, by_bytes(tokenizer, text), stop, include)
+        assert found == (None if reason is None else (reason, expected, found[2]))
 
 
 def test_min_tokens():
     """A string that ends in the first min_tokens tokens is passed over; one that begins there is found."""
     tokenizer = byte_level()
     ids = by_bytes(tokenizer, "ab cab cab")
-    for min_tokens, expected in ((1, (("ab", 0), 2)), (2, (("ab", 4), 6)), (5, (("ab", 4), 6)), (10, (None, 10))):
-        checker = StopChecker(
-            StopCandidates(len(tokenizer)), IncrementalDetokenizer(tokenizer), ["ab"], min_tokens=min_tokens
-        )
-        assert (checker.update(ids), checker.num_tokens) == expected
+    late = "ab", "ab c", 6
+    for min_tokens, expected in ((1, ("ab", "", 2)), (2, late), (5, late), (10, None)):
+        assert search(tokenizer, ids, ["ab"], min_tokens=min_tokens) == expected
 
 
 def test_special_tokens_are_no_text():
     """A special token as a stop string is found only in text that shows it."""
     tokenizer = byte_level()
     ids = [*by_bytes(tokenizer, "ab"), tokenizer.eos_token_id]
-    for skip, expected in ((True, None), (False, ("</s>", 2))):
-        detokenizer = IncrementalDetokenizer(tokenizer, skip)
-        assert StopChecker(StopCandidates(len(tokenizer)), detokenizer, ["</s>"]).update(ids) == expected
+    for skip, expected in ((True, None), (False, ("</s>", "ab", 3))):
+        assert search(tokenizer, ids, ["</s>"], skip=skip) == expected
 
 
 def test_byte_tokens_complete_a_string_within_their_run():
     tokenizer = sentencepiece()
     ids = tokenizer.convert_tokens_to_ids(["a", *(f"<0x{byte:02X}>" for byte in "中文".encode())])
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    checker = StopChecker(StopCandidates(len(tokenizer)), detokenizer, ["中"], include=True)
-    assert [checker.update([i]) for i in ids[:4]] == [None, None, None, ("中", 2)]
-    assert detokenizer.text_now == "a中"
+    assert search(tokenizer, ids, ["中"], include=True) == ("中", "a中", 4)
 
 
 def test_replacement_character_as_a_stop_string():
@@ -335,36 +311,11 @@ def test_replacement_character_as_a_stop_string():
     bad = tokenizer.get_vocab()[chr(0xFF)]
     ids = [*by_bytes(tokenizer, "a"), bad, *by_bytes(tokenizer, "b")]
     for stop in (REPLACEMENT, REPLACEMENT + "b"):
-        checker = StopChecker(StopCandidates(len(tokenizer)), IncrementalDetokenizer(tokenizer), [stop])
-        assert (checker.update(ids), checker.num_tokens) == ((stop, 1), 1 + len(stop))
+        assert search(tokenizer, ids, [stop]) == (stop, "a", 3)
 
 
-def test_most_tokens_are_no_candidates():
-    """The saving: tokens that cannot complete a string are not detokenized. And the table is made once."""
-    tokenizer = demo()
-    candidates, detokenizer = StopCandidates(4096), IncrementalDetokenizer(tokenizer)
-    table = candidates.table(detokenizer.tokens, ["Question:", "\n\n"])
-    assert table.dtype == np.bool_ and table.shape == (4096,)
-    assert {i for i in range(len(tokenizer)) if ":" in tokenizer.decode([i])} <= set(np.flatnonzero(table).tolist())
-    assert not table[len(tokenizer) :].any() and table.mean() < 0.02
-    assert candidates.table(detokenizer.tokens, ["\n\n", "Question:"]) is table
-    fed, feed = [], detokenizer.feed
-    detokenizer.feed = lambda ids: (fed.append(len(ids)), feed(ids))[1]
-    checker = StopChecker(candidates, detokenizer, ["Question:", "\n\n"])
-    ids = tokenizer("a long answer of many words that end in no stop string")["input_ids"]
-    rare = [i for i in ids if not table[i]]
-    assert len(rare) > len(ids) / 2
-    assert checker.update(rare) is None and fed == []
-    colon = next(i for i in np.flatnonzero(table).tolist() if tokenizer.decode([i]) == ":")
-    assert checker.update([colon]) is None and fed == [len(rare), 1]
-    assert detokenizer.text_now == tokenizer.decode([*rare, colon])
-
-
-def test_tables_are_dropped_in_order_of_use():
+def test_a_long_text_is_kept_whole():
+    """Only its end is searched."""
     tokenizer = byte_level()
-    candidates, tokens = StopCandidates(len(tokenizer)), IncrementalDetokenizer(tokenizer).tokens
-    first, second = (candidates.table(tokens, [text]) for text in ("a", "b"))
-    for i in range(31):
-        candidates.table(tokens, [f"{i}"])
-        assert candidates.table(tokens, ["a"]) is first
-    assert candidates.table(tokens, ["b"]) is not second
+    ids = by_bytes(tokenizer, "abc é" * 500 + "stop")
+    assert search(tokenizer, ids, ["stop", "c é."]) == ("stop", "abc é" * 500, len(ids))

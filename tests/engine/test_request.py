@@ -10,8 +10,11 @@ import torch
 from helpers import generate
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.engine.request import Call, RequestProcessor
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.request import Caller
 from nanovllm.engine.scheduler import SequenceTable
+from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 
 
@@ -200,30 +203,41 @@ def test_a_request_of_two_sequences():
     config = SimpleNamespace(
         max_model_len=64, kvcache_block_size=16, seed=0, max_logprobs=20, model_config=SimpleNamespace(vocab_size=512)
     )
-    processor = RequestProcessor(config, 8, {1}, AsyncTokenizer("", skip=True, trust_remote_code=False))
-    request, call = processor.make("p", [5, 6], SamplingParams(max_tokens=1, n=2)), Call()
+    tokenizer, caller = AsyncTokenizer("", skip=True, trust_remote_code=False), Caller()
+    processors = TokenProcessors(config, tokenizer, (1,))
+    inputs, outputs = InputProcessor(config, 8, tokenizer, processors), OutputProcessor(tokenizer, processors)
+    prompt = {"prompt": "p", "prompt_token_ids": [5, 6]}
+    request = inputs.make(prompt, SamplingParams(max_tokens=1, n=2))
+    outputs.register(request, caller)
     table = SequenceTable(2, 64)
-    for i, seq in enumerate(processor.start(request, call)):
+    for i, seq in enumerate(inputs.make_sequences(request)):
         table.add(seq)
         table.tokens[seq.req_idx, 2], table.num_tokens[seq.req_idx] = 7 + i, 3
         table.remove(seq)
         seq.finish_reason = "length"
-    processor.finish([request.seqs[1]])
-    assert list(call.unfinished) == [0] and not call.finished
-    processor.finish([request.seqs[0]])
-    assert not call.unfinished and list(call.finished) == [request]
+    outputs.queued(request)
+    outputs.finish([request.seqs[1]])
+    assert list(caller.unfinished) == [0] and not caller.finished
+    outputs.finish([request.seqs[0]])
+    assert not caller.unfinished and list(caller.finished) == [request]
     output = request.output()
     assert [(c.index, c.token_ids) for c in output.outputs] == [(0, [7]), (1, [8])]
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("0", "p", [5, 6])
-    assert processor.make("q", [5], SamplingParams()).request_id == 2
+    assert inputs.make([5], SamplingParams()).request_id == 2
+
+
+def sequences_of(llm, prompt, params):
+    return llm._inputs.make_sequences(llm._inputs.make(prompt, params))
 
 
 def test_seeds_of_completions(small_llm):
     """As vLLM's: completion i of a request with a seed is the completion of a request with ``seed + i``."""
-    make = small_llm._requests.make
-    seeds = [seq.seed for seq in make(None, [5], SamplingParams(seed=7, n=3)).seqs]
-    assert seeds == [make(None, [5], SamplingParams(seed=7 + i)).seqs[0].seed for i in range(3)]
-    assert len({seq.seed for seq in make(None, [5], SamplingParams(n=3)).seqs}) == 3
+
+    def seeds(**params):
+        return [seq.seed for seq in sequences_of(small_llm, [5], SamplingParams(**params))]
+
+    assert seeds(seed=7, n=3) == [*seeds(seed=7), *seeds(seed=8), *seeds(seed=9)]
+    assert len(set(seeds(n=3))) == 3
 
 
 @pytest.mark.parametrize(
@@ -234,17 +248,17 @@ def test_seeds_of_completions(small_llm):
 def test_what_the_request_layer_resolves(small_llm, params, num_kept, max_tokens):
     """The last tokens of the prompt are kept; max_tokens=None is what max_model_len and the KV cache (97) leave."""
     given = SamplingParams(**params)
-    (seq,) = small_llm._requests.make(None, list(range(9)), given).seqs
+    (seq,) = sequences_of(small_llm, list(range(9)), given)
     assert seq.prompt_token_ids == list(range(9 - num_kept, 9))
     assert seq.sampling_params.max_tokens == max_tokens and given.max_tokens == params.get("max_tokens", 64)
 
 
 def test_truncated_to_max_model_len(small_llm):
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
-    prompt = small_llm._requests.make(None, list(range(200)), SamplingParams(max_tokens=0, truncate_prompt_tokens=-1))
-    assert prompt.seqs[0].prompt_token_ids == list(range(73, 200))
+    prompt = small_llm._inputs.make(list(range(200)), SamplingParams(max_tokens=0, truncate_prompt_tokens=-1))
+    assert prompt.prompt_ids.tolist() == list(range(73, 200))
     with refuses("need 8 KV blocks"):
-        small_llm._requests.make(None, list(range(200)), params)
+        small_llm._inputs.make(list(range(200)), params)
 
 
 def test_edited_after_submission(small_llm):
@@ -285,14 +299,14 @@ def test_abort(make_llm):
 def test_requests_come_out_as_they_finish(small_llm):
     """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
-    drafts = small_llm._requests.draft_all([None] * 3, [[5], [6], [7]], params)
-    assert [request.index for request in small_llm._run(drafts)] == [1, 2, 0]
+    requests = small_llm._inputs.make_all([(None, [5]), (None, [6]), (None, [7])], params)
+    assert [request.index for _, finished in small_llm._run(requests) for request in finished] == [1, 2, 0]
 
 
 def test_equal_parameters_share_a_snapshot(small_llm):
     """Equal in values and types: True was taken for the 1 of the request before. None is the caller's object."""
     every = [SamplingParams(max_tokens=1, stop_token_ids=[7]) for _ in range(3)] + [SamplingParams(max_tokens=2)]
-    requests = list(small_llm._requests.draft_all([None] * 4, [[5]] * 4, every))
+    requests = small_llm._inputs.make_all([(None, [5])] * 4, every)
     first, *others = [request.params for request in requests]
     assert [params is first for params in others] == [True, True, False]
     assert first == every[0] and first is not every[0] and others[2].max_tokens == 2

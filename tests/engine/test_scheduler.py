@@ -10,11 +10,9 @@ Histories hold what users can ask of the scheduler: several completions of a pro
 prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache.
 """
 
-import os
 import sys
 import weakref
-from collections import Counter, deque
-from threading import RLock
+from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -28,10 +26,11 @@ from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Call, RequestProcessor
+from nanovllm.engine.logprobs import SampleLogprobs
+from nanovllm.engine.request import Caller
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.engine.watch import Watch, WatchMaker
 from nanovllm.runner import cascade, prefill_graphs
 
 
@@ -51,21 +50,24 @@ class CountingStop:
     def __init__(self, n):
         self.n = n
 
-    def update(self, token_ids):
-        self.n -= len(token_ids)
-        return (STOP_TEXT, 4) if self.n == 0 else None
+    def update(self, token_id):
+        self.n -= 1
+        return (STOP_TEXT, "text") if self.n == 0 else None
 
 
-class FakeWatchMaker(WatchMaker):
+class FakeProcessors(TokenProcessors):
     """Stop strings are numbers here: of tokens."""
+
+    def check(self, params):
+        """They need no tokenizer."""
 
     def make(self, seq):
         params = seq.sampling_params
         if params.logprobs is None and not params.stop:
             return None
         stop = CountingStop(int(params.stop[0])) if params.stop else None
-        no_tokenizer = SimpleNamespace(tokenizer=None)
-        return Watch(seq, no_tokenizer, SimpleNamespace(text_now="text, cut"), stop, guide=None)
+        logprobs = None if params.logprobs is None else SampleLogprobs(params, SimpleNamespace(tokenizer=None))
+        return TokenProcessor(seq, stop, logprobs, guide=None)
 
 
 class Harness:
@@ -97,17 +99,15 @@ class Harness:
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
         self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs)
+        self.device.num_kvcache_blocks = num_blocks
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
-        engine._owner = os.getpid()
-        engine.scheduler = Scheduler(self.config, num_blocks, {EOS})
-        no_tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        engine._tokenizer = no_tokenizer
-        engine._requests = RequestProcessor(self.config, num_blocks, {EOS}, no_tokenizer)
-        engine._requests._watch_maker = FakeWatchMaker(self.config, no_tokenizer, (EOS,))
-        engine._in_flight, engine._added, engine._lock = deque(), Call(detokenize=False), RLock()
+        engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
+        engine._set_up(Scheduler(self.config, num_blocks, {EOS}))
+        token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
+        engine._inputs._token_processors = engine._outputs._token_processors = token_processors
         self.num_steps = 0
 
     @property
@@ -137,7 +137,7 @@ class Harness:
         num_slots = config.num_kvcache_blocks * config.kvcache_block_size
         fits = 1 <= start <= num_prompt_tokens <= min(config.max_model_len, num_slots)
         try:
-            request = self.engine._requests.make_scoring(token_ids, start, 0, 0)
+            (request,) = self.engine._inputs.make_scoring([token_ids], [start])
         except RequestError:
             assert not fits
             return None
@@ -167,12 +167,12 @@ class Harness:
 
     def end(self, seq):
         """Take one completion out, as a stop string does, but at any moment."""
-        if seq.seq_id in self.engine._requests._requests:
+        if seq.seq_id in self.engine._outputs._requests:
             self.ended.add(seq.seq_id)
             self.device.seen.add(f"ended {self.state_of(seq)}")
             seq.finish_reason, seq.stop_reason = "stop", STOP_TEXT
             self.scheduler.finish([seq])
-            self.engine._requests.finish([seq])
+            self.engine._outputs.finish([seq])
 
     def state_of(self, seq) -> str:
         if seq.status is SequenceStatus.FINISHED:
@@ -185,9 +185,9 @@ class Harness:
         return "unsampled"
 
     def step(self):
-        batch = self.engine._step()
+        batch = self.engine._advance()
         self.num_steps += 1
-        for request in self.engine._take(self.engine._added):
+        for request in self.engine._added.take():
             assert request.request_id not in self.aborted
             for seq in request.seqs:
                 assert seq.seq_id not in self.outputs
@@ -207,11 +207,11 @@ class Harness:
     def give_up(self):
         """Ctrl-C, as ``generate`` handles it."""
         waits = len(self.engine._added.unfinished) > 0 or self.engine._added.dropped
-        self.engine._abort()
+        self.engine._drop_all()
         if waits:
             with pytest.raises(EngineError, match="these requests were dropped"):
-                self.engine._take(self.engine._added)
-        self.engine._take(self.engine._added)  # finished before
+                self.engine._added.take()
+        self.engine._added.take()  # finished before
 
     def run_to_end(self):
         budget = 50 + 20 * sum(request.limit for request in self.requests.values())
@@ -288,7 +288,7 @@ class Harness:
             assert is_taken == all(seq.status is SequenceStatus.FINISHED for seq in request.seqs)
         assert all(seq.status is SequenceStatus.RUNNING for seq in holders)
         assert all(seq.req_idx >= 0 for seq in running)
-        assert all(waiting.is_head(seq) for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
+        assert all(seq is waiting[0] for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in waiting if seq.req_idx < 0)
 
         # invariant 5, and request slots
@@ -507,8 +507,9 @@ def test_random_histories_with_an_abort(max_in_flight, limits, first, second, fa
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
-    FILES = ("scheduler.py", "block_manager.py", "request_state.py", "llm_engine.py", "request.py",
-             "core.py", "inputs.py", "cascade.py", "sampler.py", "masks.py", "watch.py")  # fmt: skip
+    FILES = ("scheduler.py", "block_manager.py", "core.py", "request_state.py", "llm_engine.py", "request.py",
+             "input_processor.py", "output_processor.py", "inputs.py", "cascade.py", "sampler.py", "masks.py",
+             "token_processor.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -516,7 +517,7 @@ class Interrupt:
     def __call__(self, frame, event, arg):
         if not frame.f_code.co_filename.endswith(self.FILES) or "nanovllm" not in frame.f_code.co_filename:
             return None
-        if frame.f_code.co_name == "_abort":  # a second Ctrl-C may do what it likes
+        if frame.f_code.co_name == "_drop_all":  # a second Ctrl-C may do what it likes
             return None
         if event == "line":
             self.countdown -= 1
@@ -543,13 +544,13 @@ def test_interrupted_at_any_line(max_in_flight):
             sys.settrace(interrupt)
             play(harness, first)
             while not harness.engine.is_finished():
-                harness.engine._step()
-                harness.engine._take(harness.engine._added)
+                harness.engine._advance()
+                harness.engine._added.take()
             break  # it came to its end before the countdown did
         except KeyboardInterrupt:
             sys.settrace(previous)
-            harness.engine._abort()
-            harness.engine._added = Call(detokenize=False)  # the interrupt may have struck before it was told
+            harness.engine._drop_all()
+            harness.engine._added = Caller(detokenize=False)  # the interrupt may have struck before it was told
         finally:
             sys.settrace(previous)
         harness.forget()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from datetime import datetime
 
 import pytest
 from helpers import generate, greedy, prompt_of, tokens_of
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 NONE = SamplingParams(max_tokens=0)
@@ -45,6 +47,66 @@ def test_chat_without_a_template(demo, monkeypatch):
     with refuses("chat() needs a tokenizer with a chat template; this model has none. Use generate()"):
         demo.chat(HI, use_tqdm=False)
     assert demo.chat(HI, NONE, use_tqdm=False, chat_template="{{ messages[0].content }}!")[0].prompt == "hi!"
+
+
+def search(query: str):
+    """Search.
+
+    Args:
+        query: what to look for.
+    """
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "<é>"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "expected"),
+    [
+        ("{{ tools | tojson }}", {"tools": [TOOL]}, json.dumps([TOOL], ensure_ascii=False)),
+        ("{% for t in tools %}{{ t.function.name }}{{ t.function.parameters.required }}{% endfor %}",
+         {"tools": [search]}, "search['query']"),
+        ("{{ strftime_now('%Y') }}", {}, f"{datetime.now():%Y}"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}", {}, "hi"),
+        ("{{ eos_token }}{{ bos_token is defined }}", {}, "<|im_end|>False"),
+    ],
+)  # fmt: skip
+def test_what_templates_have(demo, template, options, expected):
+    (output,) = demo.chat(HI, NONE, use_tqdm=False, chat_template=template, **options)
+    assert output.prompt == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('only <system> first') }}", "only <system> first"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.append(1) }}", "access to attribute 'append'"),  # in a sandbox, for it came with the checkpoint
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+    ],
+)
+def test_templates_that_fail(demo, template, reason):
+    with refuses(f"the model's chat template cannot take these messages: {reason}"):
+        demo.chat(HI, use_tqdm=False, chat_template=template)
+
+
+def test_where_templates_are_written(tmp_path):
+    """Several by name in tokenizer_config.json, or in files, which win."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def rendered(**options):
+        tokenizer = AsyncTokenizer(str(tmp_path), skip=False, trust_remote_code=False)
+        try:
+            return tokenizer.apply_chat_template(HI, **options)
+        finally:
+            tokenizer.close()
+
+    assert (rendered(), rendered(tools=[TOOL]), rendered(chat_template="tool_use")) == ("d", "t", "t")
+    (tmp_path / "chat_template.jinja").write_text("é {{ messages[0].content }}", encoding="utf-8")
+    assert rendered() == "é hi"
 
 
 def test_text_that_is_not_unicode(demo):

@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 def engine(make_checkpoint):
     engine = EngineThread(make_checkpoint(), kvcache_block_size=16, **OPTIONS)
     yield engine
-    engine.submit(None, [2], PARAMS).result(60)  # it still serves
+    engine.submit([2], PARAMS).result(60)  # it still serves
     engine.llm.exit()
 
 
@@ -25,7 +25,7 @@ def test_submit_from_many_threads(engine, reference):
     prompts = [[5 + i, 7, 9] for i in range(40)]
 
     def complete(prompt):
-        return engine.submit(None, prompt, PARAMS).result(60).output()
+        return engine.submit(prompt, PARAMS).result(60)
 
     with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(complete, prompts))
@@ -33,10 +33,10 @@ def test_submit_from_many_threads(engine, reference):
 
 
 def test_errors_are_of_their_request(engine):
-    good, bad = engine.submit(None, [2], PARAMS), engine.submit(None, [10**6], PARAMS)
+    good, bad = engine.submit([2], PARAMS), engine.submit([10**6], PARAMS)
     with pytest.raises(RequestError, match="outside the vocabulary"):
         bad.result(60)
-    assert len(good.result(60).output()["token_ids"]) == 6
+    assert len(good.result(60)["token_ids"]) == 6
 
 
 def test_a_failed_step_fails_its_requests(engine, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_failed_step_fails_its_requests(engine, monkeypatch):
     with monkeypatch.context() as patch:
         error = OutOfMemoryError("no room")
         patch.setattr(engine.llm.model_runner, "forward", lambda batch: (_ for _ in ()).throw(error))
-        futures = [engine.submit(None, [i], PARAMS) for i in range(2, 5)]
+        futures = [engine.submit([i], PARAMS) for i in range(2, 5)]
         for future in futures:
             with pytest.raises(OutOfMemoryError, match="no room"):
                 future.result(60)
@@ -63,7 +63,7 @@ def test_a_failed_device_ends_the_process(make_checkpoint):
         f"engine = EngineThread({make_checkpoint()!r}, **{OPTIONS})\n"
         "def run(batch): raise RuntimeError('CUDA error: an illegal memory access')\n"
         "engine.llm.model_runner.forward = run\n"
-        "engine.submit(None, [2], SamplingParams()).result()\n"
+        "engine.submit([2], SamplingParams()).result()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: CUDA error: an illegal memory access")

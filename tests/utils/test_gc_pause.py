@@ -6,7 +6,7 @@ import weakref
 import pytest
 from helpers import greedy
 
-from nanovllm.utils.gc_pause import no_full_gc
+from nanovllm.engine.guard import NoFullGC
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
 def test_runs_of_two_engines_overlap(gc_threshold):
     """In two threads; the one that ends last must not restore the other's pause."""
     gc_threshold(100, 2, 3)
-    first, second = no_full_gc(), no_full_gc()
+    first, second = NoFullGC(), NoFullGC()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

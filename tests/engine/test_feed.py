@@ -1,78 +1,44 @@
-"""Sequences that are made when their turn comes: nobody can tell, except by the time of the first launch."""
+"""Requests that become sequences while others run: nobody can tell, except by the time of the first launch."""
 
-from collections import deque
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from helpers import generate, greedy, prompt_of, tokens_of
 from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
-from nanovllm.core import SequenceStatus
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request as EngineRequest
-from nanovllm.engine.request import RequestProcessor
-from nanovllm.engine.waiting import WaitingQueue
-
-
-def test_queue_is_a_list():
-    """Against a plain list, over random histories: the same order and length, and drafts are made in order."""
-    rng = Random(0)
-    for _ in range(100):
-        queue, expected, made, number = WaitingQueue(), deque(), [], 0
-
-        def drafts(groups, made=made):
-            for group in groups:
-                made.extend(group)
-                yield group
-
-        for _ in range(30):
-            action = rng.choice(["expect", "append", "appendleft", "pop", "make", "remove", "forget"])
-            if action == "expect":
-                groups = []
-                for _ in range(rng.randrange(4)):
-                    size, is_empty = rng.randint(1, 3), rng.random() < 0.2
-                    status = SequenceStatus.FINISHED if is_empty else SequenceStatus.WAITING
-                    groups.append([SimpleNamespace(seq_id=number + i, status=status) for i in range(size)])
-                    number += size
-                queue.expect(drafts(groups), sum(map(len, groups)))
-                expected.extend(seq for group in groups for seq in group)
-            elif action in ("append", "appendleft"):
-                seq, number = SimpleNamespace(seq_id=number, status=SequenceStatus.WAITING), number + 1
-                getattr(queue, action)(seq)
-                made.append(seq)
-                getattr(expected, action)(seq)
-            elif action == "make":
-                queue.make(rng.randrange(5))
-            elif action == "remove" and list(queue):
-                seq = rng.choice(list(queue))
-                queue.remove(seq)
-                expected.remove(seq)
-            elif action == "forget":
-                queue.forget_drafts()
-                expected = deque(seq for seq in expected if seq in made)
-            head = queue.head() if action == "pop" else None
-            expected = deque(seq for seq in expected if seq.status is SequenceStatus.WAITING or seq not in made)
-            if action == "pop":
-                assert head is (expected[0] if expected else None)
-                if head is not None:
-                    assert queue.is_head(head) and queue.popleft() is expected.popleft()
-            assert len(queue) == len(expected)
-            assert list(queue) == [seq for seq in expected if seq in made]
+from nanovllm.engine import llm_engine
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.output_processor import OutputProcessor
 
 
 def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference, monkeypatch):
-    """2,048 short requests were all made while the device idled: 50 ms of 580."""
-    llm, made, at_launch = make_llm(max_num_seqs=2), [], []
-    make, run = RequestProcessor._make, llm.model_runner.forward
-    monkeypatch.setattr(RequestProcessor, "_make", lambda *args: made.append(args[-1]) or make(*args))
+    """2,048 short requests were all made while the device idled: 50 ms of 580. While it works, twice as many follow."""
+    monkeypatch.setattr(llm_engine, "FIRST", 2)
+    llm, made, at_launch = make_llm(max_num_seqs=4), [], []
+    make, run = InputProcessor.make_sequences, llm.model_runner.forward
+    monkeypatch.setattr(
+        InputProcessor, "make_sequences", lambda self, request: made.append(request.index) or make(self, request)
+    )
     monkeypatch.setattr(llm.model_runner, "forward", lambda batch: at_launch.append(len(made)) or run(batch))
-    prompts, limits = [prompt_of(5, seed=i) for i in range(8)], [3, 6, 2, 4, 5, 1, 3, 2]
+    prompts, limits = [prompt_of(5, seed=i) for i in range(20)], [3, 6, 2, 4, 5, 1, 3, 2] * 2 + [2] * 4
     outputs = llm.generate(prompts, [greedy(n) for n in limits], use_tqdm=False)
-    assert at_launch[0] == 3 and made == list(range(8))  # two seats, and the head of those that wait
+    assert at_launch[:3] == [2, 4, 8] and made == list(range(20))
     assert tokens_of(outputs) == [reference(prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    assert [(output.index, output.request_id) for output in outputs] == [(i, str(i)) for i in range(8)]
+    assert [(output.index, output.request_id) for output in outputs] == [(i, str(i)) for i in range(20)]
+
+
+def test_a_window_counts_completions(make_llm, monkeypatch):
+    """A request of 64 completions is 64 sequences to make before the first launch."""
+    llm, queued = make_llm(max_num_seqs=4), []
+    run = llm.model_runner.forward
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: queued.append(num_queued(llm)) or run(batch))
+    llm.generate([prompt_of(5, seed=i) for i in range(6)], SamplingParams(n=5, max_tokens=4), use_tqdm=False)
+    assert queued[0] == 10 and max(queued) <= 8 + 4
+
+
+def num_queued(llm):
+    return len(llm.scheduler.waiting) + len(llm.scheduler.running)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
@@ -101,51 +67,52 @@ def launches_of(seed, at_once, least):
     harness = Harness(in_flight, caching, 2, 12, seats, rng.randint(1, 12), 16)
     engine, prompts, every = harness.engine, [], []
     for _ in range(rng.randint(1, 14)):
-        prompts.append([rng.randint(1, 2) for _ in range(rng.randint(1, 8))])
+        prompts.append((None, [rng.randint(1, 2) for _ in range(rng.randint(1, 8))]))
         n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([least, 1, 2, 5, 8])
         every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
-    drafts = engine._requests.draft_all([None] * len(prompts), prompts, every)
-    for draft, prompt in zip(drafts.left, prompts, strict=True):
-        for seq in draft().seqs:  # a twin, for what the device is to expect
-            params = seq.sampling_params
-            harness.requests[seq.seq_id] = Request(prompt, params, 16, seq.seed, (EOS,), None, None, 0)
-    launches, queue, run = [], harness.scheduler.waiting, harness.device.forward
+    requests = engine._inputs.make_all(prompts, every)
+    for request, (_, prompt) in zip(requests, prompts, strict=True):
+        for seq in engine._inputs.make_sequences(request):  # for what the device is to expect
+            harness.requests[seq.seq_id] = Request(prompt, request.params, 16, seq.seed, (EOS,), None, None, 0)
+        request.seqs = []
+    launches, run, advance = [], harness.device.forward, engine._advance
 
     def recorded(batch):
-        chunks = (batch.starts, batch.stops) if hasattr(batch, "starts") else ()
+        chunks = () if batch.is_decode else (batch.starts.tolist(), batch.stops.tolist())
         launches.append((batch.seq_ids.tolist(), batch.req_indices.tolist(), chunks))
         return run(batch)
 
-    def step():
-        batch = LLMEngine._step(engine)
-        harness.made = {r.request_id: r for r in engine._requests._requests.values()}
+    def checked():
+        batch = advance()
+        harness.made = {request.request_id: request for request in engine._outputs._requests.values()}
         harness.check()
         return batch
 
-    harness.device.forward, engine._step = recorded, step
-    if at_once:
-        expect = queue.expect
-        queue.expect = lambda drafts, number: (expect(drafts, number), queue.make(number))
-    finished = {request.index: list(request.token_ids.values()) for request in engine._run(drafts)}
-    assert engine.is_finished() and not harness.scheduler.waiting and not drafts.left
+    harness.device.forward, engine._advance = recorded, checked
+    with pytest.MonkeyPatch.context() as patch:
+        if at_once:
+            patch.setattr(llm_engine, "FIRST", 1000)
+            patch.setattr(llm_engine, "WINDOW", 1000)
+        finished = {r.index: list(r.token_ids.values()) for _, ended in engine._run(requests) for r in ended}
+    assert engine.is_finished() and not harness.scheduler.waiting and not engine._outputs.num_not_queued
     assert len(finished) == len(prompts)
     return launches, finished
 
 
 def test_launches_are_those_of_a_full_queue():
-    """Whether requests are made one by one or all at once: the same batches in the same order."""
+    """Whether requests come one by one or all at once: the same batches in the same order."""
     histories = [[launches_of(seed, at_once, least=1) for at_once in (False, True)] for seed in range(60)]
-    assert all(one_by_one == at_once for one_by_one, at_once in histories)
+    assert all(in_a_window == at_once for in_a_window, at_once in histories)
     assert max(len(launches) for (launches, _), _ in histories) > 20
 
 
 def test_requests_with_nothing_to_compute():
-    """They count as waiting until their turn comes, which may let others wait for seats; nobody waits for ever."""
+    """They never reach the scheduler; nobody waits for ever."""
     for seed in range(40):
         assert launches_of(seed, False, least=0)[1] == launches_of(seed, True, least=0)[1]
 
 
-def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
+def test_metrics_count_what_is_not_queued(make_llm, monkeypatch):
     """They wait from the call on; a call that ends early aborts them, and leaves nothing behind."""
     llm, seen = make_llm(max_num_seqs=2), []
     run = llm.model_runner.forward
@@ -168,7 +135,7 @@ def test_metrics_count_what_is_not_made(make_llm, monkeypatch):
     assert [(now["num_requests_running"], now["num_requests_waiting"]) for now in seen[:2]] == [(2, 5)] * 2
     now = llm.metrics()
     assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0) and llm.is_finished()
-    assert now["request_success"] == {"stop": 0, "length": 2, "abort": 5}
+    assert now["request_success"] == {"stop": 0, "length": 2, "abort": 5, "error": 0}
     assert len(generate(llm, [[5, 6]], greedy(3))[0]) == 3
     llm.generate([[7, 8]] * 6, greedy(4), use_tqdm=False)
     times = {name: llm.metrics()[f"{name}_seconds"]["sum"] for name in ("request_queue_time", "e2e_request_latency")}
@@ -195,7 +162,7 @@ class OnFirstUpdate:
     close = set_postfix = set_postfix_str = set_description = refresh
 
 
-def test_scores_that_are_not_made_keep_their_ids(make_llm):
+def test_scores_that_are_not_queued_keep_their_ids(make_llm):
     """A request that was added in the middle of a call took the id of a score to come: one of them was lost."""
     llm = make_llm(max_num_seqs=2)
     lists = [[5, 6, 7, 8 + i] for i in range(10)]
@@ -215,7 +182,7 @@ def test_a_call_whose_request_is_aborted(make_llm, which):
     llm = make_llm(max_num_seqs=2)
 
     def abort():
-        llm.abort(sorted(llm._requests._unfinished, key=int)[which])
+        llm.abort(sorted(llm._outputs.unfinished, key=int)[which])
 
     with pytest.raises(EngineError, match="1 of the 4 requests of this call were aborted"):
         llm.generate([[9, i] for i in range(4)], [greedy(n) for n in (2, 6, 6, 6)], use_tqdm=OnFirstUpdate(abort))
@@ -224,12 +191,12 @@ def test_a_call_whose_request_is_aborted(make_llm, which):
 
 
 @pytest.mark.parametrize("request_id", [4, "5"])
-def test_a_request_is_aborted_before_it_is_made(make_llm, request_id):
+def test_a_request_is_aborted_before_it_is_queued(make_llm, request_id):
     """It was ignored. An id that is unknown still is."""
     llm, seen = make_llm(max_num_seqs=2), []
 
     def abort():
-        assert str(request_id) not in llm._requests._unfinished
+        assert not llm._outputs.unfinished[str(request_id)].seqs
         for aborted in (request_id, 99):
             llm.abort(aborted)
             seen.append(llm.metrics()["num_requests_waiting"])
@@ -237,12 +204,11 @@ def test_a_request_is_aborted_before_it_is_made(make_llm, request_id):
     with pytest.raises(EngineError, match="1 of the 6 requests of this call were aborted"):
         llm.generate([[9, i] for i in range(6)], greedy(3), use_tqdm=OnFirstUpdate(abort))
     assert seen == [3, 3] and llm.is_finished()
-    assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1}
+    assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1, "error": 0}
 
 
 def test_interrupted_while_requests_are_made(make_llm, monkeypatch):
-    """The request that was being made was missing from the counter of aborts; one that was being registered had the
-    caller see a KeyError in place of Ctrl-C."""
+    """The request that was being made was missing from the counter of aborts."""
     llm, countdown = make_llm(max_num_seqs=2), 0
 
     def interrupt(function):
@@ -263,12 +229,13 @@ def test_interrupted_while_requests_are_made(make_llm, monkeypatch):
         assert llm.is_finished()
         return sum(llm.metrics()["request_success"].values()) - before
 
+    for kind, name in ((InputProcessor, "make_sequences"), (OutputProcessor, "queued")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, interrupt(getattr(kind, name)))
+            assert [num_counted(start) for start in range(1, 7)] == [6] * 6
     with monkeypatch.context() as patch:
-        patch.setattr(RequestProcessor, "_make", interrupt(RequestProcessor._make))
-        assert [num_counted(start) for start in range(1, 7)] == [6] * 6
-    with monkeypatch.context() as patch:
-        patch.setattr(EngineRequest, "request_id", property(interrupt(EngineRequest.request_id.fget)))
-        assert min(num_counted(start) for start in range(1, 13)) >= 5  # just before it is registered, it may be missed
+        patch.setattr(OutputProcessor, "register", interrupt(OutputProcessor.register))
+        assert [num_counted(start) for start in range(1, 7)] == list(range(6))
     assert len(generate(llm, [[5, 6]], greedy(3))[0]) == 3
 
 
@@ -281,11 +248,11 @@ def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeyp
 
     def generate_within():
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr("nanovllm.engine.request.Sequence", fail)
+            patch.setattr("nanovllm.engine.input_processor.Sequence", fail)
             llm.generate([[7, 1]], greedy(3), use_tqdm=False)
 
-    steps, step = iter(range(100)), llm._step
-    monkeypatch.setattr(llm, "_step", lambda: pytest.fail("waits for ever") if next(steps) > 50 else step())
+    steps, advance = iter(range(100)), llm._advance
+    monkeypatch.setattr(llm, "_advance", lambda: pytest.fail("waits for ever") if next(steps) > 50 else advance())
     with pytest.raises(EngineError, match="were dropped"):
         llm.generate([[5, i] for i in range(8)], greedy(3), use_tqdm=OnFirstUpdate(generate_within))
     assert llm.is_finished() and len(generate(llm, [[5, 6]], greedy(3))[0]) == 3

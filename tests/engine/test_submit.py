@@ -1,0 +1,132 @@
+"""Futures of ``LLM.submit``: whoever steps the engine resolves them, and ``result`` steps it itself if nobody does."""
+
+import asyncio
+import threading
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import as_completed
+
+import pytest
+from helpers import generate, greedy, prompt_of, run_ahead
+from leaks import check_is_empty
+
+from nanovllm import LLM, EngineError, RequestError
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_results_are_those_of_generate(make_llm, reference, ahead):
+    """Asked for in any order, after more were submitted than run at a time."""
+    llm = run_ahead(make_llm(max_num_seqs=3)) if ahead else make_llm(max_num_seqs=3)
+    prompts = [prompt_of(5, seed=i) for i in range(8)]
+    futures = [llm.submit(prompt, greedy(2 + i)) for i, prompt in enumerate(prompts)]
+    assert not any(future.done() for future in futures) and not futures[0].cancel()
+    for i in (6, 0, 7, 3):
+        output = futures[i].result()
+        assert output["token_ids"] == reference(prompts[i], 2 + i) and output.request_id == str(futures[i].request_id)
+    assert all(future.exception() is None for future in futures)
+    check_is_empty(llm)
+
+
+def test_any_step_resolves_them(make_llm, reference):
+    """Those of ``generate``, of a stream, of ``step``; which report their own requests only."""
+    llm = make_llm()
+    first = llm.submit(prompt_of(5), greedy(3))
+    assert generate(llm, [prompt_of(6)], greedy(6)) == [reference(prompt_of(6), 6)] and first.done()
+    second = llm.submit(prompt_of(5), greedy(3))
+    assert len(list(llm.stream([prompt_of(6)], greedy(6)))) == 1 and second.done()
+    third, added = llm.submit(prompt_of(5), greedy(3)), llm.add_request(prompt_of(6), greedy(6))
+    finished = []
+    while not llm.is_finished():
+        finished += llm.step()[0]
+    assert finished == [(added, reference(prompt_of(6), 6))]
+    for future in (first, second, third):
+        assert future.done() and future.result()["token_ids"] == reference(prompt_of(5), 3)
+
+
+def test_text():
+    with LLM(device="cpu", num_kvcache_blocks=16, quiet=True) as llm:
+        futures = [llm.submit("2 + 3", greedy(8)) for _ in range(3)]
+        (output,) = llm.generate("2 + 3", greedy(8), use_tqdm=False)
+        assert {future.result()["text"] for future in futures} == {output["text"]} and output["text"]
+
+
+def test_refused_aborted_dropped(make_llm, monkeypatch):
+    llm = make_llm()
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.submit([10**6])
+    future, mate = llm.submit(prompt_of(5), greedy(30)), llm.submit(prompt_of(5), greedy(3))
+    llm.step()
+    llm.abort(future.request_id)
+    assert future.done() and not mate.done()
+    with pytest.raises(EngineError, match=r"this request was aborted\."):
+        future.result()
+    assert len(mate.result()["token_ids"]) == 3
+    futures = [llm.submit(prompt_of(5), greedy(30)) for _ in range(2)]
+    monkeypatch.setattr(llm.model_runner, "forward", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        futures[0].result()
+    monkeypatch.undo()
+    for future in futures:
+        with pytest.raises(EngineError, match="dropped, because a step of this engine failed"):
+            future.result()
+    check_is_empty(llm)
+    assert len(llm.submit(prompt_of(5), greedy(3)).result()["token_ids"]) == 3
+
+
+def test_timeout_and_exit(make_llm):
+    llm = make_llm()
+    future = llm.submit(prompt_of(5), greedy(400))
+    with pytest.raises((TimeoutError, FutureTimeoutError)):
+        future.result(timeout=0.01)
+    with pytest.raises((TimeoutError, FutureTimeoutError)):
+        future.exception(timeout=0)
+    llm.exit()
+    with pytest.raises(EngineError, match="this engine is shut down"):
+        future.result()
+    orphan = LLM(device="cpu", num_kvcache_blocks=16, quiet=True).submit("2 + 3", greedy(4))
+    with pytest.raises(EngineError, match="the engine of this request is gone"):
+        orphan.result()
+
+
+def test_from_another_thread(make_llm, reference):
+    """``result`` waits while another thread steps; then its own thread goes on."""
+    llm, results = make_llm(), []
+    futures = [llm.submit(prompt_of(5, seed=i), greedy(10 + 20 * i)) for i in range(3)]
+    threads = [threading.Thread(target=lambda f=future: results.append(f.result(60))) for future in futures]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(len(output["token_ids"]) for output in results) == [10, 30, 50]
+    assert futures[2].result()["token_ids"] == reference(prompt_of(5, seed=2), 50)
+
+
+def test_callbacks_may_use_the_engine(make_llm, reference):
+    """They run between two steps, and may submit what comes next."""
+    llm, outputs = make_llm(), []
+
+    def go_on(future):
+        output = future.result()
+        outputs.append(output["token_ids"])
+        if len(outputs) < 3:
+            llm.submit(output.prompt_token_ids + output["token_ids"], greedy(2)).add_done_callback(go_on)
+
+    llm.submit(prompt_of(5), greedy(2)).add_done_callback(go_on)
+    while not llm.is_finished():
+        llm.step()
+    assert [i for tokens in outputs for i in tokens] == reference(prompt_of(5), 6)
+
+
+def test_in_asyncio_and_as_completed(make_llm):
+    llm = make_llm()
+
+    async def wait_for(future):
+        wrapped = asyncio.wrap_future(future)
+        while not wrapped.done():
+            llm.step()
+            await asyncio.sleep(0)
+        return await wrapped
+
+    assert len(asyncio.run(wait_for(llm.submit(prompt_of(5), greedy(4))))["token_ids"]) == 4
+    futures = [llm.submit(prompt_of(5), greedy(n)) for n in (9, 2)]
+    futures[0].result()
+    assert {len(future.result()["token_ids"]) for future in as_completed(futures)} == {9, 2}
