@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from itertools import chain
 from threading import RLock
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import Config
@@ -164,7 +163,7 @@ class LLMEngine:
         with Guard(self):
             params = self.get_default_sampling_params() if params is None else params
             request = self._inputs.make(prompt, self._inputs.copy_of(params))
-            self._add(request, caller)
+            self._queue([request], caller)
         return request
 
     def abort(self, request_id: int | str) -> None:
@@ -292,14 +291,11 @@ class LLMEngine:
         room = min(FIRST, window)
         try:
             with Guard(self, is_critical=True):
-                arrived_at = perf_counter()
                 for request in known:
-                    request.arrived_at = arrived_at
                     self._outputs.register(request, caller)
             while True:
                 with Guard(self):
-                    while caller.num_queued < room and (following := next(feed, None)) is not None:
-                        self._add(following, caller)
+                    self._queue(taken(feed, room - caller.num_queued), caller)
                 room = min(2 * room, window)  # while the device works on some, twice as many are made
                 if not caller.unfinished and not caller.finished and not caller.dropped:
                     return
@@ -309,18 +305,19 @@ class LLMEngine:
         finally:
             self._abandon(caller)
 
-    def _add(self, request: Request, caller: Caller) -> None:
-        """Make the sequences of a request and queue them."""
-        self._require_ready()
+    def _queue(self, requests: list[Request], caller: Caller) -> None:
+        """Make the sequences of requests and queue them."""
+        if requests:
+            self._require_ready()
         with Guard(self, is_critical=True):
-            if request.caller is None:
-                request.arrived_at = perf_counter()
-                self._outputs.register(request, caller)
-            seqs = self._inputs.make_sequences(request)
-            self._outputs.queued(request)
-            for seq in seqs:
-                if seq.status is SequenceStatus.WAITING:
-                    self.scheduler.add(seq)
+            for request in requests:
+                if request.caller is None:
+                    self._outputs.register(request, caller)
+                self._inputs.make_sequences(request)
+                self._outputs.queued(request)
+                for seq in request.seqs:
+                    if seq.status is SequenceStatus.WAITING:
+                        self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
@@ -341,6 +338,15 @@ class LLMEngine:
         if self._finalizer.alive:
             self.scheduler.clear()
             self.model_runner.reset()
+
+
+def taken(requests: Iterator[Request], num_seqs: int) -> list[Request]:
+    """The next requests, until they have so many sequences."""
+    found: list[Request] = []
+    while num_seqs > 0 and (request := next(requests, None)) is not None:
+        found.append(request)
+        num_seqs -= request.params.n
+    return found
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

@@ -50,7 +50,7 @@ def as_token_ids(token_ids: Any) -> np.ndarray:
     else:
         values = token_ids if isinstance(token_ids, (list, tuple)) else as_list(rule, token_ids)
         try:
-            ids = np.array(array("q", values))  # faster than numpy's own conversion, and refuses floats
+            ids = np.asarray(array("q", values))  # faster than numpy's own conversion, and refuses floats
         except (TypeError, OverflowError):
             ids = np.empty(0, object)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

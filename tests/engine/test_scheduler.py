@@ -141,7 +141,7 @@ class Harness:
             assert not fits
             return None
         assert fits
-        self.engine._add(request, self.engine._added)
+        self.engine._queue([request], self.engine._added)
         self.expect(request.request_id, token_ids[:-1], token_ids[start:], start - 1)
         return request.request_id
 

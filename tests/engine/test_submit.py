@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from concurrent.futures import as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import as_completed
 
 import pytest
 from helpers import generate, greedy, prompt_of, run_ahead
