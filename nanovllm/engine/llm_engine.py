@@ -171,7 +171,7 @@ class LLMEngine:
         with Guard(self, is_critical=True):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
                 self.scheduler.finish(self._outputs.abort(request))
-        self._submitted.resolve(waits_for_text=False)
+            self._submitted.resolve()
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
@@ -210,21 +210,18 @@ class LLMEngine:
         Returns:
             The batch whose tokens were taken in.
         """
-        done = batch = None
-        try:
-            with Guard(self, is_critical=True):
-                batch = self.scheduler.schedule()
-                if batch is not None:
-                    handle = self.model_runner.run(batch)
-                    if handle.output is None:  # constrained: what it may sample depends on the tokens before
-                        done = self._take_in() if self._in_flight else None
-                        self.model_runner.sample_guided(handle, *self._masks(batch))
-                    self._in_flight.append((batch, handle))
-                is_full = len(self._in_flight) > self.model_runner.max_in_flight
-                if self._in_flight and done is None and (batch is None or is_full):
-                    done = self._take_in()
-        finally:
-            self._submitted.resolve(waits_for_text=batch is None)
+        with Guard(self, is_critical=True):
+            batch, done = self.scheduler.schedule(), None
+            if batch is not None:
+                handle = self.model_runner.run(batch)
+                if handle.output is None:  # constrained: what it may sample depends on the tokens before
+                    done = self._take_in() if self._in_flight else None
+                    self.model_runner.sample_guided(handle, *self._masks(batch))
+                self._in_flight.append((batch, handle))
+            is_full = len(self._in_flight) > self.model_runner.max_in_flight
+            if self._in_flight and done is None and (batch is None or is_full):
+                done = self._take_in()
+            self._submitted.resolve(waits_for_text=batch is None)  # callbacks, while the device works
         return done
 
     def _take_in(self) -> Batch:
@@ -295,7 +292,8 @@ class LLMEngine:
                     self._outputs.register(request, caller)
             while True:
                 with Guard(self):
-                    self._queue(taken(feed, room - caller.num_queued), caller)
+                    if following := taken(feed, room - caller.num_queued):
+                        self._queue(following, caller)
                 room = min(2 * room, window)  # while the device works on some, twice as many are made
                 if not caller.unfinished and not caller.finished and not caller.dropped:
                     return
@@ -307,8 +305,7 @@ class LLMEngine:
 
     def _queue(self, requests: list[Request], caller: Caller) -> None:
         """Make the sequences of requests and queue them."""
-        if requests:
-            self._require_ready()
+        self._require_ready()
         with Guard(self, is_critical=True):
             for request in requests:
                 if request.caller is None:
@@ -338,6 +335,7 @@ class LLMEngine:
         if self._finalizer.alive:
             self.scheduler.clear()
             self.model_runner.reset()
+        self._submitted.resolve()
 
 
 def taken(requests: Iterator[Request], num_seqs: int) -> list[Request]:
