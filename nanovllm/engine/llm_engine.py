@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.futures import RequestFuture, Submitted
 from nanovllm.engine.guard import Guard, NoFullGC
-from nanovllm.engine.input_processor import Encoded, InputProcessor, Params
+from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_prompts
@@ -134,11 +134,9 @@ class LLMEngine:
         """
         with Guard(self):
             self._require_ready()
-            return self._generate(self._inputs.encode(as_prompts(prompts)), sampling_params, use_tqdm)
-
-    def _generate(self, prompts: ListLike[Encoded], params: Params, use_tqdm: bool | Callable) -> list[RequestOutput]:
-        params = self.get_default_sampling_params() if params is None else params
-        return self._collect(self._inputs.make_all(prompts, params), Request.output, use_tqdm)
+            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params)
+            return self._collect(requests, Request.output, use_tqdm)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.
