@@ -74,11 +74,11 @@ class LLM(LLMEngine):
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-        with Guard(self):
-            self._require_ready()
-            texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
-            prompts = list(zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True))
-            return self._generate(prompts, sampling_params, use_tqdm)
+        self._require_ready()
+        texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
+        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
+        prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": ids} for text, ids in encoded]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
                sampling_params: SamplingParams | None = None, *,

@@ -62,7 +62,7 @@ class Submitted(Caller):
         future = self._futures[request.request_id] = RequestFuture(engine, request.request_id)
         return future
 
-    def resolve(self, waits_for_text: bool) -> None:
+    def resolve(self, waits_for_text: bool = False) -> None:
         """Resolve the futures of requests that have ended; callbacks may use the engine."""
         while self.finished and (waits_for_text or self.finished[0].has_text):
             request = self.finished.popleft()

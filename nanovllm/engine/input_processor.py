@@ -57,7 +57,9 @@ class InputProcessor:
             RequestError: it can never be served.
         """
         ((text, ids),) = self.encode([prompt])
-        return self._request(text, *self._checked(as_token_ids(ids), params), index)
+        token_ids, params = self._checked(as_token_ids(ids), params)
+        self._check_ids("token id", token_ids)
+        return self._request(text, token_ids, params, index)
 
     def make_all(self, prompts: ListLike[Encoded], params: Params, is_checked: bool = False) -> list[Request]:
         """The requests of a call, whose parameters are one for all or one for each. ``is_checked``: they are our own.
@@ -71,18 +73,25 @@ class InputProcessor:
             raise RequestError(
                 f"{len(prompts)} prompts but {len(every)} sampling_params; give one, or one for each prompt."
             )
-        arrays = [_numbered("prompt", i, as_token_ids, given) for i, (_, given) in enumerate(prompts)]
-        are_known = bool(arrays) and self._outside_vocabulary(np.concatenate(arrays)) is None  # faster than one by one
-        checked = []
         copies: dict[Any, SamplingParams] = {}  # requests with equal parameters share a copy
         last: Any = copies  # the parameters before: none yet
-        for i, given in enumerate(every):
-            if given is not last:
-                last, key = given, given.key() if isinstance(given, SamplingParams) else None
-                if key not in copies:
-                    copies[key] = given if is_checked else _numbered("prompt", i, self.copy_of, given)
-            checked.append(_numbered("prompt", i, self._checked, arrays[i], copies[key], are_known))
-        return [self._request(prompts[i][0], ids, resolved, i) for i, (ids, resolved) in enumerate(checked)]
+        checked = []
+        for i, ((_, token_ids), given) in enumerate(zip(prompts, every, strict=True)):
+            try:
+                if given is not last:
+                    last, key = given, given.key() if isinstance(given, SamplingParams) else None
+                    if key not in copies:
+                        copies[key] = given if is_checked else self.copy_of(given)
+                checked.append(self._checked(as_token_ids(token_ids), copies[key]))
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}") from None
+        if checked and self._unknown_id(np.concatenate([ids for ids, _ in checked])) is not None:
+            for i, (ids, _) in enumerate(checked):  # slower
+                self._check_ids(f"prompt {i}: token id", ids)
+        return [
+            self._request(text, ids, resolved, i)
+            for i, ((text, _), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
+        ]
 
     def make_scoring(self, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
         """Requests for the log-probabilities of ``lists[i][starts[i]:]``, and nothing else.
@@ -93,8 +102,11 @@ class InputProcessor:
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
         checked = []
         for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
-            ids, first = _numbered("list", i, self._check_scored, given, start)
-            _numbered("list", i, self._checked, ids[:-1], params, True)
+            try:
+                ids, first = self._check_scored(given, start)
+                self._checked(ids[:-1], params)
+            except RequestError as error:
+                raise RequestError(f"list {i}: {error}") from None
             checked.append((ids, first))
         return [
             self._request(None, ids[:-1], params, i, ids[first:], first - 1) for i, (ids, first) in enumerate(checked)
@@ -120,8 +132,9 @@ class InputProcessor:
         if request.targets is not None:
             first = request.seqs[0]
             first.targets, first.first_target = request.targets.astype(np.int32), request.first_target
-        makers = ((seq.seq_id, self._token_processors.make(seq)) for seq in request.seqs)
-        request.processors = {seq_id: processor for seq_id, processor in makers if processor is not None}
+        for seq in request.seqs:
+            if (processor := self._token_processors.make(seq)) is not None:
+                request.processors[seq.seq_id] = processor
         return request.seqs
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
@@ -155,7 +168,7 @@ class InputProcessor:
         self._token_processors.check(params)
         return params
 
-    def _outside_vocabulary(self, ids: np.ndarray) -> int | None:
+    def _unknown_id(self, ids: np.ndarray) -> int | None:
         """The first id that is not in the vocabulary."""
         vocab_size = self._config.model_config.vocab_size
         if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
@@ -163,15 +176,11 @@ class InputProcessor:
         return int(ids[(ids < 0) | (ids >= vocab_size)][0])
 
     def _check_ids(self, what: str, ids: np.ndarray) -> None:
-        if (bad := self._outside_vocabulary(ids)) is not None:
+        if (bad := self._unknown_id(ids)) is not None:
             raise RequestError(f"{what} {bad} is outside the vocabulary [0, {self._config.model_config.vocab_size}).")
 
-    def _checked(self, ids: np.ndarray, params: SamplingParams,
-                 are_known: bool = False) -> tuple[np.ndarray, SamplingParams]:
-        """Prompt and parameters, truncated and resolved; the keys and values of the last token are never computed.
-
-        ``are_known``: the ids are in the vocabulary.
-        """
+    def _checked(self, ids: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+        """Prompt and parameters, truncated and resolved. The keys and values of the last token are never computed."""
         max_model_len, block_size = self._config.max_model_len, self._config.kvcache_block_size
         num_blocks = self._num_blocks
         if params.truncate_prompt_tokens is not None:
@@ -180,8 +189,6 @@ class InputProcessor:
         n = len(ids)
         if n == 0:
             raise RequestError("the prompt is empty; it must hold at least one token.")
-        if not are_known:
-            self._check_ids("token id", ids)
         longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
         if n > longest:
             raise RequestError(
@@ -231,10 +238,3 @@ class InputProcessor:
         self._check_ids("token id", ids)
         return ids, start
 
-
-def _numbered(what: str, index: int, function: Any, *args: Any) -> Any:
-    """``function(*args)``, whose RequestError tells the place of the prompt or list in its call."""
-    try:
-        return function(*args)
-    except RequestError as error:
-        raise RequestError(f"{what} {index}: {error}") from None

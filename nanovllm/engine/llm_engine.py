@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from itertools import chain
 from threading import RLock
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch, SequenceStatus
 from nanovllm.engine.futures import RequestFuture, Submitted
 from nanovllm.engine.guard import Guard, NoFullGC
-from nanovllm.engine.input_processor import Encoded, InputProcessor, Params
+from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_prompts
@@ -136,11 +135,9 @@ class LLMEngine:
         """
         with Guard(self):
             self._require_ready()
-            return self._generate(self._inputs.encode(as_prompts(prompts)), sampling_params, use_tqdm)
-
-    def _generate(self, prompts: ListLike[Encoded], params: Params, use_tqdm: bool | Callable) -> list[RequestOutput]:
-        params = self.get_default_sampling_params() if params is None else params
-        return self._collect(self._inputs.make_all(prompts, params), Request.output, use_tqdm)
+            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params)
+            return self._collect(requests, Request.output, use_tqdm)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.
@@ -165,7 +162,7 @@ class LLMEngine:
         with Guard(self):
             params = self.get_default_sampling_params() if params is None else params
             request = self._inputs.make(prompt, self._inputs.copy_of(params))
-            self._add(request, caller)
+            self._queue([request], caller)
         return request
 
     def abort(self, request_id: int | str) -> None:
@@ -173,7 +170,7 @@ class LLMEngine:
         with Guard(self, is_critical=True):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
                 self.scheduler.finish(self._outputs.abort(request))
-        self._submitted.resolve(waits_for_text=False)
+            self._submitted.resolve()
 
     def is_finished(self) -> bool:
         """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
@@ -212,21 +209,18 @@ class LLMEngine:
         Returns:
             The batch whose tokens were taken in.
         """
-        done = batch = None
-        try:
-            with Guard(self, is_critical=True):
-                batch = self.scheduler.schedule()
-                if batch is not None:
-                    self.model_runner.forward(batch)
-                if self._in_flight:
+        with Guard(self, is_critical=True):
+            batch, done = self.scheduler.schedule(), None
+            if batch is not None:
+                self.model_runner.forward(batch)
+            if self._in_flight:
+                done = self._take_in()
+            if batch is not None:
+                # what a constrained request may sample depends on the tokens just taken in
+                self._in_flight.append((batch, self.model_runner.sample(self._masks(batch))))
+                if self.model_runner.max_in_flight == 0:
                     done = self._take_in()
-                if batch is not None:
-                    # what a constrained request may sample depends on the tokens just taken in
-                    self._in_flight.append((batch, self.model_runner.sample(self._masks(batch))))
-                    if self.model_runner.max_in_flight == 0:
-                        done = self._take_in()
-        finally:
-            self._submitted.resolve(waits_for_text=batch is None)
+            self._submitted.resolve(waits_for_text=batch is None)  # callbacks, while the device works
         return done
 
     def _take_in(self) -> Batch:
@@ -297,14 +291,12 @@ class LLMEngine:
         room = min(FIRST, window)
         try:
             with Guard(self, is_critical=True):
-                arrived_at = perf_counter()
                 for request in known:
-                    request.arrived_at = arrived_at
                     self._outputs.register(request, caller)
             while True:
                 with Guard(self):
-                    while caller.num_queued < room and (following := next(feed, None)) is not None:
-                        self._add(following, caller)
+                    if following := taken(feed, room - caller.num_queued):
+                        self._queue(following, caller)
                 room = min(2 * room, window)  # while the device works on some, twice as many are made
                 if not caller.unfinished and not caller.finished and not caller.dropped:
                     return
@@ -314,18 +306,18 @@ class LLMEngine:
         finally:
             self._abandon(caller)
 
-    def _add(self, request: Request, caller: Caller) -> None:
-        """Make the sequences of a request and queue them."""
+    def _queue(self, requests: list[Request], caller: Caller) -> None:
+        """Make the sequences of requests and queue them."""
         self._require_ready()
         with Guard(self, is_critical=True):
-            if request.caller is None:
-                request.arrived_at = perf_counter()
-                self._outputs.register(request, caller)
-            seqs = self._inputs.make_sequences(request)
-            self._outputs.queued(request)
-            for seq in seqs:
-                if seq.status is SequenceStatus.WAITING:
-                    self.scheduler.add(seq)
+            for request in requests:
+                if request.caller is None:
+                    self._outputs.register(request, caller)
+                self._inputs.make_sequences(request)
+                self._outputs.queued(request)
+                for seq in request.seqs:
+                    if seq.status is SequenceStatus.WAITING:
+                        self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
@@ -346,6 +338,16 @@ class LLMEngine:
         if self._finalizer.alive:
             self.scheduler.clear()
             self.model_runner.reset()
+        self._submitted.resolve()
+
+
+def taken(requests: Iterator[Request], num_seqs: int) -> list[Request]:
+    """The next requests, until they have so many sequences."""
+    found: list[Request] = []
+    while num_seqs > 0 and (request := next(requests, None)) is not None:
+        found.append(request)
+        num_seqs -= request.params.n
+    return found
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

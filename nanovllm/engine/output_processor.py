@@ -6,6 +6,7 @@ Owns the unfinished requests. A plain sequence is looked at when it finishes. On
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class OutputProcessor:
 
     def register(self, request: Request, caller: Caller) -> None:
         """From now on the request is one of the engine's, and may be aborted."""
-        request.caller = caller
+        request.caller, request.arrived_at = caller, perf_counter()
         self.num_not_queued += request.params.n
         # the caller's second: after an interrupt between them, ``abort`` must find in both what the caller holds
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request

@@ -46,16 +46,15 @@ def as_token_ids(token_ids: Any) -> np.ndarray:
     """A prompt as an integer array [n], a copy; raises RequestError for anything but a flat list of integers."""
     rule = "a prompt must be a string or a flat list of integer token ids"
     if isinstance(token_ids, np.ndarray):
-        ids = token_ids.copy()
+        if token_ids.ndim == 1 and token_ids.dtype.kind in "iu":
+            return token_ids.copy()
     else:
         values = token_ids if isinstance(token_ids, (list, tuple)) else as_list(rule, token_ids)
         try:
-            ids = np.array(array("q", values))  # faster than numpy's own conversion, and refuses floats
+            return np.asarray(array("q", values))  # faster than numpy's own conversion, and refuses floats
         except (TypeError, OverflowError):
-            ids = np.empty(0, object)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"{rule}, not {token_ids!s:.100}.")
-    return ids
+            pass
+    raise RequestError(f"{rule}, not {token_ids!s:.100}.")
 
 
 def as_list(rule: str, given: Any) -> list:

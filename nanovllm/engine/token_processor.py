@@ -67,7 +67,10 @@ class TokenProcessor:
     def fail(self, error: BaseException) -> None:
         """Mark the sequence as ended by an error of its grammar."""
         self.seq.finish_reason = "error"
-        self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
+        if isinstance(error, RequestError):
+            self.seq.stop_reason = str(error)
+        else:
+            self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
         logger.warning("request %d: %s", self.seq.group_id, self.seq.stop_reason)
 
     def logprobs(self, token_ids: list[int],

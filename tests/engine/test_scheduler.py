@@ -142,7 +142,7 @@ class Harness:
             assert not fits
             return None
         assert fits
-        self.engine._add(request, self.engine._added)
+        self.engine._queue([request], self.engine._added)
         self.expect(request.request_id, token_ids[:-1], token_ids[start:], start - 1)
         return request.request_id
 
@@ -509,7 +509,7 @@ class Interrupt:
 
     FILES = ("scheduler.py", "block_manager.py", "core.py", "request_state.py", "llm_engine.py", "request.py",
              "input_processor.py", "output_processor.py", "inputs.py", "cascade.py", "sampler.py", "masks.py",
-             "token_processor.py")  # fmt: skip
+             "token_processor.py", "guard.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
