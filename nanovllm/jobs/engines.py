@@ -12,7 +12,8 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from multiprocessing import connection
 from time import time
@@ -20,7 +21,6 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
-from nanovllm.jobs.files import every_second
 from nanovllm.jobs.rows import Row, asked, error_record, record_of
 from nanovllm.llm import LLM, WINDOW
 from nanovllm.sampling_params import SamplingParams
@@ -44,7 +44,9 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
     def refuse(index: int, error: RequestError) -> None:
         emit(error_record(pending.pop(index)[0], error), (0, 0, 0))
 
-    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, metrics_written(llm, args.metrics, rank):
+    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, (
+        metrics_written(llm, args.metrics, rank) if args.metrics else nullcontext()
+    ):
         for output in llm.stream(feed(), on_error=refuse):
             row, params = pending.pop(output.index)
             num_generated = sum(len(o.token_ids) for o in output.outputs)
@@ -77,21 +79,26 @@ def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple
 
 
 @contextmanager
-def metrics_written(llm: LLM, path: str | None, rank: int) -> Iterator[None]:
-    """Append a line of the engine's metrics to the file every second."""
+def metrics_written(llm: LLM, path: str, rank: int) -> Iterator[None]:
+    """Append a line of the engine's metrics to the file every second, from the first moment to the last."""
+    closing = threading.Event()
 
-    def write() -> None:
-        assert path is not None
-        line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
-        with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
-            file.write(json.dumps(line).encode() + b"\n")
+    def write_lines() -> None:
+        is_last = False
+        while not is_last:
+            is_last = closing.is_set()
+            line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
+            with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
+                file.write(json.dumps(line).encode() + b"\n")
+            closing.wait(1.0)
 
-    if path is None:
-        yield
-    else:
-        write()
-        with every_second(write):
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write_lines)
+        try:
             yield
+        finally:
+            closing.set()
+            writing.result()
 
 
 # ---------------------------------------------------------------- several engines
@@ -135,13 +142,11 @@ def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
 
 def split_devices(args: Any) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each process; None leaves it as it is."""
-    size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
-    if args.engine.get("device") == "cpu":
-        return [None] * size
     import torch
 
+    size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
     num_devices = torch.cuda.device_count()  # which does not initialise CUDA
-    if not num_devices:
+    if not num_devices or args.engine.get("device") == "cpu":
         return [None] * size
     if num_devices < size * each:
         raise ConfigError(
