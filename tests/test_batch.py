@@ -603,7 +603,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):
 
 
 def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
-    """The engine's own feed is lazy: at most its window and two chunks are read ahead."""
+    """The engine's own feed is lazy: at most its window and one row are read ahead."""
     read, ahead = [0], []
     rows_of = files.Input.rows
 
@@ -630,7 +630,7 @@ def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "complete", watched)
     argv = ("--max-tokens", str(random.Random(0).randint(2, 3)), "--temperature", "0")
     assert batch(source, tmp_path / "out.jsonl", *OPTIONS, *argv) == 0
-    assert max(ahead) <= 2 * 8 + engines.CHUNK and len(ahead) == 400
+    assert max(ahead) <= 2 * 8 + 1 and len(ahead) == 400
 
 
 def test_a_torn_line_of_metrics_is_ended(tmp_path, stubbed):

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from multiprocessing import connection
 from time import time
 from typing import Any
@@ -25,7 +24,7 @@ from nanovllm.jobs.rows import Row, asked, error_record, record_of
 from nanovllm.llm import LLM, WINDOW
 from nanovllm.sampling_params import SamplingParams
 
-CHUNK = 64  # rows that are encoded at a time
+ROWS_AHEAD = 128  # of each process, beyond what its engine takes
 Emit = Callable[[dict[str, Any], tuple[int, int, int]], None]  # record; tokens of prompt, cached, generated
 
 
@@ -34,11 +33,16 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
     pending: dict[int, tuple[Row, SamplingParams]] = {}
 
     def feed() -> Iterator[tuple[Any, SamplingParams]]:
-        number = 0
-        while chunk := list(islice(rows, CHUNK)):
-            for row, prompt, params in encoded(llm, chunk, args, emit):
-                pending[number] = row, params
-                number += 1
+        index = 0
+        for row in rows:
+            try:
+                prompt, template, params = asked(row, args)
+                prompt = prompt if template is None else chat_prompt(llm, prompt, template)
+            except RequestError as error:
+                emit(error_record(row, error), (0, 0, 0))
+            else:
+                pending[index] = row, params
+                index += 1
                 yield prompt, params
 
     def refuse(index: int, error: RequestError) -> None:
@@ -54,28 +58,11 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
             emit(record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated))
 
 
-def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple[Row, Any, SamplingParams]]:
-    """Rows with their prompts as token ids, the texts of a chunk encoded together."""
-    texts: dict[bool, list] = {True: [], False: []}  # by whether it is a chat: the template has the special tokens
-    asked_for: list[tuple[Row, Any, SamplingParams]] = []
-    for row in chunk:
-        try:
-            prompt, template, params = asked(row, args)
-            if template is not None:
-                prompt = llm._tokenizer.apply_chat_template(prompt, **template)
-            if isinstance(prompt, str):
-                prompt.encode()
-                texts[template is not None].append(prompt := {"prompt": prompt})
-            asked_for.append((row, prompt, params))
-        except UnicodeEncodeError as error:
-            emit(error_record(row, RequestError(f"the text cannot be encoded as UTF-8: {error}")), (0, 0, 0))
-        except RequestError as error:
-            emit(error_record(row, error), (0, 0, 0))
-    for is_chat, prompts in texts.items():
-        ids = llm._tokenizer.encode([p["prompt"] for p in prompts], add_special_tokens=not is_chat)
-        for prompt, token_ids in zip(prompts, ids, strict=True):
-            prompt["prompt_token_ids"] = token_ids
-    yield from asked_for
+def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dict[str, Any]:
+    """A conversation as a prompt whose text is encoded: the template has the special tokens."""
+    text = llm._tokenizer.apply_chat_template(messages, **template)
+    (token_ids,) = llm._tokenizer.encode([text], add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 @contextmanager
@@ -107,7 +94,7 @@ def metrics_written(llm: LLM, path: str, rank: int) -> Iterator[None]:
 def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
     """The same with ``args.data_parallel_size`` engines; each has as many rows as keep it busy."""
     context = multiprocessing.get_context("spawn")
-    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + 2 * CHUNK  # it takes fewer
+    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + ROWS_AHEAD
     pipes: dict[Any, float] = {}  # rows that each engine has, until it is done
     processes: dict[Any, Any] = {}
     try:
