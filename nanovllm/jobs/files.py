@@ -1,7 +1,8 @@
 """Files of a batch job: rows in, records out, and what the output was made with.
 
 An output is only ever appended to by whole lines, or by whole parts under a temporary name, so whatever stops a job
-leaves at most one torn line, which is cut.
+leaves at most one torn line, which is cut. Lines are not synced: those that a power failure takes, or leaves as zeros,
+are done again.
 """
 
 import csv
@@ -22,7 +23,6 @@ import xxhash
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.jobs.rows import Row, hash_of
 
-LINE_SECONDS = 1.0  # lines are on disk no later than this
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 
 
@@ -173,20 +173,13 @@ class JsonlOutput:
     @contextmanager
     def opened(self) -> Iterator[None]:
         with self.path.open("ab", buffering=0) as self._file:
-            self._synced_at = monotonic()
-            try:
-                yield
-            finally:
-                os.fsync(self._file.fileno())
+            yield
 
     def append(self, record: dict[str, Any]) -> None:
         # half of a surrogate pair becomes \ud800, as JSON writes it
         line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         if self._file.write(line) != len(line):
             raise OSError(f"{self.path}: a line was written in part; is the disk full?")
-        if monotonic() - self._synced_at > LINE_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced_at = monotonic()
 
 
 class ParquetOutput:
