@@ -117,15 +117,17 @@ def complete(args: Any, output: Output, rows: Iterator[Row], num_before: int, nu
     from nanovllm.jobs import engines
 
     started, num_rows, num_done = perf_counter(), num_before + num_todo, 0
-    tokens = [0, 0, 0]  # of prompts, cached, generated
+    first_at, tokens = 0.0, [0, 0, 0]  # when the first row was done; tokens of prompts, cached, generated
 
     def emit(record: dict[str, Any], of_record: tuple[int, int, int]) -> None:
-        nonlocal num_done, num_errors, tokens
+        nonlocal num_done, num_errors, first_at, tokens
         output.append(record)
+        first_at = first_at or perf_counter()
         num_done += 1
         num_errors += record["error"] is not None
         tokens = [a + b for a, b in zip(tokens, of_record, strict=True)]
-        bar.set_postfix_str(f"{tokens[2] / (perf_counter() - started):,.0f} tokens/s", refresh=False)
+        seconds = max(perf_counter() - first_at, 0.1)
+        bar.set_postfix_str(f"{tokens[2] / seconds:,.0f} tokens/s", refresh=False)
         bar.update()
 
     if num_todo:

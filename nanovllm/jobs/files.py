@@ -209,10 +209,10 @@ class ParquetOutput:
         for temporary in self.path.glob(".part-*"):
             temporary.unlink()
         for part in self._parts():
-            table = self._parquet.read_table(part, columns=["custom_id", "error"])
+            table = self._parquet.read_table(part, columns=None if retry_errors else ["custom_id", "error"])
             if retry_errors and table["error"].null_count < len(table):
-                self._write(self._parquet.read_table(part).filter(table["error"].is_null()), part)
                 table = table.filter(table["error"].is_null())
+                self._write(table, part)
             hashes.extend(map(hash_of, table["custom_id"].to_pylist()))
             num_errors += len(table) - table["error"].null_count
         return hashes, num_errors
