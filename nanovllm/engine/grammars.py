@@ -1,7 +1,7 @@
 """What a text must be, as a grammar of llguidance, which ``structured.py`` compiles.
 
-Knows texts, no tokens. llguidance's own converters read schemas, expressions, choices and EBNF; structural tags become
-Lark here. Everything wrong with a source is a ValueError with the reason.
+Knows texts, no tokens. llguidance's own converters read schemas, expressions and EBNF; structural tags become Lark
+here. Everything wrong with a source is a ValueError with the reason.
 """
 
 import json
@@ -39,7 +39,8 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     elif kind == "choice":
         is_list = isinstance(source, (list, tuple)) and source and all(isinstance(text, str) for text in source)
         _expect(is_list, "it must be a non-empty list of strings")
-        grammar = grammar_from("choice", json.dumps(source))
+        # one expression: as rules, of which llguidance's converter makes them, more than 2,000 exceed its limit
+        grammar = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, source))}"
     elif kind == "grammar":
         grammar = _lark(source)
         if "%llguidance" in source:  # with options of its own

@@ -166,6 +166,13 @@ def test_choice(compiler, tokenizer):
     assert set(texts_of(Params(choice=choices), compiler, tokenizer, 60)) == set(choices)
 
 
+def test_many_choices(compiler, tokenizer):
+    """llguidance's own grammar of choices met its limit at 2,000."""
+    choices = [f"item {i:04}" for i in range(3_000)]
+    assert verdict(Params(choice=choices), "item 2999", compiler, tokenizer) == "yes"
+    assert verdict(Params(choice=choices), "item 3000", compiler, tokenizer) == "no"
+
+
 ARITHMETIC = """
 # sums of products
 root   ::= term (("+" | "-") term)*
