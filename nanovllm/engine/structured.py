@@ -6,10 +6,12 @@ is an optional extra, imported when the first request needs it. Runs on the host
 """
 
 import functools
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -160,7 +162,7 @@ class GuideCompiler:
         self._vocabulary: Any = None  # llguidance's
         self._surplus: np.ndarray | None = None  # a mask as wide as the tokenizer, if the model is narrower
         self._executor: Any = None  # llguidance's threads
-        # grammar -> matcher at its beginning
+        # parameters as JSON -> matcher at its grammar's beginning
         self._matcher = functools.lru_cache(MAX_CACHED_GRAMMARS)(self._new_matcher)
 
     def compile(self, params: StructuredOutputsParams) -> Guide:
@@ -172,14 +174,16 @@ class GuideCompiler:
         if self._vocabulary is None:
             self._load()
         try:
-            matcher = self._matcher(to_grammar(params))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # of a structural tag's JSON
+            values = {field.name: getattr(params, field.name) for field in fields(StructuredOutputsParams)}
+            matcher = self._matcher(json.dumps(values))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # no JSON, or not as it should be
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
         return Guide(matcher.deep_copy(), self)
 
-    def _new_matcher(self, grammar: str) -> Any:
+    def _new_matcher(self, params: str) -> Any:
+        grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # which some errors wait for
