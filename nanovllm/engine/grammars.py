@@ -17,7 +17,7 @@ ANY_TEXT = "/(?s:.)*/"
 JSON_WHITESPACE = r"\n?[ \t]{0,20}"
 # of EBNF: a text, a set of characters; a comment, a line's end within a rule; any character; the name of the first rule
 EBNF_PART = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
+    r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
 )
 
 

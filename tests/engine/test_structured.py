@@ -241,7 +241,8 @@ def test_masks_are_those_of_brute_force(name, compiler, tokenizer, spelled):
 # Grammars and structural tags: which texts they take
 
 FORMATS = {
-    "lines": ('root ::= "if"\n  | [a-z] [0-9] # comment\n\n', {"if": "yes", "i7": "yes", "i": "begun", "7": "no"}),
+    "lines": ('root ::= "if"\r\n  | [a-z] d # comment\r\nd ::=\n [0-9]\n\n',
+              {"if": "yes", "i7": "yes", "i": "begun", "7": "no"}),
     "escapes": (
         r'root ::= "\x41é\"\n" [^\]a-c\x2d]{2,3} .',
         {'Aé"\nxyz': "yes", 'Aé"\nxy\n': "yes", 'Aé"\nxb': "no", 'Aé"\nx-': "no", 'Aé"\nxyzzz': "no"},
