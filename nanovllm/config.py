@@ -11,39 +11,23 @@ from nanovllm.errors import ConfigError
 from nanovllm.model_config import DTYPES, ModelConfig
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.utils.checkpoint import read_model_config, resolve_model
-from nanovllm.validation import Rule, at_least, check_all, choice, did_you_mean, integer, number, optional
+from nanovllm.validation import (
+    Rule,
+    at_least,
+    check_all,
+    choice,
+    did_you_mean,
+    integer,
+    number,
+    option,
+    optional,
+    rules_of,
+)
 
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 FLAG = choice(True, False)
 PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "")
-RULES = {
-    "model": optional(PATH),
-    "max_num_batched_tokens": at_least(1),
-    "max_num_seqs": at_least(1),
-    "max_model_len": optional(at_least(2)),
-    "gpu_memory_utilization": number("in (0, 1]", lambda fraction: 0 < fraction <= 1),
-    "tensor_parallel_size": integer("an integer from 1 to 8", lambda size: 1 <= size <= 8),
-    "enforce_eager": FLAG,
-    "kvcache_block_size": integer("a positive multiple of 16", lambda size: size > 0 and size % 16 == 0),
-    "num_kvcache_blocks": integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1),
-    "device": choice("auto", "cuda", "cpu"),
-    "dtype": choice("auto", *DTYPES),
-    "kv_cache_dtype": choice("auto", "fp8", "fp8_e4m3"),
-    "attention_backend": choice("auto", "flash_attn", "triton", "sdpa"),
-    "load_format": choice("auto", "dummy"),
-    "quantization": choice(None, "fp8"),
-    "enable_prefix_caching": FLAG,
-    "seed": integer("an integer in [0, 2**63)", lambda seed: 0 <= seed < 2**63),
-    "trust_remote_code": FLAG,
-    "skip_tokenizer_init": FLAG,
-    "revision": optional(Rule("a string", lambda x: isinstance(x, str))),
-    "tokenizer": optional(PATH),
-    "logprobs_mode": choice("raw_logprobs", "processed_logprobs"),
-    "max_logprobs": integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1),
-    "generation_config": choice("auto", "vllm"),
-    "quiet": FLAG,
-}
 
 
 @dataclass(frozen=True)
@@ -88,31 +72,31 @@ class Config:
         CheckpointError: the model is missing, damaged or not supported.
     """
 
-    model: str | None = None
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
-    max_model_len: int = None  # type: ignore[assignment]  # None until the model is known
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int = -1
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    attention_backend: str = "auto"
-    load_format: str = "auto"
-    quantization: str | None = None
-    enable_prefix_caching: bool = True
-    seed: int = 0
-    revision: str | None = None
-    trust_remote_code: bool = False
-    skip_tokenizer_init: bool = False
-    tokenizer: str | None = None
-    logprobs_mode: str = "raw_logprobs"
-    max_logprobs: int = 20
-    generation_config: str = "auto"
-    quiet: bool = False
+    model: str | None = option(None, optional(PATH))
+    max_num_batched_tokens: int = option(16384, at_least(1))
+    max_num_seqs: int = option(512, at_least(1))
+    max_model_len: int = option(None, optional(at_least(2)))  # None until the model is known
+    gpu_memory_utilization: float = option(0.9, number("in (0, 1]", lambda fraction: 0 < fraction <= 1))
+    tensor_parallel_size: int = option(1, integer("an integer from 1 to 8", lambda size: 1 <= size <= 8))
+    enforce_eager: bool = option(False, FLAG)
+    kvcache_block_size: int = option(256, integer("a positive multiple of 16", lambda n: n > 0 and n % 16 == 0))
+    num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
+    device: str = option("auto", choice("auto", "cuda", "cpu"))
+    dtype: str = option("auto", choice("auto", *DTYPES))
+    kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
+    attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
+    load_format: str = option("auto", choice("auto", "dummy"))
+    quantization: str | None = option(None, choice(None, "fp8"))
+    enable_prefix_caching: bool = option(True, FLAG)
+    seed: int = option(0, integer("an integer in [0, 2**63)", lambda seed: 0 <= seed < 2**63))
+    revision: str | None = option(None, optional(Rule("a string", lambda x: isinstance(x, str))))
+    trust_remote_code: bool = option(False, FLAG)
+    skip_tokenizer_init: bool = option(False, FLAG)
+    tokenizer: str | None = option(None, optional(PATH))
+    logprobs_mode: str = option("raw_logprobs", choice("raw_logprobs", "processed_logprobs"))
+    max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
+    generation_config: str = option("auto", choice("auto", "vllm"))
+    quiet: bool = option(False, FLAG)
     # derived
     model_path: str = field(init=False)
     tokenizer_path: str = field(init=False)
@@ -136,7 +120,7 @@ class Config:
         options = {name: defaults[name] if value is None else value for name, value in vars(self).items()}
         dtype = str(options["dtype"]).removeprefix("torch.")
         options["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
-        vars(self).update(check_all("LLM", options, RULES, ConfigError))
+        vars(self).update(check_all("LLM", options, rules_of(Config), ConfigError))
         if self.attention_backend == "flash_attn" and self.kvcache_block_size % 256:
             raise ConfigError(
                 f"kvcache_block_size={self.kvcache_block_size}: flash-attn needs a multiple of 256. "

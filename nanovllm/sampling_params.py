@@ -17,7 +17,9 @@ from nanovllm.validation import (
     integer,
     list_of,
     number,
+    option,
     optional,
+    rules_of,
 )
 
 MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the device's column
@@ -56,49 +58,21 @@ NUM_LOGPROBS = Rule(
     lambda x: None if x is None or x is False else int(x),
 )
 STRINGS = Rule("a non-empty string or a list of them", _is_strings, _as_strings)
-RULES = {
-    "temperature": number("a finite number >= 0 (0 is greedy)", lambda temperature: temperature >= 0),
-    "max_tokens": optional(at_least(0)),
-    "ignore_eos": BOOLEAN,
-    "top_k": integer("an integer >= 1, or 0 or -1 for no limit", lambda top_k: top_k >= -1),
-    "top_p": number("in (0, 1]", lambda top_p: 0 < top_p <= 1),
-    "min_p": number("in [0, 1]", lambda min_p: 0 <= min_p <= 1),
-    "seed": Rule(
-        "an integer or None",
-        lambda x: x is None or integer("").accepts(x),
-        lambda x: None if x is None or x == -1 else int(x),
-    ),
-    "stop_token_ids": list_of(at_least(0), "a list of token ids >= 0"),
-    "min_tokens": at_least(0),
-    "n": integer("an integer from 1 to 16384", lambda n: 1 <= n <= 16384),
-    "stop": STRINGS,
-    "include_stop_str_in_output": BOOLEAN,
-    "logprobs": NUM_LOGPROBS,
-    "prompt_logprobs": NUM_LOGPROBS,
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-    "repetition_penalty": number("> 0", lambda x: x > 0),
-    "logit_bias": Rule(
-        f"a dict of at most {MAX_LOGIT_BIAS} token ids >= 0 to finite numbers, or None",
-        lambda x: x is None or (_is_bias(x) and len(x) <= MAX_LOGIT_BIAS),
-        lambda x: {int(i): float(bias) for i, bias in x.items()} if x else None,
-    ),
-    "allowed_token_ids": Rule(
-        "a non-empty list of token ids >= 0, or None",
-        lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
-        lambda x: None if x is None else array("q", x).tolist(),
-    ),
-    "bad_words": STRINGS,
-    "detokenize": BOOLEAN,
-    "skip_special_tokens": BOOLEAN,
-    "spaces_between_special_tokens": BOOLEAN,
-    "truncate_prompt_tokens": optional(
-        integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1)
-    ),
-    "structured_outputs": optional(
-        Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace)
-    ),
-}
+SEED = Rule(
+    "an integer or None",
+    lambda x: x is None or integer("").accepts(x),
+    lambda x: None if x is None or x == -1 else int(x),
+)
+LOGIT_BIAS = Rule(
+    f"a dict of at most {MAX_LOGIT_BIAS} token ids >= 0 to finite numbers, or None",
+    lambda x: x is None or (_is_bias(x) and len(x) <= MAX_LOGIT_BIAS),
+    lambda x: {int(i): float(bias) for i, bias in x.items()} if x else None,
+)
+ALLOWED_TOKEN_IDS = Rule(
+    "a non-empty list of token ids >= 0, or None",
+    lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
+    lambda x: None if x is None else array("q", x).tolist(),
+)
 
 
 class Parameters:
@@ -196,31 +170,35 @@ class SamplingParams(Parameters):
         RequestError: a name is unknown or a value out of range.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 64
-    ignore_eos: bool = False
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    min_tokens: int = 0
-    n: int = 1
-    stop: str | list[str] | None = None
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: str | list[str] | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    temperature: float = option(1.0, number("a finite number >= 0 (0 is greedy)", lambda x: x >= 0))
+    max_tokens: int | None = option(64, optional(at_least(0)))
+    ignore_eos: bool = option(False, BOOLEAN)
+    top_k: int = option(0, integer("an integer >= 1, or 0 or -1 for no limit", lambda top_k: top_k >= -1))
+    top_p: float = option(1.0, number("in (0, 1]", lambda top_p: 0 < top_p <= 1))
+    min_p: float = option(0.0, number("in [0, 1]", lambda min_p: 0 <= min_p <= 1))
+    seed: int | None = option(None, SEED)
+    stop_token_ids: tuple[int, ...] | list[int] = option((), list_of(at_least(0), "a list of token ids >= 0"))
+    min_tokens: int = option(0, at_least(0))
+    n: int = option(1, integer("an integer from 1 to 16384", lambda n: 1 <= n <= 16384))
+    stop: str | list[str] | None = option(None, STRINGS)
+    include_stop_str_in_output: bool = option(False, BOOLEAN)
+    logprobs: int | None = option(None, NUM_LOGPROBS)
+    prompt_logprobs: int | None = option(None, NUM_LOGPROBS)
+    presence_penalty: float = option(0.0, PENALTY)
+    frequency_penalty: float = option(0.0, PENALTY)
+    repetition_penalty: float = option(1.0, number("> 0", lambda x: x > 0))
+    logit_bias: dict[int, float] | None = option(None, LOGIT_BIAS)
+    allowed_token_ids: list[int] | None = option(None, ALLOWED_TOKEN_IDS)
+    bad_words: str | list[str] | None = option(None, STRINGS)
+    detokenize: bool = option(True, BOOLEAN)
+    skip_special_tokens: bool = option(True, BOOLEAN)
+    spaces_between_special_tokens: bool = option(True, BOOLEAN)
+    truncate_prompt_tokens: int | None = option(
+        None, optional(integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1))
+    )
+    structured_outputs: StructuredOutputsParams | None = option(
+        None, optional(Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace))
+    )
 
     def __post_init__(self) -> None:
         self.verify()
@@ -266,5 +244,6 @@ class SamplingParams(Parameters):
         return self.temperature < MIN_TEMPERATURE
 
 
+RULES = rules_of(SamplingParams)
 VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}

@@ -1,8 +1,9 @@
-"""Rules for values that users give, and the wording of their errors. The tables of rules are beside the fields."""
+"""Rules for values that users give, and the wording of their errors. The rule of an option stands at its field."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -28,6 +29,16 @@ def check(owner: str, name: str, value: Any, rule: Rule, error: type[Exception])
 def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], error: type[Exception]) -> dict:
     """Check the value of each rule's name, None if there is none; other values are ignored."""
     return {name: check(owner, name, values.get(name), rule, error) for name, rule in rules.items()}
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A field of a dataclass, with the rule for its values."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def rules_of(options: type) -> dict[str, Rule]:
+    """The rules of a dataclass's options by name."""
+    return {option.name: option.metadata["rule"] for option in fields(options) if option.metadata}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,9 @@ Owns the options. Those of sampling and of the engine are made from the fields a
 import argparse
 import json
 import re
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any, get_args
 
@@ -36,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     plot.add_argument("metrics", help="the file of batch --metrics")
     plot.add_argument("output", help=".html, one page that needs nothing else; or .png")
     args = parser.parse_args(argv)
+    with suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that a scheduler ends closes its output
     try:
         if args.command == "plot":
             from nanovllm.jobs.plot import run

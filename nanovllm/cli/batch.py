@@ -5,12 +5,9 @@ hash of the id; engines take rows as they have room. So a million rows need litt
 """
 
 import re
-import signal
 import sys
-import threading
 from array import array
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.errors import ConfigError
-from nanovllm.jobs.files import Input, RunFile, end_last_line, fingerprint, output_at
+from nanovllm.jobs.files import Input, Output, begun, end_last_line, fingerprint, output_at
 from nanovllm.jobs.rows import Row, hash_of, ready
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
@@ -54,13 +51,12 @@ def run(args: Any) -> int:
         if Path(args.metrics).resolve() in (there, out):
             raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         end_last_line(Path(args.metrics))
-    with closing(RunFile(output, args.overwrite)) as run_file:
-        run_file.check(facts_of(args, model_path, source, len(hashes)))
+    with begun(output, args.overwrite, lambda: facts_of(args, model_path, source, len(hashes))):
         done, num_errors = output.scan(args.retry_errors)
-        todo = ~are_in(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
+        todo = ~np.isin(np.frombuffer(hashes, np.uint64), np.frombuffer(done, np.uint64))
         todo[np.arange(len(todo)) % n != k] = False
-        rows = source.rows_to_do(todo, hashes, args.id_column)
-        return Job(output, len(range(k, len(todo), n)), int(todo.sum()), num_errors).run(args, rows)
+        rows, num_todo = source.rows_to_do(todo, hashes, args.id_column), int(todo.sum())
+        return complete(args, output, rows, len(range(k, len(todo), n)) - num_todo, num_todo, num_errors)
 
 
 def shard_of(shard: str | None) -> tuple[int, int]:
@@ -103,14 +99,6 @@ def scan_ids(source: Input, args: Any) -> tuple[array, bool]:
     return hashes, all_integers
 
 
-def are_in(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which values are known, bool [N]; ``np.isin`` needs five times the memory."""
-    if not len(known):
-        return np.zeros(len(values), bool)
-    known = np.sort(known)
-    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values
-
-
 def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[str, Any]:
     """What the output depends on."""
     patterns = ("*.json", "*.jinja", "*.safetensors")  # configuration and tokenizer, chat template, weights
@@ -124,57 +112,41 @@ def facts_of(args: Any, model_path: str, source: Input, num_rows: int) -> dict[s
     }  # fmt: skip
 
 
-class Job:
-    """Writes the records, counts them, and shows the counts."""
+def complete(args: Any, output: Output, rows: Iterator[Row], num_before: int, num_todo: int, num_errors: int) -> int:
+    """Write a record for each of the rows, count and show them, and print a summary; the exit status."""
+    from nanovllm.jobs import engines
 
-    def __init__(self, output: Any, num_rows: int, num_todo: int, num_errors: int):
-        self.output, self.num_rows, self.num_before = output, num_rows, num_rows - num_todo
-        self.num_errors, self.num_done, self.tokens = num_errors, 0, [0, 0, 0]  # of prompts, cached, generated
+    started, num_rows, num_done = perf_counter(), num_before + num_todo, 0
+    first_at, tokens = 0.0, [0, 0, 0]  # when the first row was done; tokens of prompts, cached, generated
 
-    def run(self, args: Any, rows: Iterator[Row]) -> int:
-        """Complete the rows and print a summary; the exit status."""
-        from nanovllm.jobs.engines import complete, complete_in_processes
+    def emit(record: dict[str, Any], of_record: tuple[int, int, int]) -> None:
+        nonlocal num_done, num_errors, first_at, tokens
+        output.append(record)
+        first_at = first_at or perf_counter()
+        num_done += 1
+        num_errors += record["error"] is not None
+        tokens = [a + b for a, b in zip(tokens, of_record, strict=True)]
+        seconds = max(perf_counter() - first_at, 0.1)
+        bar.set_postfix_str(f"{tokens[2] / seconds:,.0f} tokens/s", refresh=False)
+        bar.update()
 
-        started = perf_counter()
-        if self.num_before < self.num_rows:
-            bar = tqdm(total=self.num_rows, initial=self.num_before, unit=" rows", dynamic_ncols=True,
-                       mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
-            try:
-                with bar as self.bar, self.output.opened(), sigterm_is_ctrl_c():
-                    (complete if args.data_parallel_size == 1 else complete_in_processes)(args, rows, self.emit)
-            finally:
-                if (num_there := self.num_before + self.num_done) < self.num_rows:
-                    print(f"{num_there:,} of {self.num_rows:,} rows are in {self.output.path}; the same command goes "
-                          "on.", file=sys.stderr)  # fmt: skip
-        print(f"{self.num_rows:,} rows in {self.output.path}: {self.num_done:,} now, {self.num_before:,} before, "
-              f"{self.num_errors:,} of them errors.", file=sys.stderr)  # fmt: skip
-        if self.num_done:
-            seconds, (prompt, cached, generated) = perf_counter() - started, self.tokens
-            print(f"{seconds:,.1f} s with start: {self.num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
-                  f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).",
-                  file=sys.stderr)  # fmt: skip
-        return 3 if self.num_errors else 0
-
-    def emit(self, record: dict[str, Any], tokens: tuple[int, int, int]) -> None:
-        self.output.append(record)
-        if not self.num_done:
-            self.first_at = perf_counter()
-        self.num_done += 1
-        self.num_errors += record["error"] is not None
-        self.tokens = [a + b for a, b in zip(self.tokens, tokens, strict=True)]
-        seconds = max(perf_counter() - self.first_at, 0.1)
-        self.bar.set_postfix_str(f"{self.tokens[2] / seconds:,.0f} tokens/s", refresh=False)
-        self.bar.update()
+    if num_todo:
+        run_engines = engines.complete if args.data_parallel_size == 1 else engines.complete_in_processes
+        bar = tqdm(total=num_rows, initial=num_before, unit=" rows", dynamic_ncols=True,
+                   mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+        try:
+            with bar, output.opened():
+                run_engines(args, rows, emit)
+        finally:
+            if num_done < num_todo:
+                say(f"{num_before + num_done:,} of {num_rows:,} rows are in {output.path}; the same command goes on.")
+    say(f"{num_rows:,} rows in {output.path}: {num_done:,} now, {num_before:,} before, {num_errors:,} of them errors.")
+    if num_done:
+        seconds, (prompt, cached, generated) = perf_counter() - started, tokens
+        say(f"{seconds:,.1f} s with start: {num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
+            f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).")  # fmt: skip
+    return 3 if num_errors else 0
 
 
-@contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
-    """So that a job that a scheduler ends closes its output."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -5,15 +5,18 @@ A *guide* follows one sequence. ``fill(words)`` writes its mask, int32 [ceil(voc
 is an optional extra, imported when the first request needs it. Runs on the host, without torch.
 """
 
+import functools
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.grammars import to_lark
+from nanovllm.engine.grammars import to_grammar
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputsParams
 
@@ -94,7 +97,7 @@ class Guide:
 
     def __init__(self, matcher: Any, compiler: "GuideCompiler"):
         self.matcher, self._compiler = matcher, compiler
-        self._ended = False  # by an end-of-sequence token or an error
+        self._ended = False  # by an end-of-sequence token
 
     def fill(self, words: np.ndarray) -> None:
         self._compiler.fill_all([self], words[None])
@@ -102,24 +105,22 @@ class Guide:
     def accept(self, token_id: int) -> None:
         if self._ended:
             return
-        is_eos = token_id in self._compiler.eos_token_ids
-        failed = self.matcher.is_error()  # in fill: a dead end, or a limit; its mask has end-of-sequence tokens only
-        if not failed and not self.matcher.consume_token(token_id):
-            failed = is_eos or self.matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
-            assert failed, f"token {token_id} was not allowed: {_first_line(self.matcher)}"
-        if failed:
-            logger.warning(
-                "structured output cut short: no token is left that the grammar accepts (allowed_token_ids, bad_words "
-                "or min_tokens contradict it, or a limit of the grammar library: %s)", _first_line(self.matcher),
-            )  # fmt: skip
-        self._ended = failed or is_eos
+        self._ended = token_id in self._compiler.eos_token_ids
+        if not self.matcher.consume_token(token_id) and self._ended:
+            logger.warning("structured output cut short: allowed_token_ids, bad_words or min_tokens contradict it.")
+        self.check()
+
+    def check(self) -> None:
+        """Raise a RequestError if the grammar leads nowhere or exceeds a limit of llguidance: its mask is void then."""
+        if self.matcher.is_error() and not self._ended:
+            raise RequestError(f"structured_outputs: the grammar cannot be followed further: {_reason(self.matcher)}")
 
 
 class Guides:
     """Several guides for one sequence: a token must be allowed by all. If none is, the sequence may only end.
 
     Args:
-        guides: at least one.
+        guides: at least one. A grammar comes first.
         eos_token_ids: allowed where the guides leave nothing.
     """
 
@@ -160,8 +161,9 @@ class GuideCompiler:
         self._llguidance: Any = None
         self._vocabulary: Any = None  # llguidance's
         self._surplus: np.ndarray | None = None  # a mask as wide as the tokenizer, if the model is narrower
-        self._executor: Any = None
-        self._matchers: dict[str, Any] = {}  # grammar -> matcher at its beginning; the last is the most recently used
+        self._executor: Any = None  # llguidance's threads
+        # parameters as JSON -> matcher at its grammar's beginning
+        self._matcher = functools.lru_cache(MAX_CACHED_GRAMMARS)(self._new_matcher)
 
     def compile(self, params: StructuredOutputsParams) -> Guide:
         """A guide at the beginning of a text. Compiled grammars are kept.
@@ -172,36 +174,35 @@ class GuideCompiler:
         if self._vocabulary is None:
             self._load()
         try:
-            grammar = to_lark(params)
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # of a structural tag's JSON
+            values = {field.name: getattr(params, field.name) for field in fields(StructuredOutputsParams)}
+            matcher = self._matcher(json.dumps(values))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # no JSON, or not as it should be
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
-        matcher = self._matchers.pop(grammar, None)
-        if matcher is None:
-            matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # which some errors wait for
-            if matcher.is_error():
-                raise _refused(params, _reason(matcher, params))
-        self._matchers[grammar] = matcher
-        if len(self._matchers) > MAX_CACHED_GRAMMARS:
-            del self._matchers[next(iter(self._matchers))]
         return Guide(matcher.deep_copy(), self)
 
+    def _new_matcher(self, params: str) -> Any:
+        grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
+        matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # which some errors wait for
+        if matcher.is_error():
+            raise ValueError(_reason(matcher))
+        return matcher
+
     def fill_all(self, guides: Sequence[Any], words: np.ndarray) -> None:
-        """Fill row i of ``words``, int32 [len(guides), ceil(vocab_size / 32)], for guide i, with several threads."""
+        """Fill row i of ``words``, int32 [len(guides), ceil(vocab_size / 32)], for guide i, with several threads.
+
+        Raises:
+            RequestError: as by ``Guide.check``. The other rows are filled.
+        """
         assert words.dtype == np.int32 and words.shape == (len(guides), -(-self.vocab_size // 32))
         rows = words if self._surplus is None else np.empty((len(guides), self._surplus.size), np.int32)
         assert rows.flags.c_contiguous
         firsts = [guide.guides[0] if isinstance(guide, Guides) else guide for guide in guides]
         matchers = [(first.matcher, i) for i, first in enumerate(firsts) if isinstance(first, Guide)]
-        if len(matchers) == 1:
-            ((matcher, i),) = matchers
-            matcher.unsafe_compute_mask_ptr(rows[i].ctypes.data, rows[i].nbytes)
-        elif matchers:
-            if self._executor is None:
-                self._executor = self._llguidance.LLExecutor(NUM_THREADS)
+        if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, rows.ctypes.data, rows[0].nbytes, len(guides))
         if self._surplus is not None:
             words[:] = (rows & self._surplus)[:, : words.shape[1]]
@@ -210,51 +211,37 @@ class GuideCompiler:
                 first.fill(row)
             if guide is not first:
                 guide.restrict(row)
+        for first in firsts:
+            if isinstance(first, Guide):
+                first.check()
 
     def _load(self) -> None:
         """Import llguidance and give it the vocabulary: 1 to 2 s for 150,000 tokens."""
+        needs = "SamplingParams: structured_outputs needs"
         if self._tokenizer is None:
-            raise RequestError(
-                "SamplingParams: structured_outputs needs a tokenizer, but the engine was made with "
-                "skip_tokenizer_init=True."
-            )
+            raise RequestError(f"{needs} a tokenizer, but the engine was made with skip_tokenizer_init=True.")
         try:
             import llguidance
         except ImportError as error:
-            raise RequestError(
-                f"SamplingParams: structured_outputs needs llguidance ({error}): pip install 'nanovllm[structured]'."
-            ) from None
+            raise RequestError(f"{needs} llguidance ({error}): pip install 'nanovllm[structured]'.") from None
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise RequestError(
-                "SamplingParams: structured_outputs needs a fast tokenizer (tokenizer.json), not "
-                f"{type(self._tokenizer).__name__}."
-            )
+            raise RequestError(f"{needs} a fast tokenizer (tokenizer.json), not {type(self._tokenizer).__name__}.")
         num_ids = max(backend.get_vocab().values()) + 1
         eos = sorted(i for i in self.eos_token_ids if i < num_ids)
         if not eos:
-            raise RequestError(
-                "SamplingParams: structured_outputs needs an end-of-sequence token, which the model does not have."
-            )
+            raise RequestError(f"{needs} an end-of-sequence token, which the model does not have.")
         width = max(num_ids, self.vocab_size)
-        self._llguidance = llguidance
+        self._llguidance, self._executor = llguidance, llguidance.LLExecutor(NUM_THREADS)
         self._vocabulary = llguidance.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=eos)
         if width > self.vocab_size:
             self._surplus = mask_of_all(self.vocab_size, -(-width // 32))
 
 
-def _first_line(matcher: Any) -> str:
-    return matcher.get_error().split("\n")[0]
-
-
-def _reason(matcher: Any, params: StructuredOutputsParams) -> str:
-    """llguidance's error without its state; without the Lark text that it quotes, too, unless that is the user's."""
-    error = matcher.get_error().split("\n<state>")[0]
-    if error.startswith("NoExtension"):
-        return "it matches no text"
-    if params.kind == "grammar" and "::=" not in str(params.grammar):
-        return error.strip()
-    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 | ")[0]).strip()
+def _reason(matcher: Any) -> str:
+    """llguidance's error without its state, and without the Lark that it quotes: it may not be the user's."""
+    error = re.split(r"\n<state>|\n +\d+ \| ", matcher.get_error())[0].strip()
+    return "it matches no text" if error.startswith("NoExtension") else error
 
 
 def _refused(params: StructuredOutputsParams, reason: str) -> RequestError:

@@ -12,8 +12,8 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from multiprocessing import connection
 from time import time
 from typing import Any
@@ -21,12 +21,11 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import WINDOW
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
-from nanovllm.jobs.files import every_second
 from nanovllm.jobs.rows import Row, asked, error_record, record_of
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
-CHUNK = 64  # rows that are encoded at a time
+ROWS_AHEAD = 128  # of each process, beyond what its engine takes
 Emit = Callable[[dict[str, Any], tuple[int, int, int]], None]  # record; tokens of prompt, cached, generated
 
 
@@ -35,17 +34,24 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
     pending: dict[int, tuple[Row, SamplingParams]] = {}
 
     def feed() -> Iterator[tuple[Any, SamplingParams]]:
-        number = 0
-        while chunk := list(islice(rows, CHUNK)):
-            for row, prompt, params in encoded(llm, chunk, args, emit):
-                pending[number] = row, params
-                number += 1
+        index = 0
+        for row in rows:
+            try:
+                prompt, template, params = asked(row, args)
+                prompt = prompt if template is None else chat_prompt(llm, prompt, template)
+            except RequestError as error:
+                emit(error_record(row, error), (0, 0, 0))
+            else:
+                pending[index] = row, params
+                index += 1
                 yield prompt, params
 
     def refuse(index: int, error: RequestError) -> None:
         emit(error_record(pending.pop(index)[0], error), (0, 0, 0))
 
-    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, metrics_written(llm, args.metrics, rank):
+    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, (
+        metrics_written(llm, args.metrics, rank) if args.metrics else nullcontext()
+    ):
         for output in llm.stream(feed(), on_error=refuse):
             row, params = pending.pop(output.index)
             num_generated = sum(len(o.token_ids) for o in output.outputs)
@@ -57,46 +63,34 @@ def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
             emit(record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated))
 
 
-def encoded(llm: LLM, chunk: list[Row], args: Any, emit: Emit) -> Iterator[tuple[Row, Any, SamplingParams]]:
-    """Rows with their prompts as token ids, the texts of a chunk encoded together."""
-    texts: dict[bool, list] = {True: [], False: []}  # by whether it is a chat: the template has the special tokens
-    asked_for: list[tuple[Row, Any, SamplingParams]] = []
-    for row in chunk:
-        try:
-            prompt, template, params = asked(row, args)
-            if template is not None:
-                prompt = llm.apply_chat_template(prompt, **template)
-            if isinstance(prompt, str):
-                prompt.encode()
-                texts[template is not None].append(prompt := {"prompt": prompt})
-            asked_for.append((row, prompt, params))
-        except UnicodeEncodeError as error:
-            emit(error_record(row, RequestError(f"the text cannot be encoded as UTF-8: {error}")), (0, 0, 0))
-        except RequestError as error:
-            emit(error_record(row, error), (0, 0, 0))
-    for is_chat, prompts in texts.items():
-        ids = llm.tokenize([p["prompt"] for p in prompts], add_special_tokens=not is_chat)
-        for prompt, token_ids in zip(prompts, ids, strict=True):
-            prompt["prompt_token_ids"] = token_ids
-    yield from asked_for
+def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dict[str, Any]:
+    """A conversation as a prompt whose text is encoded: the template has the special tokens."""
+    text = llm.apply_chat_template(messages, **template)
+    (token_ids,) = llm.tokenize([text], add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 @contextmanager
-def metrics_written(llm: LLM, path: str | None, rank: int) -> Iterator[None]:
-    """Append a line of the engine's metrics to the file every second."""
+def metrics_written(llm: LLM, path: str, rank: int) -> Iterator[None]:
+    """Append a line of the engine's metrics to the file every second, from the first moment to the last."""
+    closing = threading.Event()
 
-    def write() -> None:
-        assert path is not None
-        line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
-        with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
-            file.write(json.dumps(line).encode() + b"\n")
+    def write_lines() -> None:
+        is_last = False
+        while not is_last:
+            is_last = closing.is_set()
+            line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
+            with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
+                file.write(json.dumps(line).encode() + b"\n")
+            closing.wait(1.0)
 
-    if path is None:
-        yield
-    else:
-        write()
-        with every_second(write):
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write_lines)
+        try:
             yield
+        finally:
+            closing.set()
+            writing.result()
 
 
 # ---------------------------------------------------------------- several engines
@@ -105,7 +99,7 @@ def metrics_written(llm: LLM, path: str | None, rank: int) -> Iterator[None]:
 def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
     """The same with ``args.data_parallel_size`` engines; each has as many rows as keep it busy."""
     context = multiprocessing.get_context("spawn")
-    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + 2 * CHUNK  # it takes fewer
+    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + ROWS_AHEAD
     pipes: dict[Any, float] = {}  # rows that each engine has, until it is done
     processes: dict[Any, Any] = {}
     try:
@@ -140,13 +134,11 @@ def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
 
 def split_devices(args: Any) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each process; None leaves it as it is."""
-    size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
-    if args.engine.get("device") == "cpu":
-        return [None] * size
     import torch
 
+    size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
     num_devices = torch.cuda.device_count()  # which does not initialise CUDA
-    if not num_devices:
+    if not num_devices or args.engine.get("device") == "cpu":
         return [None] * size
     if num_devices < size * each:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Files of a batch job: rows in, records out, and what the output was made with.
 
 An output is only ever appended to by whole lines, or by whole parts under a temporary name, so whatever stops a job
-leaves at most one torn line, which is cut.
+leaves at most one torn line, which is cut. Lines are not synced: those that a power failure takes, or leaves as zeros,
+are done again.
 """
 
 import csv
@@ -10,14 +11,12 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from threading import Event
 from time import monotonic
 from typing import Any
 
+import filelock
 import numpy as np
 import xxhash
 
@@ -60,18 +59,19 @@ class Input:
         Raises:
             ConfigError: they are no longer the same.
         """
-        again, number = self.rows(), -1
-        for number, values in enumerate(islice(again, len(todo))):
-            row = Row(number, values, id_column)
+        num_rows = 0
+        for number, values in enumerate(self.rows()):
+            if number == len(todo):
+                print(f"IN has grown while the job ran; done are the {number:,} rows that it held at the start.",
+                      file=sys.stderr)  # fmt: skip
+                return
+            row, num_rows = Row(number, values, id_column), number + 1
             if hash_of(row.key) != hashes[number]:
                 raise ConfigError(f"IN has changed while the job ran: row {number} has another id, {row.key!r:.100}.")
             if todo[number]:
                 yield row
-        if number + 1 < len(todo):
-            raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {number + 1:,}.")
-        if next(again, None) is not None:
-            print(f"IN has grown while the job ran; done are the {len(todo):,} rows that it held at the start.",
-                  file=sys.stderr)  # fmt: skip
+        if num_rows < len(todo):
+            raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {num_rows:,}.")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any] | RequestError]:
@@ -114,7 +114,7 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
     digest = xxhash.xxh3_64()
     for path in files:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
+            size = file.seek(0, os.SEEK_END)
             digest.update(f"{size} ".encode())
             for start in range(0, size, 1 << 20) if num_bytes is None else (0, max(0, size - num_bytes)):
                 file.seek(start)
@@ -126,33 +126,14 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
 
 
 @contextmanager
-def every_second(function: Callable[[], Any]) -> Iterator[None]:
-    """Call it once a second, on a thread; and at the end, once more. An error of the thread is raised at the end."""
-    closing = Event()
-
-    def repeat() -> None:
-        while not closing.wait(1.0):
-            function()
-
-    with ThreadPoolExecutor(1) as pool:
-        repeating = pool.submit(repeat)
-        try:
-            yield
-        finally:
-            closing.set()
-            repeating.result()
-            function()
-
-
-@contextmanager
 def replacing(path: Path) -> Iterator[Any]:
     """A file that takes the path's place once it is whole and on disk."""
     temporary = path.with_name("." + path.name)
     with temporary.open("wb") as file:
         yield file
-        sync(file)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
-    sync_directory(path.parent)
 
 
 class JsonlOutput:
@@ -169,43 +150,34 @@ class JsonlOutput:
 
     def scan(self, retry_errors: bool) -> tuple[array, int]:
         """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
-        hashes, num_errors, position, num_kept, kept_end = array("Q"), 0, 0, 0, 0  # the last three in bytes
-        for line, record in self._lines(retry_errors):
-            position += len(line)
-            if record is not None:
-                hashes.append(hash_of(record["custom_id"]))
-                num_errors += record.get("error") is not None
-                num_kept, kept_end = num_kept + len(line), position
-        if num_kept != kept_end:  # not only at the end
+        hashes, num_errors, num_bytes = array("Q"), 0, 0
+        for line, record in self._kept(retry_errors):
+            hashes.append(hash_of(record["custom_id"]))
+            num_errors += record.get("error") is not None
+            num_bytes += len(line)
+        if self.is_begun() and num_bytes < self.path.stat().st_size:
             with replacing(self.path) as file:
-                file.writelines(line for line, record in self._lines(retry_errors) if record is not None)
-        elif kept_end != position:
-            os.truncate(self.path, kept_end)
+                file.writelines(line for line, _ in self._kept(retry_errors))
         return hashes, num_errors
 
-    def _lines(self, retry_errors: bool) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-        """Each with its record if that is to be kept."""
+    def _kept(self, retry_errors: bool) -> Iterator[tuple[bytes, dict[str, Any]]]:
         if self.path.exists():
             with self.path.open("rb") as lines:
                 for line in lines:
                     record = read_line(line)
                     if isinstance(record, RequestError) or "custom_id" not in record or not line.endswith(b"\n"):
-                        yield line, None
-                    else:
-                        yield line, None if retry_errors and record.get("error") else record
+                        continue
+                    if not (retry_errors and record.get("error")):
+                        yield line, record
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         with self.path.open("ab", buffering=0) as self._file:
-            sync_directory(self.path.parent)
-            with every_second(lambda: os.fsync(self._file.fileno())):
-                yield
+            yield
 
     def append(self, record: dict[str, Any]) -> None:
-        try:
-            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
-            line = json.dumps(record).encode() + b"\n"
+        # half of a surrogate pair becomes \ud800, as JSON writes it
+        line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         if self._file.write(line) != len(line):
             raise OSError(f"{self.path}: a line was written in part; is the disk full?")
 
@@ -218,25 +190,29 @@ class ParquetOutput:
 
     def __init__(self, path: Path, all_ids_are_integers: bool):
         self.path, self._parquet = path, import_parquet()
-        self._id_type: type = int if all_ids_are_integers else str
+        self._integers = {"prompt_tokens", "completion_tokens"} | ({"custom_id"} if all_ids_are_integers else set())
         self._rows: list[dict[str, Any]] = []
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.glob("part-*.parquet"))
 
     def is_begun(self) -> bool:
         return self.path.exists() and any(self.path.iterdir())
 
     def clear(self) -> None:
-        for part in self.path.glob("part-*.parquet"):
+        for part in self._parts():
             part.unlink()
 
     def scan(self, retry_errors: bool) -> tuple[array, int]:
+        """The same of parts; temporary ones are dropped."""
         hashes, num_errors = array("Q"), 0
         for temporary in self.path.glob(".part-*"):
             temporary.unlink()
-        for part in sorted(self.path.glob("part-*.parquet")):
-            table = self._parquet.read_table(part, columns=["custom_id", "error"])
+        for part in self._parts():
+            table = self._parquet.read_table(part, columns=None if retry_errors else ["custom_id", "error"])
             if retry_errors and table["error"].null_count < len(table):
-                self._write(self._parquet.read_table(part).filter(table["error"].is_null()), part)
                 table = table.filter(table["error"].is_null())
+                self._write(table, part)
             hashes.extend(map(hash_of, table["custom_id"].to_pylist()))
             num_errors += len(table) - table["error"].null_count
         return hashes, num_errors
@@ -244,18 +220,17 @@ class ParquetOutput:
     @contextmanager
     def opened(self) -> Iterator[None]:
         self.path.mkdir(exist_ok=True)
-        parts = [int(part.stem.removeprefix("part-")) for part in self.path.glob("part-*.parquet")]
-        self._next, self._begun = max(parts, default=-1) + 1, monotonic()
+        self._begun = monotonic()
         try:
             yield
         finally:
             self._flush()
 
     def append(self, record: dict[str, Any]) -> None:
-        row = {name: x if isinstance(x, (str, int, type(None))) else json.dumps(x) for name, x in record.items()}
-        stop = row.get("stop_reason")
-        row["custom_id"], row["stop_reason"] = self._id_type(row["custom_id"]), None if stop is None else str(stop)
-        self._rows.append(row)
+        self._rows.append({
+            name: x if x is None or isinstance(x, str) or name in self._integers else json.dumps(x)
+            for name, x in record.items()
+        })  # fmt: skip
         if len(self._rows) >= PART_ROWS or monotonic() - self._begun > PART_SECONDS:
             self._flush()
 
@@ -263,11 +238,11 @@ class ParquetOutput:
         if self._rows:
             import pyarrow
 
-            integers = ("prompt_tokens", "completion_tokens", *(["custom_id"] if self._id_type is int else []))
-            types = {name: pyarrow.int64() if name in integers else pyarrow.string() for name in self.COLUMNS}
+            types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in self.COLUMNS}
+            parts = self._parts()
+            number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
             table = pyarrow.Table.from_pylist(self._rows, schema=pyarrow.schema(types))
-            self._write(table, self.path / f"part-{self._next:06d}.parquet")
-            self._next += 1
+            self._write(table, self.path / f"part-{number:06d}.parquet")
         self._rows, self._begun = [], monotonic()
 
     def _write(self, table: Any, part: Path) -> None:
@@ -275,7 +250,10 @@ class ParquetOutput:
             self._parquet.write_table(table, file)
 
 
-def output_at(path: Path, all_ids_are_integers: bool) -> "JsonlOutput | ParquetOutput":
+Output = JsonlOutput | ParquetOutput
+
+
+def output_at(path: Path, all_ids_are_integers: bool) -> Output:
     if not path.parent.is_dir():
         raise ConfigError(f"OUT={path}: there is no directory {path.parent}.")
     if path.suffix == ".jsonl":
@@ -295,72 +273,40 @@ def end_last_line(path: Path) -> None:
                     file.write(b"\n")
 
 
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def begun(output: Output, overwrite: bool, facts_of: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with.
 
-
-def sync_directory(path: Path) -> None:
-    """A renamed or new file survives a power failure only once its directory is on disk."""
-    if os.name == "posix":
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-class RunFile:
-    """OUT.run.json: what OUT is made with; locked while a job writes to OUT."""
-
-    def __init__(self, output: "JsonlOutput | ParquetOutput", overwrite: bool):
-        self.output, self.overwrite = output, overwrite
-        path = output.path.with_name(output.path.name + ".run.json")
-        if output.is_begun() and not overwrite and not path.exists():
-            raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
-        self._file = path.open("a+", encoding="utf-8")
-        try:
-            lock(self._file.fileno())
-        except OSError:
-            self.close()
-            raise ConfigError(f"another job is writing to {output.path}: it holds {path}.") from None
-        if overwrite:
-            output.clear()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def check(self, facts: dict[str, Any]) -> None:
-        """Refuse to go on with an output that was begun with something else."""
-        # Only then: a kill while they are written loses them. A directory may hold other files than it was rid of.
-        if self.overwrite or not self.output.is_begun():
-            return self.write(facts)
-        self._file.seek(0)
-        try:
-            before = json.loads(self._file.read())
-        except ValueError:
-            raise ConfigError(f"{self._file.name} is damaged; give another OUT, or --overwrite.") from None
-        facts = json.loads(json.dumps(facts))  # as it was read
-        changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
-        if changed and changed != ["model"]:  # the same files under another name are the same model
-            lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
-            raise ConfigError(
-                f"{self.output.path} was begun with something else:\n{''.join(lines)}"
-                "Give what was given then, or another OUT, or --overwrite."
-            )
-
-    def write(self, facts: dict[str, Any]) -> None:
-        self._file.truncate(0)
-        self._file.write(json.dumps(facts, indent=1))
-        sync(self._file)
-
-
-def lock(fd: int) -> None:
-    """Until the file is closed or the process ends."""
+    Raises:
+        ConfigError: another job writes to it, or it was begun with other facts.
+    """
+    run_file = output.path.with_name(output.path.name + ".run.json")
+    if output.is_begun() and not overwrite and not run_file.exists():
+        raise ConfigError(f"{output.path} exists and is not of a batch job; give another OUT, or --overwrite.")
     try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
+        with filelock.FileLock(output.path.with_name(f".{output.path.name}.lock"), timeout=0):
+            if overwrite:
+                output.clear()
+            facts = json.loads(json.dumps(facts_of()))  # as it is read
+            if overwrite or not output.is_begun():  # a directory may hold other files than it was rid of
+                with replacing(run_file) as file:
+                    file.write(json.dumps(facts, indent=1).encode())
+            else:
+                check_unchanged(output.path, run_file, facts)
+            yield
+    except filelock.Timeout:
+        raise ConfigError(f"another job is writing to {output.path}.") from None
 
-        os.lseek(fd, 1 << 30, os.SEEK_SET)  # a byte that nobody reads
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+def check_unchanged(path: Path, run_file: Path, facts: dict[str, Any]) -> None:
+    try:
+        before = json.loads(run_file.read_text())
+    except ValueError:
+        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.") from None
+    changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
+    if changed and changed != ["model"]:  # the same files under another name are the same model
+        lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
+        raise ConfigError(
+            f"{path} was begun with something else:\n{''.join(lines)}"
+            "Give what was given then, or another OUT, or --overwrite."
+        )
