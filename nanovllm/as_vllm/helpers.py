@@ -5,22 +5,14 @@ import random
 import socket
 import sys
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 from nanovllm.errors import EngineError
 
-
-@dataclass
-class LoRARequest:
-    """Names an adapter. May be imported and made; a request with one is refused."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
-    long_lora_max_len: int | None = None
-    base_model_name: str | None = None
+# names an adapter: may be made, and a request with one is refused
+LoRARequest = namedtuple("LoRARequest", "lora_name lora_int_id lora_path long_lora_max_len base_model_name",
+                         defaults=("", None, None))  # fmt: skip
 
 
 class Unsupported(type):
@@ -36,8 +28,8 @@ class Unsupported(type):
         return cls
 
 
-class Settings(type):
-    """A class with any fields, and any name as in an enumeration, such as ``CompilationConfig``: hints on speed."""
+class Hint(type):
+    """A class of any fields, with any name as in an enumeration, such as ``CompilationConfig`` and ``UsageContext``."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
@@ -57,8 +49,6 @@ def get_tokenizer(tokenizer_name: Any, *args: Any, tokenizer_mode: str = "auto",
 def resolve_hf_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None,
                              **_: Any) -> str | None:
     """The template that ``apply_chat_template`` would take; None if there is none."""
-    if chat_template is not None:
-        return chat_template
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -73,10 +63,6 @@ def get_open_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return s.getsockname()[1]
-
-
-def get_ip() -> str:
-    return "127.0.0.1"  # one host
 
 
 def set_random_seed(seed: int | None) -> None:
@@ -98,30 +84,20 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
-def get_tensor_model_parallel_rank() -> int:
-    return 0  # of the process that runs the script
-
-
 class Platform:
     """``current_platform``: CUDA or the CPU."""
 
     seed_everything = staticmethod(set_random_seed)
 
-    @property
-    def device_type(self) -> str:
+    def __getattr__(self, name: str) -> Any:
         import torch
 
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
-    def get_device_name(self, device_id: int = 0) -> str:
-        import torch
-
-        return torch.cuda.get_device_name(device_id) if self.is_cuda() else "cpu"
-
-    def __getattr__(self, name: str) -> Callable[[], bool]:
-        if not name.startswith("is_"):  # is_cuda, is_cuda_alike, is_cpu; is_rocm, is_tpu and so on are never true
-            raise AttributeError(f"nanovllm's current_platform has no {name!r}")
-        return lambda: name[3:].removesuffix("_alike") == self.device_type
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "device_type":
+            return device_type
+        if name.startswith("is_"):  # is_cuda, is_cuda_alike, is_cpu; is_rocm, is_tpu and so on are never true
+            return lambda: name[3:].removesuffix("_alike") == device_type
+        raise AttributeError(f"nanovllm's stand-in for vLLM's current_platform has no {name!r}.")
 
 
 current_platform = Platform()

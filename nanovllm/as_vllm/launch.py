@@ -17,25 +17,23 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
 
     Without ``max_model_len`` it is the model's own context length, or what the KV cache holds if that is less.
     """
-    given = options.to_nanovllm({"model": model, **keywords})
-    claim_devices(given.get("tensor_parallel_size", 1))
+    options.check(keywords)
+    claim_devices(keywords.get("tensor_parallel_size") or 1)
+    revision = keywords.get("revision")
     if keywords.get("download_dir") and not Path(model).is_dir():
         from huggingface_hub import snapshot_download
 
         patterns = [*checkpoint.SMALL_FILES, "*.safetensors"]
-        model = snapshot_download(
-            model, revision=given.get("revision"), cache_dir=keywords["download_dir"], allow_patterns=patterns
-        )
-    path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
+        model = snapshot_download(model, revision=revision, cache_dir=keywords["download_dir"], allow_patterns=patterns)
+    path = checkpoint.resolve_model(model, revision, weights=keywords.get("load_format") != "dummy")
     overlay = overlaid(path, keywords)
     if overlay is not None:
         model = path = overlay.name
-    options.leave_to_checkpoint(given, path)
     max_model_len = keywords.get("max_model_len")
     is_default = max_model_len in (None, -1, "auto")
     if is_default:
         max_model_len = checkpoint.read_model_config(path).max_position_embeddings
-    llm = CoreLLM(model, max_model_len=max_model_len, **given)
+    llm = CoreLLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
     llm.overlay = overlay
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
     if is_default and capacity < llm.config.max_model_len:

@@ -16,6 +16,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
 OF_THE_WORKER = ("sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model")  # see ``DriverWorker``
+OF_THE_CORE = ("get_tokenizer", "set_tokenizer", "reset_prefix_cache")  # see ``nanovllm.LLM``
 
 
 class LLMEngine:
@@ -50,6 +51,8 @@ class LLMEngine:
     def __getattr__(self, name: str) -> Any:
         if name in OF_THE_WORKER:
             return getattr(self._worker, name)
+        if name in OF_THE_CORE:
+            return getattr(self._llm, name)
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
     def awake(self) -> CoreLLM:
@@ -62,19 +65,9 @@ class LLMEngine:
         """Free the device's memory."""
         self._llm.exit()
 
-    engine_core = property(lambda self: self)  # and of itself, as vLLM's client holds the core
+    engine_core = property(lambda self: self)
 
-    def get_tokenizer(self, lora_request: Any = None) -> Any:
-        refuse("get_tokenizer", lora_request=lora_request)
-        return self._llm.get_tokenizer()
-
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        self._llm.set_tokenizer(tokenizer)
-
-    tokenizer = property(get_tokenizer, set_tokenizer)
-
-    def get_model_config(self) -> options.EngineConfig:
-        return self.model_config
+    tokenizer = property(lambda self: self._llm.get_tokenizer(), lambda self, tokenizer: self.set_tokenizer(tokenizer))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, with those of the checkpoint's ``generation_config.json``."""
@@ -85,9 +78,6 @@ class LLMEngine:
         if (max_new_tokens := override.pop("max_new_tokens", None)) is not None:
             override["max_tokens"] = max_new_tokens
         return SamplingParams.from_optional(**{**defaults, **override})
-
-    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
-        return self._llm.reset_prefix_cache()
 
     def get_metrics(self) -> list[Any]:
         return []  # as with disable_log_stats, the default
@@ -155,15 +145,9 @@ class LLMEngine:
 
 
 class LLM(LLMEngine):
-    """vLLM's ``LLM`` served by nanovllm. It is its own ``llm_engine``, which takes the same arguments."""
+    """vLLM's ``LLM`` served by nanovllm; takes the same arguments."""
 
-    @property
-    def llm_engine(self) -> "LLM":
-        return self
-
-    @llm_engine.deleter
-    def llm_engine(self) -> None:
-        self.shutdown()
+    llm_engine = property(lambda self: self, fdel=LLMEngine.shutdown)
 
     def generate(self, prompts: Any = None, sampling_params: Any = None, prompt_token_ids: Any = None,
                  use_tqdm: bool | Callable = True, lora_request: Any = None, **others: Any) -> list[RequestOutput]:

@@ -5,10 +5,10 @@ module has all the names, because vLLM moves them from version to version. A nam
 an import an ImportError; a module that is not in the table is a ModuleNotFoundError.
 """
 
-import importlib.metadata
+import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.as_vllm import VLLM_VERSION
 
-PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm``, for child processes
+PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for child processes, and its version
 
 # below vllm; each package that these are in is there too
 MODULES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
@@ -39,9 +39,9 @@ SOURCES = {
     "nanovllm.as_vllm.worker": "Worker=DriverWorker",
     "nanovllm.as_vllm.helpers": "LoRARequest get_tokenizer cached_get_tokenizer=get_tokenizer "
         "get_cached_tokenizer=get_tokenizer cached_tokenizer_from_config=get_tokenizer resolve_hf_chat_template "
-        "resolve_chat_template=resolve_hf_chat_template random_uuid get_open_port get_ip set_random_seed "
+        "resolve_chat_template=resolve_hf_chat_template random_uuid get_open_port set_random_seed "
         "seed_everything=set_random_seed cleanup_dist_env_and_memory current_platform "
-        "destroy_model_parallel=cleanup_dist_env_and_memory get_tensor_model_parallel_rank "
+        "destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
     "nanovllm.outputs": "RequestOutput CompletionOutput Logprob",
     "nanovllm.engine.beam_search": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
@@ -50,18 +50,18 @@ SOURCES = {
 }  # fmt: skip
 SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
              for new, _, old in (name.partition("=") for name in names.split())}  # fmt: skip
-TYPES = """PromptType SingletonPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam PromptLogprobs
-    SampleLogprobs LogprobsOnePosition DataPrompt"""  # for annotations
-SETTINGS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
-    ProfilerConfig"""
+HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
+    ProfilerConfig PromptType SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
+    PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM PoolingParams PoolerConfig PoolingRequestOutput PoolingOutput
     EmbeddingRequestOutput EmbeddingOutput ClassificationRequestOutput ClassificationOutput ScoringRequestOutput
     ScoringOutput EmbedsPrompt KVTransferConfig KVEventsConfig SpeculativeConfig WeightTransferConfig VllmConfig
     ModelConfig ModelRegistry LogitsProcessor BatchUpdate MoveDirectionality AdapterLogitsProcessor
     RequestLogitsProcessor PyNcclCommunicator StatelessProcessGroup WorkerWrapperBase MultiModalDataDict ImagePrompt
     RepetitionDetectionParams Counter Gauge Histogram Vector Metric RequestMetrics RequestStateStats GroupCoordinator
-    PromptAdapterRequest SamplingType get_distributed_init_method load_chat_template"""
-NAMES = [*SOURCE_OF, *TYPES.split(), *SETTINGS.split(), *UNSUPPORTED.split()]
+    PromptAdapterRequest SamplingType get_ip get_distributed_init_method get_tensor_model_parallel_rank
+    load_chat_template"""
+NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]
 ENVIRONMENT = {"VLLM_USE_V1": True, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": False}
 
 
@@ -73,9 +73,7 @@ def resolve(name: str) -> Any:
         return getattr(importlib.import_module(source), own_name)
     from nanovllm.as_vllm import helpers
 
-    if name in SETTINGS.split():
-        return helpers.Settings(name, (SimpleNamespace,), {})
-    return Any if name in TYPES.split() else helpers.Unsupported(name, (), {})
+    return helpers.Hint(name, (SimpleNamespace,), {}) if name in HINTS.split() else helpers.Unsupported(name, (), {})
 
 
 class StandIn(ModuleType):
@@ -94,27 +92,14 @@ class StandIn(ModuleType):
         return resolve(name)
 
 
-class Distribution(importlib.metadata.Distribution):
-    """For ``importlib.metadata.version("vllm")``."""
-
-    def read_text(self, filename: str) -> str | None:
-        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n" if filename == "METADATA" else None
-
-    def locate_file(self, path: Any) -> Any:
-        return PATH / path
-
-
 class Finder(MetaPathFinder):
-    """Knows the version, and that ``install`` has made all the modules there are."""
+    """Keeps Python from looking for modules below ``vllm`` elsewhere: ``install`` has made all there are."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname.startswith("vllm."):
             raise ModuleNotFoundError(
                 f"nanovllm, which stands in for vLLM here, has no module {fullname!r}", name=fullname
             )
-
-    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        return [Distribution()] if getattr(context, "name", None) == "vllm" else []
 
 
 def install() -> None:

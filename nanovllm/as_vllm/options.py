@@ -73,20 +73,19 @@ def check(keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if name not in DEFAULTS:
             raise ConfigError(f"LLM() has no option {name!r}.{did_you_mean(name, DEFAULTS)}")
-        if name in NEUTRAL and not any(is_same(value, neutral) for neutral in NEUTRAL[name]):
+        if name in NEUTRAL and value not in NEUTRAL[name]:
             if name == "tokenizer_revision" and value == keywords.get("revision"):
                 continue
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
 
 
-def is_same(a: Any, b: Any) -> bool:
-    """Equality in which True is not 1."""
-    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
-
-
 def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of vLLM's engine, checked, as options of nanovllm's ``LLM``; of ``OWN`` only those of the KV cache."""
+    """Keywords of vLLM's engine, checked, as options of nanovllm's ``LLM``; of ``OWN`` only those of the KV cache.
+
+    Raises:
+        ConfigError: as ``check``; or ``quantization`` names another one than the checkpoint has.
+    """
     check(keywords)
     given = {name: keywords[name] for name in PASSED if keywords.get(name) is not None}
     if given.get("load_format") in ("safetensors", "hf"):
@@ -97,17 +96,8 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
     if "max_num_batched_tokens" in given:
         given.setdefault("max_num_seqs", min(512, given["max_num_batched_tokens"]))
-    return given
-
-
-def leave_to_checkpoint(given: dict[str, Any], path: str) -> None:
-    """Remove a ``quantization`` that names what the checkpoint at ``path`` has anyhow.
-
-    Raises:
-        ConfigError: it has another one, or none.
-    """
-    method = given.get("quantization")
-    if method in PUBLISHED:
+    if (method := given.get("quantization")) in PUBLISHED:
+        path = checkpoint.resolve_model(keywords["model"], given.get("revision"), weights=False)
         fp8 = checkpoint.read_model_config(path).fp8
         if fp8 is None or fp8.method != method:
             has = "none" if fp8 is None else repr(fp8.method)
@@ -115,7 +105,8 @@ def leave_to_checkpoint(given: dict[str, Any], path: str) -> None:
                 f"LLM: quantization={method!r} names the quantization of a checkpoint, and {path} has {has}. Leave it "
                 "out, or take quantization='fp8', which quantizes 16-bit weights as they load."
             )
-        del given["quantization"]
+        del given["quantization"]  # the checkpoint has it anyhow
+    return given
 
 
 class EngineConfig:
@@ -158,9 +149,6 @@ class EngineConfig:
     def get_vocab_size(self) -> int:
         return self._config.model_config.vocab_size
 
-    def get_hidden_size(self) -> int:
-        return self._config.model_config.hidden_size
-
 
 class _EngineArgs:
     """Engine keywords as a value: ``LLM(**dataclasses.asdict(EngineArgs(...)))``."""
@@ -183,10 +171,7 @@ class _EngineArgs:
 
     def create_model_config(self) -> EngineConfig:
         """What ``llm_engine.model_config`` will be; starts no engine."""
-        model, given = vars(self)["model"], to_nanovllm(vars(self))
-        if given.get("quantization") in PUBLISHED:
-            leave_to_checkpoint(given, checkpoint.resolve_model(model, given.get("revision"), weights=False))
-        config = Config.from_options(model, given)
+        config = Config.from_options(vars(self)["model"], to_nanovllm(vars(self)))
         max_model_len = vars(self)["max_model_len"] or config.model_config.max_position_embeddings
         return EngineConfig(replace(config, max_model_len=max_model_len), vars(self))
 
@@ -196,11 +181,11 @@ class _EngineArgs:
 
 
 def _value(text: str) -> Any:
-    """A number or JSON if it reads as one; "None" is None."""
-    try:
-        return None if text == "None" else json.loads(text)
-    except ValueError:
-        return text
+    """An integer or JSON if it reads as one; "None" is None."""
+    if text == "None":
+        return None
+    is_json = text[:1] in ("{", "[") or text.lstrip("-").isdigit()
+    return json.loads(text) if is_json else text
 
 
 EngineArgs: Any = make_dataclass("EngineArgs", [(name, Any, DEFAULTS[name]) for name in DEFAULTS], bases=(_EngineArgs,))

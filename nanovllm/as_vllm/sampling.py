@@ -45,16 +45,10 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "extra_args": (None, {}),
-    "thinking_token_budget": (None, -1),
-    "repetition_detection": (None,),
-    "logprob_token_ids": (None, []),
-    "best_of": (None, 1),
-    "logits_processors": (None, []),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-}
+    "extra_args": (None, {}), "thinking_token_budget": (None, -1), "repetition_detection": (None,),
+    "logprob_token_ids": (None, []), "logits_processors": (None, []), "best_of": (None, 1),
+    "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
+}  # fmt: skip
 # vLLM's order of positional arguments
 ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
          "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs",

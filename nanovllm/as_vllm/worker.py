@@ -9,17 +9,18 @@ from typing import Any
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.llm import LLM
 
-ON_EVERY_RANK = ("load_weights", "reload_weights", "sleep", "wake_up", "check_health")
+ON_EVERY_RANK = ("load_weights", "reload_weights", "sleep", "wake_up")
 
 
 class DriverWorker:
-    """vLLM's ``Worker``, the only one: further ranks are nanovllm's own. ``collective_rpc`` runs code here.
+    """vLLM's ``Worker``, of rank 0; the others are nanovllm's own. ``collective_rpc`` runs code here.
 
     Attributes:
         is_paused: no request is taken (sleep of level 0).
     """
 
     rank = local_rank = 0
+    worker = property(lambda self: self)
 
     def __init__(self, llm: LLM, vllm_config: Any):
         self._llm, self.is_paused = llm, False
@@ -29,10 +30,6 @@ class DriverWorker:
         self.model_runner = SimpleNamespace(
             model=model, device=self.device, vllm_config=vllm_config, get_model=lambda: model
         )
-
-    @property
-    def worker(self) -> "DriverWorker":
-        return self
 
     def get_model(self) -> Any:
         """The model, a ``torch.nn.Module``."""
@@ -58,16 +55,11 @@ class DriverWorker:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory of ``tags`` again; None is all. After level 2 the weights must be loaded."""
-        if set(tags or ()) - {"weights", "kv_cache", "scheduling"}:
-            raise ConfigError(f"wake_up: tags={tags!r} may hold 'weights', 'kv_cache' and 'scheduling'.")
         self._llm.wake_up(None if tags is None else [tag for tag in tags if tag != "scheduling"])
         self.is_paused = self.is_paused and self._llm.is_sleeping()
 
     def is_sleeping(self) -> bool:
         return self.is_paused or self._llm.is_sleeping()
-
-    def check_health(self) -> None:
-        """It runs in this process."""
 
     def collective_rpc(self, method: str | Callable, timeout: float | None = None, args: tuple = (),
                        kwargs: dict | None = None) -> list[Any]:
