@@ -20,8 +20,8 @@ from nanovllm.as_vllm import VLLM_VERSION
 
 PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for child processes, and its version
 
-# below vllm; each package that these are in is there too
-MODULES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
+# below vllm; the packages that these are in are there too
+LEAVES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
     tokenizers transformers_utils.tokenizer logger config multimodal platforms usage.usage_lib lora.request
     prompt_adapter.request entrypoints.llm entrypoints.chat_utils engine.arg_utils engine.llm_engine
     engine.async_llm_engine v1.engine.llm_engine v1.engine.async_llm v1.sample.logits_processor v1.worker.gpu_worker
@@ -29,6 +29,8 @@ MODULES = """version envs sampling_params pooling_params beam_search outputs log
     utils.counter utils.torch_utils distributed.parallel_state distributed.utils
     distributed.device_communicators.pynccl model_executor.utils model_executor.models.registry
     model_executor.parallel_utils.parallel_state"""
+PATHS = [("vllm", *leaf.split(".")) for leaf in LEAVES.split()]
+MODULES = sorted({".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)})  # a package before its parts
 
 # module -> the names that it has, imported when they are first asked for; "new=old" gives another name
 SOURCES = {
@@ -82,6 +84,12 @@ class StandIn(ModuleType):
     __version__ = VLLM_VERSION
     __version_tuple__ = tuple(map(int, VLLM_VERSION.split(".")))
     __all__ = NAMES
+    __file__ = str(PATH / "vllm" / "__init__.py")
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, origin=self.__file__, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "vllm.envs" and name.startswith("VLLM_"):
@@ -106,16 +114,11 @@ def install() -> None:
     """Put nanovllm in vLLM's place, in this process and in those it will start."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
-    for module in MODULES.split():
-        parts = ["vllm", *module.split(".")]
-        for i in range(len(parts)):
-            name = ".".join(parts[: i + 1])
-            if name not in sys.modules:
-                made = sys.modules[name] = StandIn(name)
-                made.__spec__ = ModuleSpec(name, None, origin=str(PATH / "vllm" / "__init__.py"), is_package=True)
-                made.__path__, made.__file__ = [], made.__spec__.origin
-                if i > 0:
-                    setattr(sys.modules[".".join(parts[:i])], parts[i], made)
+    for name in MODULES:
+        sys.modules[name] = StandIn(name)
+        package, _, own_name = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], own_name, sys.modules[name])
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
     paths = [str(PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

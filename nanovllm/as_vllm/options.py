@@ -125,6 +125,7 @@ class EngineConfig:
     model_config = cache_config = scheduler_config = parallel_config = property(lambda self: self)
 
     def __init__(self, config: Config, keywords: dict[str, Any], runner: Any = None):
+        vars(self).update(vars(config))  # max_model_len, max_num_seqs, tensor_parallel_size and so on
         self._config, self.model = config, str(keywords["model"])
         self.tokenizer = str(keywords.get("tokenizer") or self.model)
         self.max_seq_len_to_capture = min(8192, config.max_model_len)
@@ -132,17 +133,12 @@ class EngineConfig:
         self.dtype = getattr(runner, "dtype", config.dtype)
         self.num_gpu_blocks = getattr(runner, "num_kvcache_blocks", None)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._config, name)  # max_model_len, max_num_seqs, tensor_parallel_size, ...
-
     @property
     def hf_config(self) -> Any:
         """transformers' view of config.json."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self.trust_remote_code)
+        return AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._config.trust_remote_code)
 
     hf_text_config = hf_config
 

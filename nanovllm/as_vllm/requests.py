@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm.sampling import RequestOutputKind
+from nanovllm.as_vllm.sampling import RequestOutputKind, snapshots
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -21,8 +21,9 @@ class CoreLLM(nanovllm.llm.LLM):
 
     def track(self, name: str, prompt: Any, params: Any) -> "Tracked":
         """Queue a prompt."""
-        number = self.add_request(prompt, params.snapshot())
-        return Tracked(name, self._added.unfinished[number], params.output_kind)
+        number = self.add_request(prompt, snapshots(params))
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        return Tracked(name, self._added.unfinished[number], kind)
 
     def advance(self) -> set[int]:
         """One step; returns the ids of the requests of ``track`` that it finished."""
