@@ -16,7 +16,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
 OF_THE_WORKER = ("sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model")  # see ``DriverWorker``
-OF_THE_CORE = ("get_tokenizer", "set_tokenizer", "reset_prefix_cache")  # see ``nanovllm.LLM``
 
 
 class LLMEngine:
@@ -51,8 +50,6 @@ class LLMEngine:
     def __getattr__(self, name: str) -> Any:
         if name in OF_THE_WORKER:
             return getattr(self._worker, name)
-        if name in OF_THE_CORE:
-            return getattr(self._llm, name)
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
     def awake(self) -> CoreLLM:
@@ -67,7 +64,17 @@ class LLMEngine:
 
     engine_core = property(lambda self: self)
 
-    tokenizer = property(lambda self: self._llm.get_tokenizer(), lambda self, tokenizer: self.set_tokenizer(tokenizer))
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
+        refuse("get_tokenizer", lora_request=lora_request)
+        return self._llm.get_tokenizer()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self._llm.set_tokenizer(tokenizer)
+
+    tokenizer = property(get_tokenizer, set_tokenizer)
+
+    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        return self._llm.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, with those of the checkpoint's ``generation_config.json``."""
@@ -113,8 +120,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
         try:
-            finished = self.awake().advance()
-        except EngineError:
+            finished = dict(self.awake().step()[0])  # ids -> tokens
+        except BaseException:
             if self._llm.is_finished():
                 self._requests.clear()  # they were dropped
             raise

@@ -180,8 +180,9 @@ def _value(text: str) -> Any:
     """An integer or JSON if it reads as one; "None" is None."""
     if text == "None":
         return None
-    is_json = text[:1] in ("{", "[") or text.lstrip("-").isdigit()
-    return json.loads(text) if is_json else text
+    if text[:1] in ("{", "["):
+        return json.loads(text)
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 EngineArgs: Any = make_dataclass("EngineArgs", [(name, Any, DEFAULTS[name]) for name in DEFAULTS], bases=(_EngineArgs,))

@@ -25,11 +25,6 @@ class CoreLLM(nanovllm.llm.LLM):
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         return Tracked(name, self._added.unfinished[number], kind)
 
-    def advance(self) -> set[int]:
-        """One step; returns the ids of the requests of ``track`` that it finished."""
-        self._step()
-        return {request.request_id for request in self._take(self._added)}
-
 
 class Tracked:
     """A request under the user's name for it, and what was reported of it. ``request_id`` is nanovllm's."""
