@@ -2,17 +2,18 @@
 
 import json
 import os
+import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.as_vllm import options
-from nanovllm.as_vllm.requests import CoreLLM
 from nanovllm.errors import ConfigError
+from nanovllm.llm import LLM
 from nanovllm.utils import checkpoint
 
 
-def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
+def start(model: str, keywords: dict[str, Any]) -> LLM:
     """The engine that vLLM's keywords ask for.
 
     Without ``max_model_len`` it is the model's own context length, or what the KV cache holds if that is less.
@@ -33,8 +34,9 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
     is_default = max_model_len in (None, -1, "auto")
     if is_default:
         max_model_len = checkpoint.read_model_config(path).max_position_embeddings
-    llm = CoreLLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
-    llm.overlay = overlay
+    llm = LLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
+    if overlay is not None:
+        weakref.finalize(llm, overlay.cleanup)
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
     if is_default and capacity < llm.config.max_model_len:
         # the engine's tables are wider than needed now, and every check of a request reads this value

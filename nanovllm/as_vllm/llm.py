@@ -6,9 +6,10 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import nanovllm.llm
 from nanovllm.as_vllm import launch, options
 from nanovllm.as_vllm.prompts import as_prompt, as_prompts, refuse
-from nanovllm.as_vllm.requests import CoreLLM, Tracked
+from nanovllm.as_vllm.requests import NamedRequest
 from nanovllm.as_vllm.sampling import SamplingParams, snapshots
 from nanovllm.as_vllm.worker import worker_class
 from nanovllm.errors import EngineError, RequestError
@@ -40,7 +41,7 @@ class LLMEngine:
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self._worker = worker = make_worker(self._llm, config)
         self.model_executor = SimpleNamespace(driver_worker=worker, collective_rpc=worker.collective_rpc)
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, NamedRequest] = {}
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -52,7 +53,7 @@ class LLMEngine:
             return getattr(self._worker, name)
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
-    def awake(self) -> CoreLLM:
+    def awake(self) -> nanovllm.llm.LLM:
         """nanovllm's engine; EngineError while it sleeps at level 0. Of other levels it knows itself."""
         if self._worker.is_paused:
             raise EngineError("the engine sleeps (scheduling); call wake_up() first.")
@@ -102,7 +103,7 @@ class LLMEngine:
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        self._requests[request_id] = self.awake().track(request_id, as_prompt(prompt), params)
+        self._requests[request_id] = NamedRequest(self.awake(), request_id, as_prompt(prompt), params)
         return request_id
 
     def has_unfinished_requests(self) -> bool:

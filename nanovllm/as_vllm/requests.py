@@ -4,35 +4,23 @@ The only file here that uses more of nanovllm's engine than its public methods.
 """
 
 from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import nanovllm.llm
 from nanovllm.as_vllm.sampling import RequestOutputKind, snapshots
-from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
+from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
-class CoreLLM(nanovllm.llm.LLM):
-    """nanovllm's engine, which also tells of requests that are not finished."""
-
-    overlay: TemporaryDirectory | None = None  # its model directory, if config.json is overridden
-
-    def track(self, name: str, prompt: Any, params: Any) -> "Tracked":
-        """Queue a prompt."""
-        number = self.add_request(prompt, snapshots(params))
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        return Tracked(name, self._added.unfinished[number], kind)
-
-
-class Tracked:
+class NamedRequest:
     """A request under the user's name for it, and what was reported of it. ``request_id`` is nanovllm's."""
 
-    def __init__(self, name: str, request: Request, kind: RequestOutputKind):
-        self.request_id = request.request_id
-        self._name, self._request, self._kind, self._deltas = name, request, kind, DeltaStream(request)
-        self._so_far = [CompletionOutput(index, "", []) for index in range(len(request.seqs))]
+    def __init__(self, llm: LLM, name: str, prompt: Any, params: Any):
+        self.request_id = llm.add_request(prompt, snapshots(params))
+        self._request = llm._added.unfinished[self.request_id]
+        self._name, self._deltas = name, DeltaStream(self._request)
+        self._kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        self._so_far = [CompletionOutput(index, "", []) for index in range(len(self._request.seqs))]
 
     def output(self, is_finished: bool) -> RequestOutput | None:
         """None if there is nothing new, or nothing to report before the end."""
