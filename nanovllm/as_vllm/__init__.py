@@ -4,14 +4,13 @@ Adapters from vLLM's offline interface, of the version below, to nanovllm's. The
 and they import no vLLM.
 
     modules   the module tree that scripts import, put in place of vLLM's
+    llm       LLM and LLMEngine
     sampling  SamplingParams and structured outputs
-    options   engine keywords: passed on, or accepted at values that change nothing
+    prompts   the forms of prompts, and arguments that are refused
+    options   engine keywords: passed on, or accepted at values that change nothing; the configuration that scripts read
     launch    from keywords to a running engine
-    prompts   the forms of prompts
-    llm       LLM
-    engine    LLMEngine, with requests named by strings
-    views     its configuration, as scripts read it
-    workers   what code that reaches into a worker finds: the model, its weights, sleep
+    requests  requests with names, whose tokens are reported step by step
+    worker    what code that reaches into a worker finds: the model, its weights, sleep
     helpers   small functions and types of vLLM's modules
 
 A value that nanovllm cannot honour is an error that names it. No value is ignored, unless it cannot change an output.

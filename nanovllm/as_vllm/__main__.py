@@ -13,10 +13,7 @@ Runs a script written for vLLM with nanovllm in vLLM's place."""
 
 
 def main(argv: list[str]) -> None:
-    if argv[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        return
-    if not argv or argv == ["-m"]:
+    if not argv or argv in (["-m"], ["-h"], ["--help"]):
         sys.exit(USAGE)
     install()
     if argv[0] == "-m":

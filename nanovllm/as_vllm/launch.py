@@ -2,50 +2,41 @@
 
 import json
 import os
+import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import nanovllm.llm
 from nanovllm.as_vllm import options
-from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
+from nanovllm.llm import LLM
 from nanovllm.utils import checkpoint
 
 
-class CoreLLM(nanovllm.llm.LLM):
-    """nanovllm's engine, which also tells of requests that are not finished."""
-
-    overlay: TemporaryDirectory | None = None  # its model directory, if config.json is overridden
-
-    def request_of(self, number: int) -> Request:
-        return self._added.unfinished[number]
-
-    def advance(self) -> list[Request]:
-        """One step; returns the requests of ``add_request`` that it finished."""
-        self._advance()
-        return self._added.take()
-
-
-def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
+def start(model: str, keywords: dict[str, Any]) -> LLM:
     """The engine that vLLM's keywords ask for.
 
     Without ``max_model_len`` it is the model's own context length, or what the KV cache holds if that is less.
     """
-    given = options.to_nanovllm({"model": model, **keywords})
-    claim_devices(given.get("tensor_parallel_size", 1))
+    options.check(keywords)
+    claim_devices(keywords.get("tensor_parallel_size") or 1)
+    revision = keywords.get("revision")
     if keywords.get("download_dir") and not Path(model).is_dir():
-        model = download(model, given.get("revision"), keywords["download_dir"])
-    path = checkpoint.resolve_model(model, given.get("revision"), weights=given.get("load_format") != "dummy")
-    overrides = config_overrides(keywords)
-    overlay = overlaid(path, overrides) if overrides else None
-    options.leave_to_checkpoint(given, overlay.name if overlay else path)
+        from huggingface_hub import snapshot_download
+
+        patterns = [*checkpoint.SMALL_FILES, "*.safetensors"]
+        model = snapshot_download(model, revision=revision, cache_dir=keywords["download_dir"], allow_patterns=patterns)
+    path = checkpoint.resolve_model(model, revision, weights=keywords.get("load_format") != "dummy")
+    overlay = overlaid(path, keywords)
+    if overlay is not None:
+        model = path = overlay.name
     max_model_len = keywords.get("max_model_len")
     is_default = max_model_len in (None, -1, "auto")
     if is_default:
-        max_model_len = checkpoint.read_model_config(overlay.name if overlay else path).max_position_embeddings
-    llm = CoreLLM(overlay.name if overlay else model, max_model_len=max_model_len, **given)
-    llm.overlay = overlay
+        max_model_len = checkpoint.read_model_config(path).max_position_embeddings
+    llm = LLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
+    if overlay is not None:
+        weakref.finalize(llm, overlay.cleanup)
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
     if is_default and capacity < llm.config.max_model_len:
         # the engine's tables are wider than needed now, and every check of a request reads this value
@@ -53,29 +44,18 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
     return llm
 
 
-def download(model: str, revision: str | None, directory: str) -> str:
-    """The path of a hub model in a cache of the user's choice."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*checkpoint.SMALL_FILES, "*.safetensors"]
-    return snapshot_download(model, revision=revision, cache_dir=directory, allow_patterns=patterns)
-
-
-def config_overrides(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that the keywords replace."""
+def overlaid(path: str, keywords: dict[str, Any]) -> TemporaryDirectory | None:
+    """A directory with links to the files of ``path`` and the config.json that keywords change; None if they do not."""
     overrides = keywords.get("hf_overrides") or {}
     if not isinstance(overrides, dict):
         raise ConfigError(f"LLM: hf_overrides={overrides!r:.100} must be a dictionary of fields of config.json.")
-    rope = {name: keywords[name] for name in ("rope_scaling", "rope_theta") if keywords.get(name)}
-    return {**overrides, **rope}
-
-
-def overlaid(path: str, overrides: dict[str, Any]) -> TemporaryDirectory:
-    """A directory with links to the files of ``path``, and another config.json."""
+    overrides = {**overrides, **{n: keywords[n] for n in ("rope_scaling", "rope_theta") if keywords.get(n)}}
+    if not overrides:
+        return None
     directory = TemporaryDirectory(prefix="nanovllm-")
     for file in Path(path).iterdir():
         if file.name != "config.json":
-            (Path(directory.name) / file.name).symlink_to(file.resolve())
+            Path(directory.name, file.name).symlink_to(file.resolve())
     config = {**checkpoint.read_json(Path(path, "config.json")), **overrides}
     Path(directory.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
@@ -87,12 +67,12 @@ def claim_devices(size: int) -> None:
     A launcher may have chosen them already; then fewer are visible than all ranks need.
     """
     rank = os.environ.get("VLLM_DP_RANK_LOCAL", os.environ.get("VLLM_DP_RANK", ""))
-    if int(os.environ.get("VLLM_DP_SIZE", "1")) < 2 or not rank.isdigit():
+    num_ranks = int(os.environ.get("VLLM_DP_SIZE", "1"))
+    if num_ranks < 2 or not rank.isdigit():
         return
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
-    mine = devices[int(rank) * size : (int(rank) + 1) * size]
-    if len(devices) >= int(os.environ["VLLM_DP_SIZE"]) * size and not torch.cuda.is_initialized():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    if len(devices) >= num_ranks * size and not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(rank) * size : (int(rank) + 1) * size])

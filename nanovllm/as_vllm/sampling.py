@@ -1,8 +1,9 @@
-"""vLLM's ``SamplingParams`` and structured outputs, and their translation to nanovllm's."""
+"""vLLM's ``SamplingParams``: nanovllm's, with vLLM's order of arguments, its defaults and its further fields."""
 
 import copy
-from dataclasses import dataclass, fields
-from enum import Enum, IntEnum
+from dataclasses import dataclass
+from enum import Enum
+from inspect import Parameter, Signature
 from typing import Any
 
 import nanovllm.sampling_params as core
@@ -19,15 +20,9 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-class SamplingType(IntEnum):
-    GREEDY = 0
-    RANDOM = 1
-    RANDOM_SEED = 2
-
-
 @dataclass
 class StructuredOutputsParams(core.StructuredOutputsParams):
-    """nanovllm's, with the fields that only vLLM has."""
+    """nanovllm's, with the fields that only vLLM has. Before vLLM 0.11 it was ``GuidedDecodingParams``."""
 
     disable_additional_properties: bool = False
     disable_fallback: bool = False  # of the backend; there is one
@@ -41,148 +36,88 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
                 "JSON schema."
             )
 
-
-class GuidedDecodingParams(StructuredOutputsParams):
-    """The name of ``StructuredOutputsParams`` before vLLM 0.11."""
-
-    @staticmethod
-    def from_optional(**values: Any) -> "GuidedDecodingParams | None":
+    @classmethod
+    def from_optional(cls, **values: Any) -> "StructuredOutputsParams | None":
         """None if no constraint is given."""
-        if all(values.get(kind) is None for kind in core.StructuredOutputsParams.KINDS):
-            return None
-        if hasattr(values.get("json"), "model_json_schema"):  # a pydantic class
-            values["json"] = values["json"].model_json_schema()
-        return GuidedDecodingParams(**{name: value for name, value in values.items() if value is not None})
+        given = {name: value for name, value in values.items() if value is not None}
+        return cls(**given) if given.keys() & set(cls.KINDS) else None
 
 
-def _strings(value: Any) -> Any:
-    return [value] if isinstance(value, str) else [] if value is None else value
+# fields that nanovllm lacks: the values at which they change nothing, the default first
+NEUTRAL: dict[str, tuple] = {
+    "extra_args": (None, {}), "thinking_token_budget": (None, -1), "repetition_detection": (None,),
+    "logprob_token_ids": (None, []), "logits_processors": (None, []), "best_of": (None, 1),
+    "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
+}  # fmt: skip
+# vLLM's order of positional arguments
+ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+         "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs",
+         "prompt_logprobs")  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(ORDER), **core.DEFAULTS, "stop_token_ids": None, "max_tokens": 16, "flat_logprobs": False,
+    "output_kind": RequestOutputKind.CUMULATIVE, "skip_clone": False, "skip_reading_prefix_cache": None,
+    "guided_decoding": None, **{name: neutral[0] for name, neutral in NEUTRAL.items()},
+}  # fmt: skip
 
 
-@dataclass
-class SamplingParams:
-    """vLLM's fields, in its order and with its defaults. Checked when made and when submitted, not on assignment."""
+class SamplingParams(core.SamplingParams):
+    """nanovllm's, made as vLLM's are. Checked when made and when submitted; values stay as they were given."""
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    flat_logprobs: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    skip_clone: bool = False
-    structured_outputs: StructuredOutputsParams | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
-    bad_words: list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    logprob_token_ids: list[int] | None = None
-    # of earlier versions
-    truncate_prompt_tokens: int | None = None
-    guided_decoding: GuidedDecodingParams | None = None
-    best_of: int | None = None
-    logits_processors: list[Any] | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+    __annotations__ = dict.fromkeys(DEFAULTS, Any)
+    __struct_fields__ = tuple(DEFAULTS)
+    __signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS[n]) for n in DEFAULTS])
 
-    def __post_init__(self) -> None:
-        if hasattr(self.stop_token_ids, "tolist"):
-            self.stop_token_ids = self.stop_token_ids.tolist()  # type: ignore[union-attr]
-        self.stop, self.bad_words = _strings(self.stop), _strings(self.bad_words)
-        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+    def __new__(cls, *_: Any, **__: Any) -> "SamplingParams":
+        return object.__new__(cls)  # an unknown name is a TypeError, of ``__init__``
+
+    def __init__(self, *args: Any, **values: Any):
+        for name, value in {**DEFAULTS, **self.__signature__.bind(*args, **values).arguments}.items():
+            if name in ("stop", "stop_token_ids", "bad_words"):
+                value = [] if value is None else [value] if isinstance(value, str) else value
+            setattr(self, name, value.tolist() if hasattr(value, "tolist") else value)
         self.seed = None if self.seed == -1 else self.seed
-        self.to_nanovllm(is_new=True)
+        self._as_core()
 
-    def to_nanovllm(self, is_new: bool = False) -> core.SamplingParams:
-        """nanovllm's parameters; raises RequestError for a value that it cannot honour.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in DEFAULTS)
+
+    def snapshot(self) -> core.SamplingParams:
+        """A checked copy of nanovllm's own class; raises RequestError for a value that it cannot honour.
 
         vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions.
         """
+        return self._as_core(temperature=1.0, top_k=1) if self.n > 1 and self.is_greedy else self._as_core()
+
+    def _as_core(self, **others: Any) -> core.SamplingParams:
+        values = {name: getattr(self, name) for name in DEFAULTS}
         for name, neutral in NEUTRAL.items():
-            value = getattr(self, name)
-            if value not in neutral and not (name == "best_of" and value == self.n):
+            if values[name] not in neutral and not (name == "best_of" and values[name] == self.n):
                 raise RequestError(
-                    f"SamplingParams: {name}={value!r:.100} is not supported; "
+                    f"SamplingParams: {name}={values[name]!r:.100} is not supported; "
                     f"allowed: {', '.join(map(repr, neutral))}{' or n' if name == 'best_of' else ''}."
                 )
         if self.max_tokens is not None and self.max_tokens == 0:
             raise RequestError("SamplingParams: max_tokens=0 must be an integer >= 1 or None.")
-        values = {name: getattr(self, name) for name in core.DEFAULTS}
-        values["structured_outputs"] = self.structured_outputs or self.guided_decoding
-        if not is_new and self.n > 1 and self.temperature < core.MIN_TEMPERATURE:
-            values.update(temperature=1.0, top_k=1)
-        params = core.SamplingParams(**values)
+        values["structured_outputs"] = values["structured_outputs"] or values["guided_decoding"]  # its old name
+        params = core.SamplingParams(**{**{name: values[name] for name in core.DEFAULTS}, **others})
         if not params.is_greedy:
             params.temperature = max(params.temperature, MIN_TEMPERATURE)
         return params
 
     @staticmethod
     def from_optional(**values: Any) -> "SamplingParams":
-        """None stands for a default; biases of tokens are clamped to [-100, 100], and their ids may be strings."""
-        bias = values.get("logit_bias")
-        if bias is not None:
-            values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in bias.items()}
-        defaults = {field.name: field.default for field in fields(SamplingParams)}
-        given = {name: value for name, value in values.items() if value is not None or name not in defaults}
-        if "max_tokens" in values:
-            given["max_tokens"] = values["max_tokens"]  # None: as many as fit
-        return SamplingParams(**given)
+        """None stands for a default, but in ``max_tokens``. Biases are cut to [-100, 100]; their ids may be text."""
+        if values.get("logit_bias") is not None:
+            values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in values["logit_bias"].items()}
+        unset = {name for name, value in values.items() if value is None and name in DEFAULTS} - {"max_tokens"}
+        return SamplingParams(**{name: value for name, value in values.items() if name not in unset})
 
-    def clone(self) -> "SamplingParams":
-        return copy.deepcopy(self)
-
-    @property
-    def sampling_type(self) -> SamplingType:
-        if self.temperature < core.MIN_TEMPERATURE:
-            return SamplingType.GREEDY
-        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+    clone = copy.deepcopy
 
 
-# values at which a field that nanovllm lacks changes nothing
-NEUTRAL: dict[str, tuple] = {
-    "extra_args": (None, {}),
-    "thinking_token_budget": (None, -1),
-    "repetition_detection": (None,),
-    "logprob_token_ids": (None, []),
-    "best_of": (None, 1),
-    "logits_processors": (None, []),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-}
-SamplingParams.__struct_fields__ = tuple(field.name for field in fields(SamplingParams))  # type: ignore[attr-defined]
-
-
-def to_nanovllm(params: Any) -> Any:
-    """One SamplingParams or a list of them; an object that is there many times is translated once."""
-    known: dict[int, Any] = {}
-
-    def translate(p: Any) -> core.SamplingParams:
-        if isinstance(p, core.SamplingParams):
-            return p
-        if not isinstance(p, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, not {type(p).__name__}.")
-        if id(p) not in known:
-            known[id(p)] = p.to_nanovllm()
-        return known[id(p)]
-
-    return [translate(p) for p in params] if isinstance(params, (list, tuple)) else translate(params)
+def snapshots(params: Any) -> Any:
+    """Of one SamplingParams or of a list of them; an object that is there many times is copied once."""
+    if not isinstance(params, (list, tuple)):
+        return params.snapshot() if isinstance(params, core.SamplingParams) else params  # refused by the engine
+    copies = {key: snapshots(p) for key, p in {id(p): p for p in params}.items()}
+    return [copies[id(p)] for p in params]

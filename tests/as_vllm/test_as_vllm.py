@@ -110,6 +110,17 @@ def test_an_engine_without_references_frees_its_memory():
         gc.enable()
 
 
+def test_the_loop_ends_after_a_failed_step(monkeypatch):
+    """A script that goes on after the error would step an engine for ever that has dropped its requests."""
+    llm = LLM(str(DEMO_MODEL), device="cpu")
+    monkeypatch.setattr(llm.awake().scheduler, "schedule", lambda: 1 // 0)
+    llm.add_request("name", "2 + 3", SamplingParams())
+    with pytest.raises(ZeroDivisionError):
+        llm.step()
+    assert not llm.has_unfinished_requests()
+    llm.shutdown()
+
+
 @pytest.mark.parametrize(
     ("visible", "rank", "devices"),
     [
