@@ -251,6 +251,11 @@ class LLM(LLMEngine):
 
     # ---------------------------------------------------------------- tokenizer
 
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
+        return self._tokenizer.of_transformers()
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer, loaded now, which may be changed; None with ``skip_tokenizer_init``."""
         return self.tokenizer

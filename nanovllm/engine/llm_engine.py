@@ -99,11 +99,6 @@ class LLMEngine:
         """Free the device's memory; may be called again."""
         self._finalizer()
 
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
-        return self._tokenizer.of_transformers()
-
     def _require_running(self) -> None:
         if not self._finalizer.alive:
             raise EngineError(f"this engine is shut down{self._why_shut_down}; make a new LLM(...).")

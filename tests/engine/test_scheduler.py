@@ -505,7 +505,8 @@ class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine's own host code."""
 
     FILES = ("scheduler.py", "block_manager.py", "sequence.py", "request_state.py", "llm_engine.py", "request.py",
-             "input_processor.py", "output_processor.py", "guard.py", "prepare.py", "sampling_tables.py", "watch.py")  # fmt: skip
+             "input_processor.py", "output_processor.py", "guard.py", "prepare.py", "sampling_tables.py",
+             "watch.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
