@@ -167,8 +167,10 @@ class LLMEngine:
             self._submitted.resolve()
 
     def is_finished(self) -> bool:
-        """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
-        return not self._outputs.unfinished and not self._added.finished and not self._added.dropped
+        """Whether every request that was queued is reported, finished or dropped. A surplus launch, after a stop token,
+        may run on; a call around this one may have more to queue.
+        """
+        return self._outputs.is_empty() and not self._added.finished and not self._added.dropped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request that gives none: the checkpoint's ``generation_config.json``."""

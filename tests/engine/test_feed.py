@@ -207,6 +207,19 @@ def test_a_request_is_aborted_before_it_is_queued(make_llm, request_id):
     assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1, "error": 0}
 
 
+def test_a_loop_of_steps_within_a_call(make_llm, reference):
+    """It ends with what is queued; the call around it goes on to queue the others."""
+    llm = make_llm(max_num_seqs=2)
+
+    def run_to_end():
+        while not llm.is_finished():
+            llm.step()
+
+    prompts = [[9, i] for i in range(9)]
+    outputs = llm.generate(prompts, greedy(3), use_tqdm=OnFirstUpdate(run_to_end))
+    assert tokens_of(outputs) == [reference(prompt, 3) for prompt in prompts]
+
+
 def test_interrupted_while_requests_are_made(make_llm, monkeypatch):
     """The request that was being made was missing from the counter of aborts."""
     llm, countdown = make_llm(max_num_seqs=2), 0
