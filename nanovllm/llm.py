@@ -126,7 +126,7 @@ class LLM(LLMEngine):
                 else:
                     yield request
 
-        for _, finished in self._run(more=requests()):
+        for _, finished in self._run([], requests()):
             for request in finished:
                 yield request.output()
 
