@@ -16,7 +16,7 @@ FLOORS = [
     ["rope", "quantization"],
     ["sampling_params", "outputs", "model_config", "utils.gc_pause", "utils.exclusive"],
     ["utils.checkpoint"],
-    ["config", "utils.fp8", "utils.loader"],
+    ["config", "kernels.fp8", "utils.fp8", "utils.loader"],
     ["kernels", "utils.compile_server"],
     ["utils.head_start"],
     ["distributed"],

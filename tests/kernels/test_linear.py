@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
 from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, reference, silu_and_mul  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, Weight  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -333,7 +333,7 @@ def test_decode_gemm(num_tokens, num_features, num_channels, dtype):
                 config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
                 def run(x, weight, bias, residual, act_mul, config=config, **_):
-                    return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, residual, act_mul)
+                    return decode_gemm_sm90.decode_gemm(config, Tokens(x, dtype), weight, bias, residual, act_mul)
 
                 check_fused_linear(*shape, run=run, residual=True)
                 if split_k == 1:
@@ -352,7 +352,7 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
     prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
 
     def run(x, weight, act_mul, **_):
-        return prefill_gemm_sm90.prefill_gemm(x, weight.data, act_mul)
+        return prefill_gemm_sm90.prefill_gemm(Tokens(x, dtype), weight, act_mul)
 
     for act in ACTS:
         check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=act, run=run)
@@ -421,6 +421,11 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim,
         unfused.clear()
 
 
+def empty_operands(num_tokens, num_features, num_channels):
+    x, data = (torch.empty(size, num_channels, device="meta") for size in (num_tokens, num_features))
+    return Tokens(x, x.dtype), Weight(data)
+
+
 def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(monkeypatch):
     prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
     monkeypatch.setattr(prefill_gemm_sm90, "num_sms", lambda device: 132)
@@ -429,7 +434,7 @@ def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(mon
         (2048, 4608, 3584, 977),  # 288 tiles in three
         (16384, 4608, 3584, 109),
     ):
-        x, weight = torch.empty(num_tokens, num_channels), torch.empty(num_features, num_channels)
+        x, weight = empty_operands(num_tokens, num_features, num_channels)
         assert round(prefill_gemm_sm90.idle_channels(x, weight)) == expected
 
 
@@ -444,7 +449,7 @@ def test_gate_and_up_of_few_tokens_where_each_sm_has_one_tile(monkeypatch):
         (256, 24576, False),  # 192
         (256, 12288, False),  # 96
     ):
-        x, weight = torch.empty(num_tokens, 64), torch.empty(num_features, 64)
+        x, weight = empty_operands(num_tokens, num_features, 64)
         assert prefill_gemm_sm90.fills_one_wave(x, weight) == expected
 
 
@@ -480,9 +485,10 @@ def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype)
         config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, 128, 1, stages, num_warps)
         caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
         epilogue = QKVEpilogue(q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
-        assert decode_gemm_sm90.supports_qkv(config, D) and dispatch.qkv_epilogue_sm90.supports(x, weight, epilogue)
+        assert decode_gemm_sm90.supports_qkv(config, D)
+        assert dispatch.supports_qkv_epilogue(dtype, Weight(weight), epilogue)
         torch.cuda.synchronize()
-        q = decode_gemm_sm90.decode_gemm(config, x, weight, bias, epilogue=epilogue)
+        q = decode_gemm_sm90.decode_gemm(config, Tokens(x, dtype), Weight(weight), bias, epilogue=epilogue)
         assert_as_accurate(q, exact, expected)
         assert_as_accurate(caches, exact_caches, expected_caches)
 

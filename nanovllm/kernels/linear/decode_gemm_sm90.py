@@ -14,6 +14,7 @@ follow the last MMA.
 M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ from .qkv_epilogue_sm90 import (
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
+MIN_STAGES = 4  # of each of them
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -54,25 +57,57 @@ class DecodeGemmConfig(NamedTuple):
 
 
 def decode_gemm_config(x, weight, allow_split_k):
-    """The smallest tiles that fit the device in one wave, and read little; None where cuBLAS is faster (H200)."""
-    (num_tokens, num_channels), num_features, max_programs = x.shape, len(weight), num_sms(x.device)
-    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
-    is_16_bit = x.element_size() == 2 and x.dtype == weight.dtype
-    block_c = 128 if num_channels % 128 == 0 else 64
-    if not (is_sm90(x.device) and is_aligned and is_16_bit and weight.is_contiguous() and num_channels % block_c == 0):
+    """The smallest tiles that fit the device in one wave, and read little; None where another kernel is faster (H200).
+
+    In e4m3, where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs; with more
+    tokens only where no other kernel multiplies such a weight.
+    """
+    (num_tokens, num_channels), num_features, max_programs = x.data.shape, len(weight.data), num_sms(x.data.device)
+    is_fp8 = weight.scale is not None
+    unit = 128 if num_channels % 128 == 0 else 64  # channels of a stage
+    if not supports(x.data, weight.data) or num_channels % unit != 0:
         return None
+    num_units = num_channels // unit
     splits = (4, 2, 1) if allow_split_k else (1,)
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        if num_programs > max_programs:
-            continue
-        split_k = next(n for n in splits if n * num_programs <= max_programs and num_channels % (n * block_c) == 0)
-        split_c = num_channels // split_k
-        if num_tokens <= 64 or (block_m + block_n) * split_c * 2 <= MAX_PROGRAM_BYTES:
-            stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
-            return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
-    return None
+        per_sm = triton.cdiv(num_programs, max_programs)
+        split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_units % n == 0)
+        program_bytes = (block_m + block_n) * (num_channels // split_k) * x.data.element_size()
+        reads_little = is_fp8 or num_tokens <= 64 or program_bytes <= MAX_PROGRAM_BYTES
+        if (per_sm == 1 and reads_little) or (is_fp8 and num_tokens <= 64 and block_n == 128):
+            break
+    else:
+        if not is_fp8 or (weight.has_whole_blocks() and num_features % 256 == 0):
+            return None
+    if is_fp8 and allow_split_k and split_k == 1 and num_tokens > 64 and num_channels >= 2 * num_features:
+        # Larger tiles of half the channels read less of x and weight; the next norm reads two partials.
+        for large_m in (64, 128):
+            num_programs = 2 * triton.cdiv(num_tokens, large_m) * triton.cdiv(num_features, 128)
+            if num_programs <= max_programs and num_channels % 256 == 0:
+                block_m, block_n, split_k = large_m, 128, 2
+                break
+    split_c = num_channels // split_k
+    # 256 channels in e4m3: half as many steps; with more tokens registers run out.
+    is_wide = is_fp8 and weight.scale.shape[1] == 1 and split_c % 256 == 0 and block_m < 64
+    channel_bytes = (block_m + block_n) * x.data.element_size()
+    if is_fp8 and weight.scale.shape[1] > 1:
+        channel_bytes += block_n // 32
+    programs_per_sm = range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1)
+    for programs, block_c in itertools.product(programs_per_sm, (256, 128) if is_wide else (unit,)):
+        stages = PIPELINE_BYTES // programs // (channel_bytes * block_c)
+        if stages >= MIN_STAGES:
+            break
+    num_warps = 4 if block_m * block_n <= 8192 else 8
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, min(stages, split_c // block_c), num_warps)
+
+
+def supports(x, weight):
+    """Whether `decode_gemm` runs with these data of Tokens and of a Weight."""
+    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
+    is_narrow = x.element_size() <= 2 and x.dtype == weight.dtype
+    return is_sm90(x.device) and is_aligned and is_narrow and weight.is_contiguous()
 
 
 def supports_qkv(config, head_size):
@@ -348,19 +383,16 @@ def decode_gemm_kernel(
         gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None, weight_scale=None,
-                x_scale=None, dtype=None):  # fmt: skip
-    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
-
-    x and weight in e4m3: x_scale fp32 [M], weight_scale fp32 [N, G], and a result of `dtype`.
+def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None):
+    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I], of Tokens and a Weight, both in e4m3 or of one dtype.
 
     With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
     reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
     """
+    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     num_outputs = num_features // 2 if act_mul else num_features
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]
-    dtype = x.dtype if x_scale is None else dtype
     *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if config.split_k > 1:

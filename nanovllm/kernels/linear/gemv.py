@@ -195,8 +195,9 @@ def gemv_kernel(
     )  # fmt: skip
 
 
-def gemv(x, weight, bias, norm_weight, eps, residual, act_mul, weight_scale=None):
-    """reference.fused_linear of one token, x [1, C]; weight [N, C], e4m3 with weight_scale [N, G]."""
+def gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
+    """reference.fused_linear of one token, x [1, C], and a Weight."""
+    weight, weight_scale = weight.data, weight.scale
     num_features, num_channels = weight.shape
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]
     assert weight_scale is None or (weight_scale.is_contiguous() and weight_scale.dtype == torch.float32)

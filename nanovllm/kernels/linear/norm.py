@@ -11,18 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3, E4M3_MAX
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from .reference import QuantizedTokens
+from .reference import Tokens
+
+LARGEST = tl.constexpr(E4M3_MAX)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Saturated. NaN stays NaN."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def quantize(x, AXIS: tl.constexpr):
     """x along AXIS as e4m3, and the scales: the largest magnitude becomes 448."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), 1e-12)
-    all_nan: tl.constexpr = tl.PropagateNan.ALL
-    scaled = tl.maximum(x * (448.0 / amax), -448.0, propagate_nan=all_nan)
-    scaled = tl.minimum(scaled, 448.0, propagate_nan=all_nan)
-    return scaled.to(tl.float8e4nv), amax / 448.0
+    return to_e4m3(x * (LARGEST / amax)), amax / LARGEST
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -117,11 +124,15 @@ class SplitKPartials:
     def __getitem__(self, tokens):
         return self.residual[tokens]
 
+    @property
+    def dtype(self):
+        return self.residual.dtype
+
 
 def rms_norm(x, weight, eps, quantized=False):
     """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`.
 
-    `quantized`: the result as QuantizedTokens.
+    `quantized`: the result as e4m3 Tokens.
     """
     if isinstance(x, SplitKPartials):
         return add_rms_norm(x.partials, x.residual, weight, eps, quantized)
@@ -146,11 +157,11 @@ def _rms_norm(x, weight, eps, quantized):
         QUANTIZE=quantized, BLOCK_T=block_t, BLOCK_C=block_c,
         num_warps=min(16, max(4, block_t * block_c // 1024)), **launch_options(x.device),
     )  # fmt: skip
-    return QuantizedTokens(y, scale) if quantized else y
+    return Tokens(y, x.dtype, scale) if quantized else y
 
 
 def add_rms_norm(partials, residual, weight, eps, quantized=False):
-    """residual += partials.sum(0), in place; returns rms_norm(residual), with `quantized` as QuantizedTokens."""
+    """residual += partials.sum(0), in place; returns rms_norm(residual), with `quantized` as e4m3 Tokens."""
     split_k, num_tokens, num_channels = partials.shape
     assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
     y, scale = _result(residual, num_tokens, num_channels, quantized)
@@ -161,11 +172,11 @@ def add_rms_norm(partials, residual, weight, eps, quantized=False):
         NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
         **launch_options(residual.device),
     )  # fmt: skip
-    return QuantizedTokens(y, scale) if quantized else y
+    return Tokens(y, residual.dtype, scale) if quantized else y
 
 
 def _result(x, num_tokens, num_channels, quantized):
     if not quantized:
         return torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device), None
-    data = torch.empty((num_tokens, num_channels), dtype=torch.float8_e4m3fn, device=x.device)
+    data = torch.empty((num_tokens, num_channels), dtype=E4M3, device=x.device)
     return data, torch.empty(num_tokens, dtype=torch.float32, device=x.device)

@@ -6,21 +6,18 @@ in reference.py.
 T tokens, H query heads, K KV heads, D head size.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-
-FP8_MAX = tl.constexpr(448.0)
+from .norm import to_e4m3
 
 
 @triton.jit
 def quantize(x, scale):
-    """x / scale as e4m3, saturated. NaN stays NaN."""
-    x = x.to(tl.float32) * (1.0 / scale)
-    x = tl.maximum(x, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    """x / scale as e4m3, saturated."""
+    return to_e4m3(x.to(tl.float32) * (1.0 / scale))
 
 
 @triton.jit
@@ -117,7 +114,7 @@ def norm_rope_store(
     assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
     assert (q_weight is None) == (k_weight is None)
     assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
-    is_fp8 = has_cache and k_cache.dtype == torch.float8_e4m3fn
+    is_fp8 = has_cache and k_cache.dtype == E4M3
     # Few tokens: small programs, for latency. Many: large ones, for throughput.
     block_h, num_warps = (4, 1) if num_tokens <= 64 else (16, 4)
     launch(

@@ -398,10 +398,13 @@ def prefill_gemm_kernel(
 
 
 def supports(x, weight, is_qkv=False):
-    """Whether `prefill_gemm` runs with these: whole tiles, or whole units with the QKV epilogue."""
+    """Whether `prefill_gemm` runs with these Tokens and Weight: whole tiles, or whole units with the QKV epilogue."""
+    has_blocks = weight.scale is None or weight.has_whole_blocks()
+    x, weight = x.data, weight.data
     num_features, num_channels = weight.shape
     return (
-        is_sm90(x.device)
+        has_blocks
+        and is_sm90(x.device)
         and (x.element_size() == 2 or (x.element_size() == 1 and num_channels % LINE_BYTES.value == 0))
         and x.dtype == weight.dtype
         and num_channels % (LINE_BYTES.value // 2) == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
@@ -413,26 +416,25 @@ def supports(x, weight, is_qkv=False):
 
 def idle_channels(x, weight):
     """What an SM idles on average while the last tiles run, in channels of its tile."""
-    num_tiles = triton.cdiv(len(x), BLOCK_M.value) * triton.cdiv(len(weight), BLOCK_N.value)
-    waves = num_tiles / num_sms(x.device)
-    return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
+    num_tiles = triton.cdiv(len(x.data), BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
+    waves = num_tiles / num_sms(x.data.device)
+    return (math.ceil(waves) - waves) / math.ceil(waves) * x.data.shape[1]
 
 
 def fills_one_wave(x, weight):
     """Whether there are tiles of two rows, about as many as SMs."""
-    num_tiles = 2 * triton.cdiv(len(weight), BLOCK_N.value)
-    return BLOCK_M.value < len(x) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.device) <= 1
+    num_tiles = 2 * triton.cdiv(len(weight.data), BLOCK_N.value)
+    return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 
 
-def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, weight_scale=None, x_scale=None,
-                 dtype=None):  # fmt: skip
-    """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None):
+    """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
 
-    x and weight in e4m3: x_scale fp32 [M] and weight_scale fp32 [N, G], with G > 1 equal for each 128 features, and a
-    result of `dtype`; without act_mul and epilogue the product [+ bias] [+ residual], which it overwrites.
+    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites.
     """
+    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
@@ -443,7 +445,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     block_c = LINE_BYTES.value // x.element_size()
     y = residual
     if residual is None:
-        y = torch.empty((num_tokens, num_outputs), dtype=x.dtype if x_scale is None else dtype, device=x.device)
+        y = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),

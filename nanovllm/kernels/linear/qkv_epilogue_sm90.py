@@ -9,31 +9,32 @@ also holds d + HEAD_SIZE / 2, its partner in the rotation. So only the head's su
 A GEMM finishes UNIT features at a time: one head of 128, or two heads of 64 that are both of q, of k or of v.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from ..fp8 import E4M3
 
 UNIT = gl.constexpr(128)
 
 
-def supports(x, weight, epilogue):
-    """Whether q, k and v are whole units, and k and v go to contiguous caches of x's dtype or e4m3."""
+def supports(dtype, weight, epilogue):
+    """Whether q, k and v of a Weight are whole units, and k and v go to contiguous caches of `dtype` or e4m3."""
     num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
-    head_size = len(weight) // (num_heads + 2 * num_kv_heads)
+    head_size = len(weight.data) // (num_heads + 2 * num_kv_heads)
     k_cache, v_cache = epilogue.k_cache, epilogue.v_cache
     if k_cache is None or k_cache.numel() == 0 or head_size not in (64, 128):
         return False
     if num_heads * head_size % UNIT.value or num_kv_heads * head_size % UNIT.value:
         return False
     is_contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and epilogue.cos_sin.is_contiguous()
-    return is_contiguous and k_cache.dtype == v_cache.dtype and k_cache.dtype in (x.dtype, torch.float8_e4m3fn)
+    return is_contiguous and k_cache.dtype == v_cache.dtype and k_cache.dtype in (dtype, E4M3)
 
 
 def epilogue_arguments(epilogue):
     """A QKVEpilogue as arguments of a kernel, with scales only for an FP8 cache; without one None, and no heads."""
     if epilogue is None:
         return (None,) * 8 + (0, 0, None)
-    is_fp8 = epilogue.k_cache.dtype == torch.float8_e4m3fn
+    is_fp8 = epilogue.k_cache.dtype == E4M3
     return epilogue._replace(kv_scale=epilogue.kv_scale if is_fp8 else None)
 
 
