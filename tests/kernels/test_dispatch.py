@@ -80,9 +80,9 @@ RESIDUAL = {  # of 4096 features and 12288 channels; where x is multiplied in e4
     "e4m3 cut blocks": {1: "gemv_fp8", 256: DECODE, 300: "dequantize addmm"},
 }
 QKV = {  # 16 and 8 heads of 128
-    "16 bits": {1: "gemv norm_rope_store", 32: DECODE + " norm_rope_store", 2048: PREFILL},
-    "e4m3": {1: "gemv_fp8 norm_rope_store", 32: DECODE + " norm_rope_store", 300: PREFILL},
-    "e4m3 blocks": {1: "gemv_fp8 norm_rope_store", 32: DECODE + " norm_rope_store", 300: PREFILL},
+    "16 bits": {1: "gemv norm_rope_store", 256: DECODE + " norm_rope_store", 2048: PREFILL},
+    "e4m3": {1: "gemv_fp8 norm_rope_store", 256: DECODE + " norm_rope_store", 300: PREFILL},
+    "e4m3 blocks": {1: "gemv_fp8 norm_rope_store", 256: DECODE + " norm_rope_store", 300: PREFILL},
     "e4m3 cut blocks": {32: DECODE + " norm_rope_store", 300: "dequantize rms_norm linear norm_rope_store"},
 }
 

@@ -454,46 +454,6 @@ def test_gate_and_up_of_few_tokens_where_each_sm_has_one_tile(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
-@pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
-@pytest.mark.parametrize("D", [64, 128])
-def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype):
-    """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
-    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
-    H, K, num_channels = 6, 4, 512
-    x = randn(num_tokens, num_channels, dtype=dtype)
-    weight = (randn((H + 2 * K) * D, num_channels) / num_channels**0.5).to(dtype)
-    bias = randn(len(weight), dtype=dtype) if has_bias else None
-    q_weight, k_weight = (randn(2, D) / 4 + 1).to(dtype) if has_norm else (None, None)
-    cos_sin = randn(512, D)
-    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
-    slots[::7] = -1
-
-    def twin(dtype, x, weight, bias, *qk_weights):
-        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
-        epilogue = QKVEpilogue(*qk_weights, EPS, cos_sin, positions, slots, *caches, H, K)
-        return reference.qkv_linear(x, Weight(weight), bias, None, EPS, epilogue), caches
-
-    tensors = (x, weight, bias, q_weight, k_weight)
-    (expected, expected_caches), (exact, exact_caches) = twin(dtype, *tensors), twin(torch.float32, *widened(*tensors))
-    tiles = [(64, 128, 4, 4), (64, 128, 3, 4), (128, 128, 2, 8)]
-    if D == 64:
-        tiles += [(64, 64, 4, 4), (64, 64, 3, 4)]
-    for block_m, block_n, stages, num_warps in tiles:
-        config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, 128, 1, stages, num_warps)
-        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
-        epilogue = QKVEpilogue(q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
-        assert decode_gemm_sm90.supports_qkv(config, D)
-        assert dispatch.supports_qkv_epilogue(dtype, Weight(weight), epilogue)
-        torch.cuda.synchronize()
-        q = decode_gemm_sm90.decode_gemm(config, Tokens(x, dtype), Weight(weight), bias, epilogue=epilogue)
-        assert_as_accurate(q, exact, expected)
-        assert_as_accurate(caches, exact_caches, expected_caches)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 31, 64, 100, 256])
 @pytest.mark.parametrize(
     "num_features, num_channels, options",

@@ -32,9 +32,9 @@ from .reference import Tokens
 from .silu_and_mul import act_and_mul
 
 try:
-    from . import decode_gemm_sm90, prefill_gemm_sm90, qkv_epilogue_sm90
+    from . import decode_gemm_sm90, prefill_gemm_sm90
 except ImportError:  # an untested version of Triton, see gluon_compat.py
-    decode_gemm_sm90 = prefill_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
+    decode_gemm_sm90 = prefill_gemm_sm90 = None  # type: ignore[assignment]
 
 MAX_TOKENS_DECODE = 256
 # Precision -> epilogue of the prefill GEMM -> the fewest tokens with which it beats the library's product and a
@@ -63,13 +63,9 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
         y = multiply_token(x, weight, bias, norm_weight, eps)
     else:
         x, weight = prepare(x, weight, norm_weight, eps, epilogue)
-        if supports_qkv_epilogue(x.dtype, weight, epilogue):
-            config = decode_config(x, weight)
-            head_size = len(weight.data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
-            if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
-                return decode_gemm_sm90.decode_gemm(config, x, weight, bias, epilogue=epilogue)
-            if config is None and takes_prefill_gemm(x, weight, "qkv"):
-                return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias, epilogue=epilogue)
+        is_fused = takes_prefill_gemm(x, weight, "qkv") and prefill_gemm_sm90.supports_qkv(x, weight, epilogue)
+        if is_fused and decode_config(x, weight) is None:
+            return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias, epilogue=epilogue)
         y = multiply(x, weight, bias)
     return norm_rope_store(y, *epilogue)
 
@@ -141,12 +137,10 @@ def supports_w8a8(x, weight, epilogue=None):
         return True
     if num_groups == 1:
         return num_features % 16 == 0
-    is_qkv = epilogue is not None and supports_qkv_epilogue(x.dtype, weight, epilogue)
-    return prefill_gemm_sm90 is not None and weight.block_n % 128 == num_features % (128 if is_qkv else 256) == 0
-
-
-def supports_qkv_epilogue(dtype, weight, epilogue):
-    return qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(dtype, weight, epilogue)
+    if prefill_gemm_sm90 is None:
+        return False
+    is_qkv = epilogue is not None and prefill_gemm_sm90.supports_qkv(x, weight, epilogue)
+    return weight.block_n % 128 == num_features % (128 if is_qkv else 256) == 0
 
 
 def decode_config(x, weight, allow_split_k=False):
