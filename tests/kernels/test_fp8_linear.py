@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.fp8 import E4M3  # noqa: E402
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
-from nanovllm.kernels.linear import dispatch, gemv, gemv_fp8, norm, reference  # noqa: E402
+from nanovllm.kernels.linear import dispatch, gemv, norm, reference  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
 
@@ -300,13 +300,13 @@ def test_gemv_of_one_token(num_features, num_channels, num_groups, dtype, size):
     x[:, 3] *= 1000 if dtype == torch.bfloat16 else 10
     x[:, 16:32] = 0
     x = x.to(dtype)
-    assert gemv_fp8.supports(x, weight) or not dispatch.has_e4m3(x.device)
+    assert gemv.multiplies_in_fp16(x, weight, None) or not dispatch.has_e4m3(x.device)
     # A norm's eps would hide tiny tokens, and the squares of huge ones are infinite.
     others = (dict(norm=True, act_mul="silu"), dict(bias=True, residual=True)) if 1e-5 < size < 1e10 else ()
     for more in (dict(), *others):
         options = make_options(1, num_features, num_channels, dtype, **more)
         expected = reference.fused_linear(x.float(), weight, **widened(options))
-        y = gemv_fp8.gemv_fp8(
+        y = gemv.gemv(
             x, weight, options["bias"], options["norm_weight"], EPS, options["residual"], options["act_mul"]
         )
         assert_near(y, expected, 6e-3)

@@ -10,7 +10,7 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from nanovllm.kernels.linear import post_norm, reference  # noqa: E402
+from nanovllm.kernels.linear import norm, reference  # noqa: E402
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4.8e-2}  # three roundings of numbers up to 4
@@ -43,7 +43,7 @@ def test_add_post_norm(num_tokens, num_channels, weight_dtype, dtype):
     x = 3 * randn(num_tokens, num_channels + 2, dtype=dtype)[:, 1:-1]
     weight = torch.rand(num_channels, device=DEVICE).to(weight_dtype)
     expected = reference.add_post_norm(x, weight, EPS, residual)
-    y = post_norm.add_post_norm(x, weight, EPS, residual)
+    y = norm.add_post_norm(x, weight, EPS, residual)
     assert y.data_ptr() == residual.data_ptr() and expected.dtype == dtype
     assert_close(y, expected)
     assert torch.equal(packed[:, num_channels:], padding)
@@ -64,7 +64,7 @@ def test_qk_rms_norm(num_tokens, q_size, k_size, given, dtype):
     if not given:
         alone = [reference.rms_norm(x, weight, EPS) for x, weight in zip((q, k), weights, strict=True)]
         assert_close(expected, torch.cat([*alone, v], dim=1))
-    y = post_norm.qk_rms_norm(qkv, *weights, EPS, mean_squares)
+    y = norm.qk_rms_norm(qkv, *weights, EPS, mean_squares)
     assert y.data_ptr() == qkv.data_ptr()
     assert_close(y, expected)
     assert torch.equal(packed[:, total:], padding)

@@ -4,7 +4,7 @@ Owns `fused_linear` and `qkv_linear`: the choice of kernel by precision, device 
 layers or shards. The twins are in reference.py.
 
     tokens       16 bits                          e4m3 with scales per feature      e4m3 with scales of blocks
-    1            gemv.py                          gemv_fp8.py, or gemv.py           gemv_fp8.py, or gemv.py
+    1            gemv.py                          gemv.py                           gemv.py
     2 to 256     decode_gemm_sm90.py, where it    decode_gemm_sm90.py; from 65 on   likewise
                  beats cuBLAS                     only in one wave
     otherwise    prefill_gemm_sm90.py, where its  prefill_gemm_sm90.py from 65 on   prefill_gemm_sm90.py
@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from ..launch import compile_only, is_sm90
 from .dequantize import dequantized, has_e4m3
 from .gemv import gemv
-from .gemv_fp8 import gemv_fp8
-from .gemv_fp8 import supports as supports_gemv_fp8
 from .norm import SplitKPartials, quantize_tokens, rms_norm
 from .norm_rope_store import norm_rope_store
 from .reference import Tokens
@@ -77,8 +75,6 @@ def multiply_token(x, weight, bias, norm_weight, eps, residual=None, act_mul=Non
         is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
         if not (has_e4m3(weight.data.device) and is_whole_groups):
             weight = dequantized(weight, x.dtype)
-        elif supports_gemv_fp8(x, weight):
-            return gemv_fp8(x, weight, bias, norm_weight, eps, residual, act_mul)
     return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
 
 

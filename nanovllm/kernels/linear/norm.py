@@ -1,8 +1,9 @@
-"""Triton: RMSNorm, and the reduction of split-K partials into the residual before it; quantization of tokens to e4m3.
+"""Triton: RMSNorm before a linear layer, of its result, and over all heads of q or k; quantization of tokens to e4m3.
 
-Owns `rms_norm`, `quantize_tokens` and `SplitKPartials`. Knows nothing of layers. The twins are in reference.py.
+Owns `rms_norm`, `quantize_tokens`, `SplitKPartials`, whose sum a norm adds to the residual before, `add_post_norm` and
+`qk_rms_norm`. Knows nothing of layers. The references are in reference.py.
 
-T tokens, C channels, S programs that shared the channels of a split-K GEMM.
+T tokens, C channels, S programs that shared the channels of a split-K GEMM; H query heads, K KV heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,20 @@ def quantize(x, AXIS: tl.constexpr):
     return to_e4m3(x * (LARGEST / amax)), amax / LARGEST
 
 
+@triton.jit
+def normalized(x, weight, mean_square, eps):
+    """x / sqrt(mean_square + eps) * weight, rounded to the type of x after each step, as in the reference."""
+    rounded = (x.to(tl.float32) * tl.rsqrt(mean_square + eps)).to(x.dtype)
+    return (rounded.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def mean_square(x, size, KEEP_DIMS: tl.constexpr = False):
+    """Over the last dimension."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=len(x.shape) - 1, keep_dims=KEEP_DIMS) / size
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def rms_norm_kernel(
     x_ptr,  # [T, C], tokens strided
@@ -57,10 +72,7 @@ def rms_norm_kernel(
     pdl_wait(USE_PDL)
     y = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
     if HAS_NORM:
-        wide = y.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
-        normalized = (wide * rstd).to(y.dtype)
-        y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(y.dtype)
+        y = normalized(y, weight, mean_square(y, num_channels, KEEP_DIMS=True), eps)
     if QUANTIZE:
         y, scale = quantize(y.to(tl.float32), 1)
         tl.store(scale_ptr + token, scale, mask=token < num_tokens)
@@ -98,10 +110,7 @@ def add_rms_norm_kernel(
         total += tl.load(partials_ptrs + split * partials_stride, mask=mask, other=0.0)
     residual = (before.to(tl.float32) + total).to(before.dtype)
     tl.store(residual_ptrs, residual, mask=mask)
-    wide = residual.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
-    normalized = (wide * rstd).to(before.dtype)
-    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
+    y = normalized(residual, weight, mean_square(residual, NUM_CHANNELS), eps)
     if QUANTIZE:
         y, scale = quantize(y.to(tl.float32), 0)
         tl.store(scale_ptr + token + tl.arange(0, 1), scale)
@@ -180,3 +189,89 @@ def _result(x, num_tokens, num_channels, quantized):
         return torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device), None
     data = torch.empty((num_tokens, num_channels), dtype=E4M3, device=x.device)
     return data, torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+
+
+@triton.jit
+def post_norm_kernel(
+    x_ptr,  # [T, C], tokens strided, written by the projection
+    weight_ptr,  # [C]
+    residual_ptr,  # [T, C], tokens strided; the norm of x is added to it here
+    x_stride,
+    residual_stride,
+    eps,
+    NUM_CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
+    residual_ptrs = residual_ptr + token * residual_stride + offs_c
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    y = normalized(x, weight, mean_square(x, NUM_CHANNELS), eps)
+    tl.store(residual_ptrs, (residual.to(tl.float32) + y.to(tl.float32)).to(residual.dtype), mask=mask)
+
+
+def add_post_norm(x, weight, eps, residual):
+    """See reference.add_post_norm. Adds to `residual` in place."""
+    num_tokens, num_channels = x.shape
+    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
+    block_c = triton.next_power_of_2(num_channels)
+    launch(
+        post_norm_kernel, (num_tokens,), x, weight, residual, x.stride(0), residual.stride(0), eps,
+        NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
+        **launch_options(x.device),
+    )  # fmt: skip
+    return residual
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def qk_rms_norm_kernel(
+    qkv_ptr,  # [T, (H + 2K) * D], tokens strided, written by the projection; q and k are overwritten here
+    q_weight_ptr,  # [H * D]
+    k_weight_ptr,  # [K * D]
+    mean_squares_ptr,  # fp32 [2, T], only with HAS_SQUARES
+    qkv_stride,
+    num_tokens,
+    eps,
+    Q_SIZE: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: q or k of one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    is_k = tl.program_id(1)
+    offs = tl.arange(0, BLOCK)
+    q_size, k_size = Q_SIZE * (1 - is_k), K_SIZE * is_k  # one of them is 0
+    size = q_size + k_size
+    mask = offs < size
+    q_weight = tl.load(q_weight_ptr + offs, mask=offs < q_size, other=0.0)
+    k_weight = tl.load(k_weight_ptr + offs, mask=offs < k_size, other=0.0)
+    weight = q_weight.to(tl.float32) + k_weight.to(tl.float32)
+    ptrs = qkv_ptr + token * qkv_stride + is_k * Q_SIZE + offs
+    pdl_wait(USE_PDL)
+    x = tl.load(ptrs, mask=mask, other=0.0)
+    squares = tl.load(mean_squares_ptr + is_k * num_tokens + token) if HAS_SQUARES else mean_square(x, size)
+    tl.store(ptrs, normalized(x, weight, squares, eps), mask=mask)
+
+
+def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
+    """See reference.qk_rms_norm. Overwrites q and k in `qkv`."""
+    q_size, k_size = len(q_weight), len(k_weight)
+    assert qkv.stride(1) == 1 and q_weight.is_contiguous() and k_weight.is_contiguous()
+    assert q_weight.dtype == k_weight.dtype and (mean_squares is None or mean_squares.is_contiguous())
+    block = triton.next_power_of_2(max(q_size, k_size))
+    launch(
+        qk_rms_norm_kernel, (len(qkv), 2), qkv, q_weight, k_weight, mean_squares, qkv.stride(0), len(qkv), eps,
+        Q_SIZE=q_size, K_SIZE=k_size, HAS_SQUARES=mean_squares is not None, BLOCK=block,
+        num_warps=min(16, max(1, block // 256)), **launch_options(qkv.device),
+    )  # fmt: skip
+    return qkv

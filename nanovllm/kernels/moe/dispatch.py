@@ -15,8 +15,7 @@ from ..linear.norm import SplitKPartials, rms_norm
 from ..linear.reference import Weight
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, sum_rows
-from .route import group_rows, route
-from .router import router_partials
+from .route import group_rows, route, router_partials
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
