@@ -18,9 +18,9 @@ from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
 
 try:
-    from . import prefill_fp8_sm90, prefill_sm90
+    from . import prefill_sm90
 except ImportError:  # a Triton version whose Gluon was not tested
-    prefill_fp8_sm90 = prefill_sm90 = None  # type: ignore[assignment]
+    prefill_sm90 = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -172,10 +172,6 @@ def paged_prefill_attention(
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q):
         return prefill_sm90.prefill_attention_sm90(
-            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
-        )
-    if prefill_fp8_sm90 is not None and prefill_fp8_sm90.supports(q, k_cache, max_seqlen_q):
-        return prefill_fp8_sm90.prefill_attention_fp8_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window,
             kv_scale, out,
         )  # fmt: skip
