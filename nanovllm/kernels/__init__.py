@@ -1,6 +1,6 @@
-"""Kernels by subject, each with a plain PyTorch twin in the ``reference.py`` beside it.
+"""Kernels by subject, each with a reference implementation in PyTorch in the ``reference.py`` beside it.
 
-Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the twins
+Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the references
 elsewhere. Triton is imported only if chosen.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.errors import ConfigError
 
-# operation -> module of its kernel; the twin has the same name and signature, in ``reference.py`` of the same folder
+# operation -> module of its kernel; its reference has the same name and signature, in the folder's ``reference.py``
 OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",

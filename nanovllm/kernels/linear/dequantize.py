@@ -1,7 +1,4 @@
-"""Triton: an e4m3 weight in 16 bits, for devices and shapes that no FP8 kernel multiplies.
-
-The reference is Weight.dequantize.
-"""
+"""Triton: an e4m3 weight in 16 bits, for devices and shapes that no FP8 kernel multiplies."""
 
 import torch
 import triton

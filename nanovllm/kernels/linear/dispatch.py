@@ -1,7 +1,7 @@
 """Linear layers with the norm before and the activation, the residual or the rotary embedding after fused in.
 
 Owns `fused_linear` and `qkv_linear`: the choice of kernel by precision, device and number of tokens. Knows nothing of
-layers or shards. The twins are in reference.py.
+layers or shards; reference.py says what is computed.
 
     tokens       16 bits                          e4m3 with scales per feature      e4m3 with scales of blocks
     1            gemv.py                          gemv.py                           gemv.py
@@ -13,7 +13,7 @@ layers or shards. The twins are in reference.py.
 
 With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
-(docs/experiments.md). The twins do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
+(docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
 right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
 128 x 128, as when a rank's shard cuts blocks.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from ..launch import compile_only, is_sm90
 from .dequantize import dequantized, has_e4m3
 from .gemv import gemv
-from .norm import SplitKPartials, quantize_tokens, rms_norm
+from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
 from .reference import Tokens
 from .silu_and_mul import act_and_mul
@@ -81,7 +81,7 @@ def multiply_token(x, weight, bias, norm_weight, eps, residual=None, act_mul=Non
 def prepare(x, weight, norm_weight, eps, epilogue=None):
     """Tokens of x after its norm, if it has one, and the weight: both in e4m3, or both in x's dtype."""
     if weight.scale is not None and supports_w8a8(x, weight, epilogue):
-        return quantize_tokens(x) if norm_weight is None else rms_norm(x, norm_weight, eps, quantized=True), weight
+        return rms_norm(x, norm_weight, eps, quantized=True), weight
     weight = dequantized(weight, x.dtype)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)

@@ -1,6 +1,6 @@
 """Triton: GEMV, the linear layer of a single token, fused with the norm before and the activation or residual after.
 
-Owns `gemv` and its tile sizes. The twin is reference.fused_linear.
+Owns `gemv` and its tile sizes; computes reference.fused_linear.
 
 Bound by reading the weight. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer

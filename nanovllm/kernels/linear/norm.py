@@ -1,7 +1,7 @@
 """Triton: RMSNorm before a linear layer, of its result, and over all heads of q or k; quantization of tokens to e4m3.
 
 Owns `rms_norm`, `quantize_tokens`, `SplitKPartials`, whose sum a norm adds to the residual before, `add_post_norm` and
-`qk_rms_norm`. Knows nothing of layers. The references are in reference.py.
+`qk_rms_norm`. Knows nothing of layers.
 
 T tokens, C channels, S programs that shared the channels of a split-K GEMM; H query heads, K KV heads, D head size.
 """
@@ -141,54 +141,35 @@ class SplitKPartials:
 def rms_norm(x, weight, eps, quantized=False):
     """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`.
 
-    `quantized`: the result as e4m3 Tokens.
+    `quantized`: the result as e4m3 Tokens; without a weight those of x itself.
     """
-    if isinstance(x, SplitKPartials):
-        return add_rms_norm(x.partials, x.residual, weight, eps, quantized)
-    assert weight.is_contiguous()
-    return _rms_norm(x, weight, eps, quantized)
+    partials, x = (x.partials, x.residual) if isinstance(x, SplitKPartials) else (None, x)
+    num_tokens, num_channels = x.shape
+    assert x.stride(1) == 1 and (weight is None or weight.is_contiguous())
+    y = torch.empty((num_tokens, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)
+    scale = torch.empty(num_tokens, dtype=torch.float32, device=x.device) if quantized else None
+    block_c = triton.next_power_of_2(num_channels)
+    options = dict(QUANTIZE=quantized, BLOCK_C=block_c, **launch_options(x.device))
+    if partials is None:
+        block_t = max(1, 1024 // block_c)
+        launch(
+            rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
+            x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
+            BLOCK_T=block_t, num_warps=min(16, max(4, block_t * block_c // 1024)), **options,
+        )  # fmt: skip
+    else:
+        assert partials.is_contiguous()
+        launch(
+            add_rms_norm_kernel, (num_tokens,),
+            partials, x, weight, y, scale, num_tokens * num_channels, x.stride(0), eps, NUM_CHANNELS=num_channels,
+            SPLIT_K=len(partials), num_warps=min(16, max(1, block_c // 128)), **options,
+        )  # fmt: skip
+    return Tokens(y, x.dtype, scale) if quantized else y
 
 
 def quantize_tokens(x):
     """See reference.quantize_tokens; x [T, C]."""
-    return _rms_norm(x, None, 0.0, quantized=True)
-
-
-def _rms_norm(x, weight, eps, quantized):
-    num_tokens, num_channels = x.shape
-    assert x.stride(1) == 1
-    y, scale = _result(x, num_tokens, num_channels, quantized)
-    block_c = triton.next_power_of_2(num_channels)
-    block_t = max(1, 1024 // block_c)
-    launch(
-        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
-        x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
-        QUANTIZE=quantized, BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=min(16, max(4, block_t * block_c // 1024)), **launch_options(x.device),
-    )  # fmt: skip
-    return Tokens(y, x.dtype, scale) if quantized else y
-
-
-def add_rms_norm(partials, residual, weight, eps, quantized=False):
-    """residual += partials.sum(0), in place; returns rms_norm(residual), with `quantized` as e4m3 Tokens."""
-    split_k, num_tokens, num_channels = partials.shape
-    assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
-    y, scale = _result(residual, num_tokens, num_channels, quantized)
-    block_c = triton.next_power_of_2(num_channels)
-    launch(
-        add_rms_norm_kernel, (num_tokens,),
-        partials, residual, weight, y, scale, num_tokens * num_channels, residual.stride(0), eps, QUANTIZE=quantized,
-        NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
-        **launch_options(residual.device),
-    )  # fmt: skip
-    return Tokens(y, residual.dtype, scale) if quantized else y
-
-
-def _result(x, num_tokens, num_channels, quantized):
-    if not quantized:
-        return torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device), None
-    data = torch.empty((num_tokens, num_channels), dtype=E4M3, device=x.device)
-    return data, torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    return rms_norm(x, None, 0.0, quantized=True)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Triton: per-head RMSNorm, rotary embedding and KV-cache store of packed q, k and v in one launch.
 
-Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences. The twin is
-in reference.py.
+Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences.
 
 T tokens, H query heads, K KV heads, D head size.
 """
@@ -69,7 +68,7 @@ def norm_rope_store_kernel(
     x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        # Rounded to the storage type after each step, as in the twin.
+        # Rounded to the storage type after each step, as in the reference.
         x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
         x_2 = ((x_2 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_2, k_weight_2)).to(dtype)
         x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)

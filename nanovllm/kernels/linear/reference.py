@@ -1,7 +1,7 @@
-"""PyTorch twins of the linear-layer kernels: the CPU backend and the oracle of the kernels' tests.
+"""PyTorch references of the linear-layer kernels: the CPU backend and the oracle of the kernels' tests.
 
 Owns the meaning of each operation and the values `Weight` and `QKVEpilogue`. Knows nothing of layers or devices. The
-twins round to x.dtype after each step and leave their inputs alone; some kernels work in place, so use the result.
+references round to x.dtype after each step and leave their inputs alone; some kernels work in place, so use the result.
 
 T packed tokens, C input channels, N output features, H query heads, K KV heads, D head size, NB KV blocks of BS tokens.
 """

@@ -1,7 +1,7 @@
 """A mixture of experts with the norm before it fused in.
 
-Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards. The twin is in
-reference.py.
+Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards; reference.py
+says what is computed.
 
     1 to 4     gemv.py, row by row
     5 and up   grouped_gemm.py, rows grouped by expert

@@ -1,6 +1,6 @@
 """Triton: the router's product for few tokens, its choice of experts, and the rows of each expert.
 
-Owns `router_partials`, `route` and `group_rows`. The reference of `route` is in reference.py.
+Owns `router_partials`, `route` and `group_rows`.
 
 T tokens, E experts, k chosen experts of a token, C channels. Row t * k + j is choice j of token t.
 """

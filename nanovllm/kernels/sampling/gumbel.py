@@ -1,6 +1,6 @@
 """Triton: draws one token per sequence with the Gumbel-max trick, without a softmax.
 
-Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
+Owns `gumbel_argmax` and `pick_and_advance`; the references in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
 B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, whose random bits are two Philox blocks.

@@ -1,4 +1,4 @@
-"""Plain twins of the sampling kernels, in PyTorch; they define masks, adjustments, filters, noise, draw and logprobs.
+"""References of the sampling kernels, in PyTorch; they define masks, adjustments, filters, noise, draw and logprobs.
 
 B sequences, V vocabulary, R request slots, F stop ids per request, W entries of an adjustment table.
 """
