@@ -87,8 +87,8 @@ QKV = {  # 16 and 8 heads of 128
 }
 
 
-def gate_up(num_tokens, precision, dtype=torch.bfloat16):
-    x, norm_weight = empty(num_tokens, 1024, dtype=dtype), empty(1024, dtype=dtype)
+def gate_up(num_tokens, precision, dtype=torch.bfloat16, norm_dtype=None):
+    x, norm_weight = empty(num_tokens, 1024, dtype=dtype), empty(1024, dtype=norm_dtype or dtype)
     dispatch.fused_linear(x, make_weight(6144, 1024, precision), None, norm_weight, 1e-6, act_mul="silu")
 
 
@@ -124,6 +124,7 @@ def test_kernels_on_other_devices(launched):
 
 
 def test_kernels_by_shape_and_dtype(launched):
+    assert launched.by(lambda: gate_up(1, "e4m3", norm_dtype=torch.float32)) == "gemv"
     assert launched.by(lambda: gate_up(300, "e4m3", torch.float32)) == "dequantize rms_norm linear act_and_mul"
     assert launched.by(lambda: qkv(2048, "16 bits", with_cache=False)) == "rms_norm linear norm_rope_store"
     assert launched.by(lambda: residual(300, "e4m3 blocks", 384)) == "dequantize addmm"  # no whole tiles

@@ -81,6 +81,14 @@ def test_rms_norm_twin_agrees_with_hugging_face():
         assert torch.equal(reference.rms_norm(x, layer.weight.data, EPS), layer(x).detach())
 
 
+def test_add_post_norm_twin_agrees_with_hugging_face():
+    olmo2 = pytest.importorskip("transformers.models.olmo2.modeling_olmo2")
+    layer = olmo2.Olmo2RMSNorm(40, EPS)
+    layer.weight.data.normal_()
+    x, residual = torch.randn(2, 3, 40)
+    torch.testing.assert_close(reference.add_post_norm(x, layer.weight, EPS, residual), residual + layer(x))
+
+
 def test_rotary_twin_agrees_with_hugging_face():
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     num_tokens, num_heads, num_kv_heads, head_dim = 9, 4, 2, 32
@@ -180,6 +188,43 @@ def test_rms_norm_reduces_split_k_partials_into_their_residual(split_k, num_toke
     assert torch.equal(packed[:, num_channels:], padding)
     last = torch.tensor([num_tokens - 1], device=DEVICE)
     assert torch.equal(x[last], residual[last])
+
+
+# a weight in fp32: an offset was added to it
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_add_post_norm(num_tokens, num_channels, weight_dtype, dtype):
+    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
+    residual, padding = packed[:, :num_channels], packed[:, num_channels:].clone()
+    x = 3 * randn(num_tokens, num_channels + 2, dtype=dtype)[:, 1:-1]
+    weight = rand(num_channels, dtype=weight_dtype)
+    expected = reference.add_post_norm(x, weight, EPS, residual)
+    y = norm.add_post_norm(x, weight, EPS, residual)
+    assert y.data_ptr() == residual.data_ptr() and expected.dtype == dtype
+    assert_close(y, expected, scale=3)  # three roundings of numbers up to 4
+    assert torch.equal(packed[:, num_channels:], padding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, q_size, k_size", [(0, 64, 64), (1, 64, 32), (5, 96, 32), (3, 1024, 1024)])
+@pytest.mark.parametrize("given", [False, True])
+def test_qk_rms_norm(num_tokens, q_size, k_size, given, dtype):
+    """``given``: the mean squares are those of more heads than this rank's."""
+    total = q_size + 2 * k_size
+    packed = randn(num_tokens, total + 5, dtype=dtype)
+    padding, qkv = packed[:, total:].clone(), packed[:, :total]
+    weights = randn(q_size, dtype=dtype), randn(k_size, dtype=dtype)
+    mean_squares = 1 + randn(2, num_tokens).square() if given else None
+    expected = reference.qk_rms_norm(qkv, *weights, EPS, mean_squares)
+    q, k, v = qkv.split([q_size, k_size, k_size], dim=1)
+    if not given:
+        alone = [reference.rms_norm(x, weight, EPS) for x, weight in zip((q, k), weights, strict=True)]
+        assert_close(expected, torch.cat([*alone, v], dim=1), scale=3)
+    y = norm.qk_rms_norm(qkv, *weights, EPS, mean_squares)
+    assert y.data_ptr() == qkv.data_ptr()
+    assert_close(y, expected, scale=3)
+    assert torch.equal(packed[:, total:], padding)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
