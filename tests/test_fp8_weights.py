@@ -166,11 +166,11 @@ def test_rows_that_share_scales(case, form, sizes, by_size, tmp_path):
 def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
     """On Hopper many tokens meet the blocks in e4m3, but not those that a shard cuts."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.linear import fp8
+    from nanovllm.kernels.linear import dispatch
 
-    if fp8.prefill_gemm_sm90 is None:
+    if dispatch.prefill_gemm_sm90 is None:
         pytest.skip("no Gluon kernels")
-    monkeypatch.setattr(fp8, "is_sm90", lambda device: True)
+    monkeypatch.setattr(dispatch, "is_sm90", lambda device: True)
     fp8_checkpoints.write(tmp_path, families.make(tmp_path, "qwen3", **SIZES | WIDE, head_dim=128), "qwen")
     for size, want in ((1, [True] * 4), (4, [True, True, False, False])):  # QKV of 384 features, down of 192 channels
         layer = CausalLM(read_model_config(str(tmp_path)), None, TPGroup(0, size, None)).model.layers[0]
@@ -183,7 +183,7 @@ def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
             linear.ops, linear.tp = WeightOf, SINGLE_RANK  # nothing to reduce
             x = torch.zeros(300, linear.weight.shape[1], dtype=torch.bfloat16)
             more = (None, epilogue) if "qkv" in name else ()
-            seen.append(fp8.supports(x, linear(x, *more), *more[1:]))
+            seen.append(dispatch.supports_w8a8(x, linear(x, *more), *more[1:]))
         assert seen == want
 
 
@@ -707,9 +707,9 @@ def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
     by 0.064 to 0.076. Block scales differ by a factor of up to 8: those of one weight, moved by a block, by 0.108 up.
     """
     from nanovllm.kernels.launch import is_sm90
-    from nanovllm.kernels.linear import fp8
+    from nanovllm.kernels.linear import dispatch
 
-    if fp8.prefill_gemm_sm90 is None or not is_sm90(torch.device("cuda")):
+    if dispatch.prefill_gemm_sm90 is None or not is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     sizes = dict(hidden_size=512, intermediate_size=1024, head_dim=128, num_hidden_layers=2, vocab_size=512)
     model = families.make(tmp_path, "qwen3", **sizes, layer_types=None, max_position_embeddings=1024)
@@ -722,18 +722,19 @@ def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
                 param.mul_(factors.repeat_interleave(128, 0).repeat_interleave(128, 1))
     fp8_checkpoints.write(tmp_path, model, "qwen")
 
-    def refuse(weight, dtype):
-        raise AssertionError(f"a weight {list(weight.data.shape)} is dequantized")
+    def unless_scaled(weight, dtype):
+        assert weight.scale is None, f"a weight {list(weight.data.shape)} is dequantized"
+        return weight
 
-    monkeypatch.setattr(fp8, "dequantized", refuse)
+    monkeypatch.setattr(dispatch, "dequantized", unless_scaled)
     multiplied = []  # features of the products of blocks in the prefill GEMM
-    original = fp8.prefill_gemm_sm90.prefill_gemm
+    original = dispatch.prefill_gemm_sm90.prefill_gemm
 
     def recorded(x, weight, *args, **options):
-        multiplied.append((len(x), len(weight), options["weight_scale"].shape[1]))
+        multiplied.append((len(x.data), len(weight.data), weight.scale.shape[1]))
         return original(x, weight, *args, **options)
 
-    monkeypatch.setattr(fp8.prefill_gemm_sm90, "prefill_gemm", recorded)
+    monkeypatch.setattr(dispatch.prefill_gemm_sm90, "prefill_gemm", recorded)
     llm = make_llm(
         model=str(tmp_path), device="cuda", dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=1024,
         max_model_len=1024, num_kvcache_blocks=128,

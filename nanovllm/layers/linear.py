@@ -17,9 +17,10 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.fp8 import E4M3, new_weight, shared_rows
+from nanovllm.utils.fp8 import new_weight, shared_rows
 from nanovllm.utils.loader import CheckpointTensor, copy_checked, copy_heads, split_rows
 
 

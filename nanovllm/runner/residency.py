@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
-from nanovllm.runner.kv_scales import FP8, calibrate
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import attention_layers
 from nanovllm.utils.loader import WeightFiller
 
@@ -139,7 +140,7 @@ class Residency:
             raise
         self.undefined = (before - written) | set(halves)
         self._why_undefined = why or "an FP8 weight got its data or its scale alone"
-        self._needs_calibration = self._runner.kv_dtype == FP8
+        self._needs_calibration = self._runner.kv_dtype == E4M3
         return written
 
     @torch.inference_mode()

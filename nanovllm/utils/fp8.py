@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.quantization import BLOCK
 
-E4M3 = torch.float8_e4m3fn
-MAX = 448.0  # the largest e4m3
 MIN_SCALE = 1e-12  # of a group of zeros
 ROWS_BYTES = 64 << 20  # of fp32 values at once: an engine that runs has little room
 
@@ -65,8 +64,8 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
         wide = weight[rows].float()
         padded = F.pad(wide, (0, -C % width, 0, -len(wide) % height))
         blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        # not / MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
-        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / MAX)).clamp_(min=MIN_SCALE)
+        # not / E4M3_MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
+        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / E4M3_MAX)).clamp_(min=MIN_SCALE)
         if block:
             spread = spread.repeat_interleave(block, 0)[: len(wide)].repeat_interleave(block, 1)[:, :C]
         data[rows] = (wide / spread).to(E4M3)

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.kernels.fp8 import E4M3
 from nanovllm.quantization import BLOCK, KV_SCALES
 from nanovllm.utils.checkpoint import read_json
-from nanovllm.utils.fp8 import E4M3, Quantized, Scales, check_is
+from nanovllm.utils.fp8 import Quantized, Scales, check_is
 
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
