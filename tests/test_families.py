@@ -21,11 +21,10 @@ from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.config import ModelConfig, read_model_config
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
 from nanovllm.runner.memory import allocate_kv_cache
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.loader import load_model
 
 TOLERANCE = 1e-4  # of the largest logit
 RNG = random.Random(0)
@@ -292,7 +291,8 @@ def test_every_switch_is_tried(checkpoint):
     assert shape == {
         "family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-        "attention_scale", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
+        "attention_scale", "mixers", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids",
+        "fp8",
     }  # fmt: skip
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
     assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}

@@ -21,14 +21,15 @@ from nanovllm.as_vllm import launch
 from nanovllm.as_vllm.options import EngineArgs, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
+from nanovllm.layers import quantization as fp8_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.quantization import quantize, quantized
+from nanovllm.layers.weight_loader import CheckpointTensor
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.quantization import LINEARS
-from nanovllm.utils import fp8 as fp8_utils
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.fp8 import Scales, quantize
-from nanovllm.utils.loader import CheckpointTensor, InMemory, init_dummy_weights, load_model, quantized
+from nanovllm.models.loader import init_dummy_weights, load_model
+from nanovllm.models.quantization import LINEARS
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
@@ -302,7 +303,7 @@ def test_vision_prefix():
 
 
 def families_config(architecture, quantization, **more):
-    from nanovllm.model_config import ModelConfig
+    from nanovllm.models.config import ModelConfig
 
     raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
     return ModelConfig.from_json({**raw, "torch_dtype": "bfloat16"})
@@ -460,7 +461,7 @@ def test_quantize_blocks(N, C, monkeypatch):
     weight = torch.randn(N, C) * torch.rand(N, 1)
     want = blockwise(weight)
     for num_bytes in (64 << 20, 4 * C * 128 * 2, 1):
-        monkeypatch.setattr(fp8_utils, "ROWS_BYTES", num_bytes)
+        monkeypatch.setattr(fp8_weights, "ROWS_BYTES", num_bytes)
         data, scale = quantize(weight, 128)
         assert scale.shape == (-(-N // 128), -(-C // 128))
         spread = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :C]
@@ -660,9 +661,8 @@ def test_update_of_a_single_block(rows):
     with torch.no_grad():
         layer, weight = MergedColumnParallelLinear(96, [rows, 200], fp8_block=128), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
-            for param, tensor in quantized(layer.weight, CheckpointTensor("w", InMemory(part))):
-                lazy = Scales(tensor.lazy, param.group_size) if hasattr(param, "group_size") else tensor.lazy
-                param.weight_loader(param, tensor._replace(lazy=lazy), i)
+            for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
+                param.weight_loader(param, tensor, i)
     want = torch.cat([blockwise(part) for part in weight.split([rows, 200])])
     assert torch.equal(layer.weight.float() * layer.weight_scale.repeat_interleave(32, 1), want)
 

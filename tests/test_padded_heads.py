@@ -14,9 +14,9 @@ from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import ConfigError, kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.loader import load_model
+from nanovllm.models.loader import load_model
 
 HEAD_DIM, PADDED = 24, 32
 SIZES = dict(hidden_size=4 * HEAD_DIM, num_hidden_layers=2, layer_types=None)

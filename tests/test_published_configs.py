@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from nanovllm.errors import CheckpointError
-from nanovllm.model_config import FAMILIES, ModelConfig
-from nanovllm.rope import RopeScaling
+from nanovllm.models import MODELS
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
 
@@ -246,7 +247,7 @@ PLAIN_MOE = {
 def test_published(model):
     architecture, raw, expected = PUBLISHED[model]
     config = ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw})
-    family, layers = FAMILIES[architecture], config.num_hidden_layers
+    family, layers = MODELS[architecture], config.num_hidden_layers
     plain = {
         "family": family, "qk_norm": family.qk_norm, "dtype": "bfloat16", "tie_word_embeddings": False,
         "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "embed_scale": 1.0,
@@ -303,7 +304,7 @@ def read(model, **changes):
 
 
 def test_every_family_is_published():
-    assert {architecture for architecture, _, _ in PUBLISHED.values()} == FAMILIES.keys() - {"Qwen3ForCausalLM"}
+    assert {architecture for architecture, _, _ in PUBLISHED.values()} == MODELS.keys() - {"Qwen3ForCausalLM"}
 
 
 def test_for_length():

@@ -10,6 +10,7 @@ import nanovllm.llm
 from nanovllm.as_vllm import options
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
+from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
 
 
@@ -43,7 +44,7 @@ def start(model: str, keywords: dict[str, Any]) -> CoreLLM:
     max_model_len = keywords.get("max_model_len")
     is_default = max_model_len in (None, -1, "auto")
     if is_default:
-        max_model_len = checkpoint.read_model_config(overlay.name if overlay else path).max_position_embeddings
+        max_model_len = read_model_config(overlay.name if overlay else path).max_position_embeddings
     llm = CoreLLM(overlay.name if overlay else model, max_model_len=max_model_len, **given)
     llm.overlay = overlay
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size

@@ -10,6 +10,7 @@ from dataclasses import MISSING, field, fields, make_dataclass, replace
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
 from nanovllm.validation import did_you_mean
 
@@ -197,7 +198,7 @@ def leave_to_checkpoint(given: dict[str, Any], path: str) -> None:
     """
     method = given.get("quantization")
     if method in PUBLISHED:
-        fp8 = checkpoint.read_model_config(path).fp8
+        fp8 = read_model_config(path).fp8
         if fp8 is None or fp8.method != method:
             has = "none" if fp8 is None else repr(fp8.method)
             raise ConfigError(

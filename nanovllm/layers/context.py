@@ -29,7 +29,6 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
-    leaves_sums: bool = False  # attention and MLP return this rank's summand; the caller sums over ranks
 
     @property
     def is_prefill(self) -> bool:

@@ -6,7 +6,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_checked
 
 
 class VocabParallelEmbedding(nn.Module):

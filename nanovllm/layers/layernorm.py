@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_checked
 
 
 class RMSNorm(nn.Module):

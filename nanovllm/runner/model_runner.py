@@ -21,8 +21,9 @@ from nanovllm.engine.scheduler import Batch
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.layers.sampler import Requests, Sampler
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import model_defaults, select_device, select_dtype, step_threads, translate_oom
 from nanovllm.runner.graph_sizes import decode_sizes, grouped_sizes
@@ -44,7 +45,6 @@ from nanovllm.runner.sampling_tables import SamplingTables, StagedTables
 from nanovllm.runner.step import StepHeader, StepInput, StepKind, from_words, to_words, unpack
 from nanovllm.runner.warmup import compile_kernels
 from nanovllm.sampling_params import FILTERS, GUIDED, MIN_TOKENS
-from nanovllm.utils.loader import init_dummy_weights, load_model
 
 WARMUP_FEATURES = MIN_TOKENS | FILTERS  # the other kernels are compiled when a request needs them
 SAMPLE, GROUPED = "sample", "grouped"  # graphs: of sampling without logits steps, of decode steps with prefix groups

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
+from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import FP8, calibrate
-from nanovllm.runner.memory import allocate_kv_cache, attention_layers
+from nanovllm.runner.memory import allocate_kv_cache, detach_kv_cache
 from nanovllm.runner.step import StepHeader, StepKind, to_words
-from nanovllm.utils.loader import WeightFiller
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -232,8 +232,7 @@ class Residency:
 
     def _drop_kv_cache(self) -> None:
         self._runner.kv_cache = None
-        for layer in attention_layers(self._runner.model):
-            layer.k_cache = layer.v_cache = torch.empty(0)
+        detach_kv_cache(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""

@@ -1,16 +1,19 @@
 """The model's shape and switches, read from ``config.json``. Imports no torch.
 
-Every field that would change the computation is honoured or refused, never ignored. ``families.py`` has what
-``config.json`` does not say.
+Every field that would change the computation is honoured or refused, never ignored. ``MODELS`` has what ``config.json``
+does not say.
 """
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.families import FAMILIES, SWITCHES, Family
-from nanovllm.quantization import NO_EXPERTS, FP8Weights
-from nanovllm.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.models import MODELS
+from nanovllm.models.families import SWITCHES, Family
+from nanovllm.models.quantization import NO_EXPERTS, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
 from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -24,12 +27,6 @@ def _supported(*allowed: Any) -> Rule:
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
-ID = at_least(0)
-IDS = list_of(ID, "a token id or a list of them")
-TOKEN_IDS = Rule(
-    IDS.allowed, lambda x: ID.accepts(x) or IDS.accepts(x), lambda x: IDS.convert([x] if ID.accepts(x) else x)
-)
-LAYERS = list_of(ID, "a list of layers")
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
 PATTERN = Rule(  # n: every n-th layer is global; converted to letters
@@ -38,64 +35,46 @@ PATTERN = Rule(  # n: every n-th layer is global; converted to letters
     lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
 )
 ARCHITECTURES = Rule(
-    f"one of {', '.join(FAMILIES)} (others are not supported)",
-    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in FAMILIES,
+    f"one of {', '.join(MODELS)} (others are not supported)",
+    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in MODELS,
 )
-RULES = {
-    "layer_types": list_of(
-        choice("full_attention", "sliding_attention"),
-        "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
-    ),
-    "hidden_act": _supported(*ACTIVATIONS),
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "num_hidden_layers": SIZE,
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": optional(SIZE),
-    "head_dim": optional(SIZE),
-    "max_position_embeddings": SIZE,
-    "rms_norm_eps": POSITIVE,
-    "tie_word_embeddings": FLAG,
-    "attention_bias": FLAG,
-    "attention_out_bias": optional(BOOLEAN),
-    "mlp_bias": FLAG,
-    "use_bias": FLAG,
-    "qkv_bias": optional(BOOLEAN),
-    "use_qk_norm": FLAG,
-    "dtype": _supported(*DTYPES),
-    "eos_token_id": TOKEN_IDS,
-    "rope_parameters": OBJECT,
-    "rope_scaling": OBJECT,
-    "rope_local_base_freq": optional(POSITIVE),
-    "sliding_window": COUNT,
-    "use_sliding_window": optional(BOOLEAN),
-    "max_window_layers": COUNT,
-    "sliding_window_pattern": PATTERN,
-    "no_rope_layers": optional(list_of(choice(0, 1), "a list of 0 and 1")),
-    "no_rope_layer_interval": optional(SIZE),
-    "query_pre_attn_scalar": optional(POSITIVE),
-    "attention_multiplier": optional(POSITIVE),
-    "embedding_multiplier": SCALE,
-    "residual_multiplier": SCALE,
-    "logits_scaling": SCALE,
-    "num_nextn_predict_layers": COUNT,
-}
-MOE_RULES = {
-    "num_experts": SIZE,
-    "num_experts_per_tok": SIZE,
-    "moe_intermediate_size": SIZE,
-    "norm_topk_prob": Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x),
-    "routed_scaling_factor": SCALE,
-    "n_group": optional(SIZE),
-    "topk_group": optional(SIZE),
-    "shared_expert_intermediate_size": COUNT,
-    "n_shared_experts": COUNT,
-    "first_k_dense_replace": COUNT,
-    "mlp_only_layers": LAYERS,
-    "decoder_sparse_step": optional(SIZE),
-    "scoring_func": optional(choice("softmax", "sigmoid")),
-}
+LAYER_TYPES = list_of(
+    choice("full_attention", "sliding_attention"),
+    "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
+)
+
+
+def _by_field(*rules: tuple[str, Rule]) -> dict[str, Rule]:
+    """The rule of each field; ``rules``: names with spaces between them, and the rule they share."""
+    return {name: rule for names, rule in rules for name in names.split()}
+
+
+RULES = _by_field(
+    ("layer_types", LAYER_TYPES),
+    ("hidden_act", _supported(*ACTIVATIONS)),
+    ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings", SIZE),
+    ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
+    ("rms_norm_eps", POSITIVE),
+    ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
+    ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
+    ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
+    ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
+    ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
+    ("dtype", _supported(*DTYPES)),
+    ("eos_token_id", TOKEN_IDS),
+    ("rope_parameters rope_scaling", OBJECT),
+    ("sliding_window_pattern", PATTERN),
+    ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
+)
+MOE_RULES = _by_field(
+    ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
+    ("n_group topk_group decoder_sparse_step", optional(SIZE)),
+    ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),
+    ("norm_topk_prob", Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x)),
+    ("routed_scaling_factor", SCALE),
+    ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
+    ("scoring_func", optional(choice("softmax", "sigmoid"))),
+)
 # of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
@@ -169,6 +148,7 @@ class ModelConfig:
         qk_norm: see ``Family``.
         attention_scale: of the scores before the softmax.
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
+        mixers: of each layer, what lets tokens see others; keys of ``decoder.MIXERS``.
         windows: of each layer, the tokens that a token attends, itself included; 0: all before it.
         ropes: of each layer; None: positions are not rotated (NoPE).
         moe: None in a dense model.
@@ -196,6 +176,7 @@ class ModelConfig:
     embed_scale: float
     residual_scale: float
     logit_scale: float
+    mixers: tuple[str, ...]
     windows: tuple[int, ...]
     ropes: tuple[RopeScaling | None, ...]
     moe: MoEConfig | None
@@ -208,7 +189,7 @@ class ModelConfig:
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
         (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
-        family = FAMILIES[name]
+        family = MODELS[name]
         text = raw.get("text_config") or {}  # of a model that also has a vision tower
         outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
         raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
@@ -216,14 +197,9 @@ class ModelConfig:
         if raw.get("tie_word_embeddings") is None:
             raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
         raw |= {"dtype": dtype, "hidden_act": _activation(raw, family)}
-        for switch, neutral in SWITCHES.items():
-            value = raw.get(switch)
-            ignored = switch == "sliding_window" and raw.get("use_sliding_window") is False
-            if switch not in family.reads and value not in neutral and not ignored:
-                allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
-                raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
+        _check_switches(raw, name, family)
         given = check_all("config.json", raw, RULES, CheckpointError)
-        heads, hidden = given["num_attention_heads"], given["hidden_size"]
+        heads, hidden, num_layers = (given[x] for x in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
@@ -252,10 +228,11 @@ class ModelConfig:
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"],
+            "mixers": ("attention",) * num_layers,
             "windows": windows,
             "ropes": ropes,
             "moe": MoEConfig.from_json(raw, family) if family.experts else None,
-            "fp8": _fp8(raw, family),
+            "fp8": FP8Weights.from_json(raw, family),
             "eos_token_ids": given["eos_token_id"],
         }
         return cls(**{field.name: given[field.name] for field in fields(cls)})
@@ -278,18 +255,27 @@ class ModelConfig:
         """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
         return self.fp8.block if self.fp8 and name in self.fp8.layers[layer] else None
 
+    def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
+        """(in the checkpoint, here) parts of tensor names, replaced in this order."""
+        return self.family.renamed + RENAMED_TENSORS * (self.fp8 is not None)
+
+    def unused_tensors(self) -> str:
+        """A regular expression of the tensors that checkpoints may hold and the model does without."""
+        unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
+        unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
+        unused += [UNUSED_TENSORS] * (self.fp8 is not None)
+        return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * self.tie_word_embeddings)  # a copy of the embedding
+
     def one_layer_of_each_kind(self) -> "ModelConfig":
         """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
         last, dense = self.num_hidden_layers - 1, self.moe.dense_layers if self.moe else frozenset()
         fp8_layers = self.fp8.layers if self.fp8 else ((),) * self.num_hidden_layers
-        kinds = {(self.windows[i], i in dense, fp8_layers[i]): i for i in reversed(range(last))}
+        kinds = {(self.mixers[i], self.windows[i], i in dense, fp8_layers[i]): i for i in reversed(range(last))}
         layers = [*sorted(kinds.values()), last]
         moe = self.moe and replace(self.moe, dense_layers=frozenset(n for n, i in enumerate(layers) if i in dense))
-        return replace(
-            self, num_hidden_layers=len(layers), windows=tuple(self.windows[i] for i in layers),
-            ropes=tuple(self.ropes[i] for i in layers), moe=moe,
-            fp8=self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers)),
-        )  # fmt: skip
+        of_layers = {name: tuple(getattr(self, name)[i] for i in layers) for name in ("mixers", "windows", "ropes")}
+        fp8 = self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers))
+        return replace(self, num_hidden_layers=len(layers), moe=moe, fp8=fp8, **of_layers)  # type: ignore[arg-type]
 
     def check_padded_heads(self, padded: int) -> None:
         """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
@@ -323,14 +309,22 @@ class ModelConfig:
             )
 
 
-def _fp8(raw: dict[str, Any], family: Family) -> FP8Weights | None:
-    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
-    if not quantization:
-        return None
-    fp8 = FP8Weights.from_json(quantization, raw["num_hidden_layers"], family.renamed)
-    if family.experts:
-        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
-    return fp8
+def read_model_config(model_path: str) -> ModelConfig:
+    """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
+    raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
+    if modelopt.is_file() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
+    return ModelConfig.from_json(raw)
+
+
+def _check_switches(raw: dict[str, Any], name: str, family: Family) -> None:
+    """Refuse fields that this architecture ignores, and that would change the numbers in others."""
+    for switch, neutral in SWITCHES.items():
+        value = raw.get(switch)
+        is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
+        if switch not in family.reads and value not in neutral and not is_off:
+            allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+            raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
 
 
 def _activation(raw: dict[str, Any], family: Family) -> Any:
@@ -342,14 +336,12 @@ def _activation(raw: dict[str, Any], family: Family) -> Any:
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
     """The window of each layer, 0 without one."""
     num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
-    layers, pattern = range(num_layers), given["sliding_window_pattern"]
     if given["use_sliding_window"] is False:
         window = 0
-    if kinds and len(kinds) != num_layers:
-        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers.")
-    rotated = given["no_rope_layers"]
-    if rotated and len(rotated) != num_layers:
-        raise CheckpointError(f"config.json: no_rope_layers has {len(rotated)} entries for {num_layers} layers.")
+    for name in ("layer_types", "no_rope_layers"):
+        if given[name] and len(given[name]) != num_layers:
+            raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
+    pattern = given["sliding_window_pattern"]
     has_window = {
         "": lambda i: False,
         "all": lambda i: True,
@@ -357,7 +349,7 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
         "pattern": lambda i: pattern[i % len(pattern)] == "L",
         "unrotated": lambda i: not _is_rotated(given, i),
     }[family.windows]
-    slides = [window > 0 and has_window(i) for i in layers]
+    slides = [window > 0 and has_window(i) for i in range(num_layers)]
     if kinds:
         slides_by_kind = [kind == "sliding_attention" for kind in kinds]
         if any(slides_by_kind) and not window:
@@ -367,7 +359,7 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
                 f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
             )
         slides = slides_by_kind
-    return tuple(window if slides[i] else 0 for i in layers)
+    return tuple(window if slides_here else 0 for slides_here in slides)
 
 
 def _is_rotated(given: dict[str, Any], layer: int) -> bool:

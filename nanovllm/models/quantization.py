@@ -1,15 +1,17 @@
 """Which weights of a model are FP8: ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``.
 
-Every field that changes the numbers is honoured or refused. Imports no torch; ``utils/fp8.py`` has the tensors.
+Every field that changes the numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the
+tensors.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.models.families import Family
 
 BLOCK = 128  # published blocks are 128 x 128
 # linear layers of a decoder layer -> the modules that checkpoints may hold instead
@@ -54,28 +56,30 @@ class FP8Weights:
         return cls((frozenset(LINEARS),) * num_layers)
 
     @classmethod
-    def from_json(cls, raw: Any, num_layers: int, renamed: Iterable[tuple[str, str]]) -> "FP8Weights":
-        """Read a ``quantization_config``. ``renamed``: see ``Family``.
+    def from_json(cls, raw: dict[str, Any], family: Family) -> "FP8Weights | None":
+        """Read the ``quantization_config`` of a ``config.json``; None without one.
 
         Raises:
             CheckpointError: something else than the FP8 weights of ``SUPPORTED``.
         """
-        readers: dict[Any, Callable[[dict[str, Any]], tuple[int, Any]]] = {
-            "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt
-        }  # fmt: skip
-        if not isinstance(raw, dict):
-            raise _refusal(f"{raw!r:.100}")
-        method = raw.get("quant_method")
-        if not isinstance(method, str) or method not in readers:
+        quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
+        if not quantization:
+            return None
+        if not isinstance(quantization, dict):
+            raise _refusal(f"{quantization!r:.100}")
+        method = quantization.get("quant_method")
+        if not isinstance(method, str) or method not in READERS:
             raise _refusal(f"quant_method={method!r:.100}")
-        block, skipped = readers[method](raw)
+        block, skipped = READERS[method](quantization)
         if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
             raise _refusal(f"{skipped!r:.100} for the modules to leave out (not a list of names)")
-        is_skipped = _matcher(skipped, list(renamed))
+        is_skipped = _matcher(skipped, family.renamed)
         layers = [
             frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
-            for i in range(num_layers)
+            for i in range(raw["num_hidden_layers"])
         ]
+        if family.experts:
+            raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
         return cls(tuple(layers), block, in_checkpoint=True, method=method)
 
 
@@ -160,7 +164,10 @@ def _check_kv_cache(scheme: Any) -> None:
     _require(scheme, "kv_cache_scheme.", num_bits=(8,), type=("float",))
 
 
-def _matcher(patterns: list[str], renamed: list[tuple[str, str]]) -> Callable[[str], bool]:
+READERS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
+
+
+def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
     """Whether a module is named by one of the patterns: "re:" and a regular expression of the beginning of its name; a
     name with asterisks; or dotted parts of its name, wherever they stand in it.
     """
