@@ -351,6 +351,7 @@ def in_group(part, **changes):
     ({**compressed("channel"), "transform_config": {"R1": 1}}, "transform_config={'R1': 1}"),
     ({**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
      "sparsity_config.format='sparse-24-bitmask'"),
+    ({**compressed("channel"), "sparsity_config": "dense"}, "sparsity_config='dense'"),  # was an AttributeError
     ({**compressed("channel"), "ignore": ["re:("]}, "the regular expression 're:(' (missing ), unterminated"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
 ], ids=str)  # fmt: skip

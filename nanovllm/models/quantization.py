@@ -32,6 +32,31 @@ SUPPORTED = (
     "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them. Take such a checkpoint, or the 16-bit one, "
     "which LLM(quantization='fp8') quantizes as it loads."
 )
+# Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
+# llm-compressor's, and of NVIDIA's. ANY: read elsewhere, or without effect on the numbers.
+ANY = ...
+E4M3 = {"num_bits": (8,), "type": ("float",)}
+FORMATS = "float-quantized", "naive-quantized"
+FORMS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": ANY, "fmt": (None, "e4m3"), "activation_scheme": (None, "dynamic", "static"),
+        "weight_block_size": (None, [BLOCK, BLOCK]), "modules_to_not_convert": ANY, "ignored_layers": ANY,
+        "kv_cache_scheme": (None, "static"), "scale_fmt": (None, "float"), "expert_dtype": (None, "fp8"),
+    },
+    "compressed-tensors": {
+        "quant_method": ANY, "format": FORMATS, "quantization_status": (None, "compressed", "frozen"),
+        "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": ANY, "global_compression_ratio": ANY, "version": ANY,
+        "sparsity_config": ANY,
+    },
+    "modelopt": {
+        "quant_method": ANY, "quant_algo": ("FP8",), "kv_cache_quant_algo": (None, "FP8"), "exclude_modules": ANY,
+        "ignore": ANY, "config_groups": ANY, "kv_cache_scheme": ANY, "producer": ANY,
+    },
+}  # fmt: skip
+GROUP = {"targets": (["Linear"],), "weights": ANY, "input_activations": ANY, "format": (None, *FORMATS)}
+WEIGHTS = {"strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,),
+           "group_size": (None,)}  # fmt: skip
+SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
 NO_EXPERTS = "is not available for mixtures of experts yet; load the 16-bit checkpoint without it"
 
 
@@ -68,11 +93,19 @@ class FP8Weights:
         if not isinstance(quantization, dict):
             raise _refusal(f"{quantization!r:.100}")
         method = quantization.get("quant_method")
-        if not isinstance(method, str) or method not in READERS:
+        if method not in tuple(FORMS):
             raise _refusal(f"quant_method={method!r:.100}")
-        block, skipped = READERS[method](quantization)
-        if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-            raise _refusal(f"{skipped!r:.100} for the modules to leave out (not a list of names)")
+        _check("", quantization, FORMS[method], is_closed=True)
+        if method != "fp8" and quantization.get("kv_cache_scheme") is not None:
+            _check("kv_cache_scheme.", quantization["kv_cache_scheme"], E4M3)
+        in_blocks = quantization.get("weight_block_size")
+        if method == "compressed-tensors":
+            in_blocks = _read_group(quantization) == "block"
+        skipped = []
+        for names in filter(None, map(quantization.get, SKIPPED)):
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
+            skipped += names
         is_skipped = _matcher(skipped, family.renamed)
         layers = [
             frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
@@ -80,91 +113,41 @@ class FP8Weights:
         ]
         if family.experts:
             raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
-        return cls(tuple(layers), block, in_checkpoint=True, method=method)
+        return cls(tuple(layers), BLOCK if in_blocks else 0, in_checkpoint=True, method=method)
 
 
 def _refusal(what: str) -> CheckpointError:
     return CheckpointError(f"config.json: quantization_config: {what} is not supported. {SUPPORTED}")
 
 
-def _require(raw: dict[str, Any], where: str = "", **allowed: tuple) -> None:
-    """Every field has one of its allowed values; None among them is also that of an absent one."""
-    for name, values in allowed.items():
-        if raw.get(name) not in values:
-            raise _refusal(f"{where}{name}={raw.get(name)!r:.100}")
+def _check(where: str, raw: Any, fields: dict[str, Any], is_closed: bool = False) -> None:
+    """Every field has one of its allowed values; None among them is also that of an absent one.
+
+    ``is_closed``: there are no others with a value.
+    """
+    if not isinstance(raw, dict):
+        raise _refusal(f"{where[:-1]}={raw!r:.100}")
+    unknown = [name for name in raw if is_closed and name not in fields and raw[name] not in (None, False, {}, [])]
+    for name in [*unknown, *(name for name in fields if fields[name] is not ANY and raw.get(name) not in fields[name])]:
+        raise _refusal(f"{where}{name}={raw.get(name)!r:.100}")
 
 
-def _only(raw: dict[str, Any], *known: str, where: str = "") -> None:
-    """No field with a value but those that are known."""
-    for name, value in raw.items():
-        if name not in known and value not in (None, False, {}, []):
-            raise _refusal(f"{where}{name}={value!r:.100}")
-
-
-def _read_fp8(raw: dict[str, Any]) -> tuple[int, Any]:
-    """(block, modules to leave out) of the form of DeepSeek's and Qwen's files, and of AutoFP8's."""
-    _only(raw, "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert",
-          "ignored_layers", "kv_cache_scheme", "scale_fmt", "expert_dtype")  # fmt: skip
-    _require(raw, scale_fmt=(None, "float"), expert_dtype=(None, "fp8"))
-    _require(raw, fmt=(None, "e4m3"), activation_scheme=(None, "dynamic", "static"), kv_cache_scheme=(None, "static"),
-             weight_block_size=(None, [BLOCK, BLOCK]))  # fmt: skip
-    block = BLOCK if raw.get("weight_block_size") else 0
-    skipped = [raw.get(name) or [] for name in ("modules_to_not_convert", "ignored_layers")]
-    wrong = [names for names in skipped if not isinstance(names, list)]
-    return block, wrong[0] if wrong else [name for names in skipped for name in names]
-
-
-def _read_compressed_tensors(raw: dict[str, Any]) -> tuple[int, Any]:
-    """The same of llm-compressor's files."""
-    _only(raw, "quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme",
-          "global_compression_ratio", "version", "sparsity_config")  # fmt: skip
-    formats = "float-quantized", "naive-quantized"
-    _require(raw, format=formats, quantization_status=(None, "compressed", "frozen"))
-    sparsity = raw.get("sparsity_config") or {}
-    _require(sparsity, "sparsity_config.", format=(None, "dense"))
-    _check_kv_cache(raw.get("kv_cache_scheme"))
+def _read_group(raw: dict[str, Any]) -> str:
+    """The strategy of the weights in the files of llm-compressor: "tensor", "channel" or "block"."""
+    _check("sparsity_config.", raw.get("sparsity_config") or {}, {"format": (None, "dense")})
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal(f"config_groups={groups!r:.100} (not one group)")
-    (name, group), *_ = groups.items()
+    ((name, group),) = groups.items()
     where = f"config_groups.{name}."
-    if not isinstance(group, dict):
-        raise _refusal(f"{where[:-1]}={group!r:.100}")
-    _only(group, "targets", "weights", "input_activations", "format", where=where)
-    _require(group, where, targets=(["Linear"],), format=(None, *formats))
-    for part in ("weights", "input_activations"):
-        part_where, values = f"{where}{part}.", group.get(part)
-        if part == "input_activations" and values is None:  # weights alone are FP8
-            continue
-        if not isinstance(values, dict):
-            raise _refusal(f"{part_where[:-1]}={values!r:.100}")
-        _require(values, part_where, num_bits=(8,), type=("float",), symmetric=(None, True))
-    weights = group["weights"]
-    _require(weights, f"{where}weights.", strategy=("tensor", "channel", "block"), dynamic=(None, False),
-             actorder=(None,), group_size=(None,),
-             block_structure=([BLOCK, BLOCK],) if weights.get("strategy") == "block" else (None,))  # fmt: skip
-    return BLOCK if weights["strategy"] == "block" else 0, raw.get("ignore") or []
-
-
-def _read_modelopt(raw: dict[str, Any]) -> tuple[int, Any]:
-    """The same of NVIDIA's files; ``hf_quant_config.json`` has the first of the two lists' names."""
-    _only(raw, "quant_method", "quant_algo", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups",
-          "kv_cache_scheme", "producer")  # fmt: skip
-    _require(raw, quant_algo=("FP8",), kv_cache_quant_algo=(None, "FP8"))
-    _check_kv_cache(raw.get("kv_cache_scheme"))
-    return 0, raw.get("exclude_modules") or raw.get("ignore") or []
-
-
-def _check_kv_cache(scheme: Any) -> None:
-    """Scales of FP8 keys and values are ``KV_SCALES``; other forms may have other tensors."""
-    if scheme is None:
-        return
-    if not isinstance(scheme, dict):
-        raise _refusal(f"kv_cache_scheme={scheme!r:.100}")
-    _require(scheme, "kv_cache_scheme.", num_bits=(8,), type=("float",))
-
-
-READERS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
+    _check(where, group, GROUP, is_closed=True)
+    weights, symmetric = group.get("weights"), {"symmetric": (None, True)}
+    _check(f"{where}weights.", weights, E4M3 | symmetric | WEIGHTS)
+    in_blocks = weights["strategy"] == "block"
+    _check(f"{where}weights.", weights, {"block_structure": ([BLOCK, BLOCK],) if in_blocks else (None,)})
+    if group.get("input_activations") is not None:  # else weights alone are FP8
+        _check(f"{where}input_activations.", group["input_activations"], E4M3 | symmetric)
+    return weights["strategy"]
 
 
 def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
