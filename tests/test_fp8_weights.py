@@ -75,10 +75,9 @@ def test_transformers_reads_the_checkpoint(tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
 
 
-def built(path, tp=SINGLE_RANK, **changes):
+def built(path, tp=SINGLE_RANK, config=None):
     """The model of a checkpoint on one rank, filled."""
-    config = replace(read_model_config(path), **changes)
-    model = CausalLM(config, None, tp)
+    model = CausalLM(config or read_model_config(path), None, tp)
     for param in model.parameters():
         param.view(torch.uint8).fill_(0x7F)  # NaN in e4m3; what is not loaded shows
     load_model(model, path)
@@ -248,8 +247,8 @@ def test_layers_left_out(form, skipped, tmp_path):
 def test_every_kind_of_layer_is_compiled():
     config = families_config("Qwen3ForCausalLM", BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
     kinds = config.one_layer_of_each_kind()
-    assert (kinds.num_hidden_layers, kinds.fp8.layers) == (3, tuple(config.fp8.layers[i] for i in (0, 1, 3)))
-    assert len(set(kinds.fp8.layers)) == 2
+    assert kinds.layers == tuple(config.layers[i] for i in (0, 1, 3))
+    assert len({layer.fp8_linears for layer in kinds.layers}) == 2
 
 
 @pytest.mark.parametrize("form", ["auto_fp8", "tensor", "modelopt", "qwen"])
@@ -299,7 +298,7 @@ def test_vision_prefix():
     skips_by_regex = compressed("channel", ["re:language_model\\.model\\.layers\\.1\\.mlp"])
     for quantization in (raw, skips_by_regex):
         config = families_config("Gemma3ForConditionalGeneration", quantization)
-        assert config.fp8_block(1, "mlp.down_proj") is None and config.fp8_block(0, "mlp.down_proj") is not None
+        assert ["mlp.down_proj" in layer.fp8_linears for layer in config.layers] == [True, False, True, True]
 
 
 def families_config(architecture, quantization, **more):
@@ -508,10 +507,11 @@ def test_online_shards(case, size, block, tmp_path):
     path, plain = str(tmp_path), str(tmp_path / "plain")
     quantize_linears(model, in_blocks=block > 0)
     model.save_pretrained(plain)
-    fp8 = replace(read_model_config(path).quantized().fp8, block=block)
+    config = read_model_config(path).quantized()
+    config = replace(config, fp8=replace(config.fp8, block=block))
     for rank in range(size):
         tp = TPGroup(rank, size, None)
-        got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
+        got, want = dequantized(built(path, tp, config)), dequantized(built(plain, tp))
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
 
@@ -686,13 +686,12 @@ def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
     """Quantized while loading (None), and published."""
     if form is None:
         families.make(tmp_path, "qwen3", **SIZES)
-        changes = {"fp8": read_model_config(str(tmp_path)).quantized().fp8}
-        path = str(tmp_path)
+        path, config = str(tmp_path), read_model_config(str(tmp_path)).quantized()
     else:
-        path, changes = published("qwen3", form)[0], {}
-    on_cpu = built(path, **changes)
+        path, config = published("qwen3", form)[0], None
+    on_cpu = built(path, config=config)
     with torch.device("cuda"):
-        on_gpu = built(path, **changes)
+        on_gpu = built(path, config=config)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
 
@@ -752,13 +751,13 @@ def test_memory_while_loading(tmp_path):
     """The device never holds the 16-bit model: at most the FP8 one, and some tensors in 16 and 32 bits."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
     families.make(tmp_path, "qwen3", **sizes, layer_types=None).bfloat16().save_pretrained(tmp_path)
-    fp8 = read_model_config(str(tmp_path)).quantized().fp8
+    config = read_model_config(str(tmp_path)).quantized()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = built(str(tmp_path), fp8=fp8)
+            model = built(str(tmp_path), config=config)
         finally:
             torch.set_default_dtype(torch.float32)
     num_bytes = sum(param.nbytes for param in model.parameters())

@@ -34,6 +34,10 @@ class Context:
     def is_prefill(self) -> bool:
         return self.cu_seqlens_q is not None
 
+    def all_tokens(self) -> "Context":
+        """For the layers before the last, which compute them all."""
+        return self if self.logits_indices is None else replace(self, logits_indices=None)
+
     def last_tokens_only(self) -> "Context":
         """The tokens of ``logits_indices`` as single-query attention, for the last layer of a prefill.
 

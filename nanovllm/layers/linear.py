@@ -60,16 +60,10 @@ class ReplicatedLinear(nn.Module):
         With ``residual`` the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which reduces them, may read
         it; after that it serves as the next ``residual``.
         """
-        return self.ops.fused_linear(
-            x,
-            Weight(self.weight, self.weight_scale, self.block_n),
-            self.bias,
-            norm_weight=None if norm is None else norm.weight,
-            eps=0.0 if norm is None else norm.eps,
-            residual=residual,
-            act_mul=act,
-            allow_split_k=self.tp.size == 1,  # an all-reduce needs the reduced sum
-        )
+        weight = Weight(self.weight, self.weight_scale, self.block_n)
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
+        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
 
 
 class ColumnParallelLinear(ReplicatedLinear):
@@ -148,8 +142,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         ``qk_norms`` are those over all heads at once; those of each head are in the epilogue.
         """
         if qk_norms is None:
-            norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             weight = Weight(self.weight, self.weight_scale, self.block_n)
+            norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue)
         qkv, (q_norm, k_norm) = super().forward(x, norm), qk_norms
         mean_squares = None

@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.quantization import NO_EXPERTS, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights
+from nanovllm.models.quantization import LINEARS, NO_EXPERTS, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, read_fp8
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
 from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
@@ -81,20 +81,19 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITIO
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts in the layers outside ``dense_layers``.
+    """The mixture of experts of the sparse layers.
 
     Attributes:
         num_experts: routed experts of a layer.
         top_k: experts of a token.
-        expert_size: intermediate units of an expert.
+        expert_size: intermediate size of an expert.
         scoring: "softmax" over all experts, or "sigmoid".
         renormalize: the weights of the chosen experts sum to 1.
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        shared_size: intermediate units of the shared expert, which every token passes; 0: none.
+        shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
-        dense_layers: layers with an ordinary MLP.
     """
 
     num_experts: int
@@ -108,16 +107,9 @@ class MoEConfig:
     has_correction_bias: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
-    dense_layers: frozenset[int] = frozenset()
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any], family: Family) -> "MoEConfig":
-        """Read the fields of a mixture of experts, whose names differ between families."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((raw[name] for name in names if raw.get(name) is not None), None)
-        size = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
-        raw = {**raw, "num_experts": experts, "moe_intermediate_size": size}
-        given = check_all("config.json", raw, MOE_RULES, CheckpointError)
+    def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
         if given["scoring_func"] not in (None, family.experts):
             raise CheckpointError(
                 f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
@@ -128,15 +120,31 @@ class MoEConfig:
             raise CheckpointError(
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
-        layers, step = range(raw["num_hidden_layers"]), given["decoder_sparse_step"] or 1
-        dense = {i for i in layers if i < given["first_k_dense_replace"] or (i + 1) % step}
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
             given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.experts == "sigmoid",
             shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-            dense_layers=frozenset(dense | set(given["mlp_only_layers"])),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+        mixer: what lets tokens see others, a key of ``decoder.MIXERS``.
+        window: the tokens that a token attends, itself included; 0: all before it.
+        rope: None: positions are not rotated (NoPE).
+        is_sparse: a mixture of experts takes the place of the MLP.
+        fp8_linears: names of its FP8 linear layers; keys of ``LINEARS``.
+    """
+
+    mixer: str = "attention"
+    window: int = 0
+    rope: RopeScaling | None = None
+    is_sparse: bool = False
+    fp8_linears: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -148,9 +156,7 @@ class ModelConfig:
         qk_norm: see ``Family``.
         attention_scale: of the scores before the softmax.
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
-        mixers: of each layer, what lets tokens see others; keys of ``decoder.MIXERS``.
-        windows: of each layer, the tokens that a token attends, itself included; 0: all before it.
-        ropes: of each layer; None: positions are not rotated (NoPE).
+        layers: of the decoder, from the first to the last.
         moe: None in a dense model.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
@@ -160,7 +166,6 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -176,9 +181,7 @@ class ModelConfig:
     embed_scale: float
     residual_scale: float
     logit_scale: float
-    mixers: tuple[str, ...]
-    windows: tuple[int, ...]
-    ropes: tuple[RopeScaling | None, ...]
+    layers: tuple[LayerConfig, ...]
     moe: MoEConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
@@ -198,8 +201,13 @@ class ModelConfig:
             raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
         raw |= {"dtype": dtype, "hidden_act": _activation(raw, family)}
         _check_switches(raw, name, family)
-        given = check_all("config.json", raw, RULES, CheckpointError)
-        heads, hidden, num_layers = (given[x] for x in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+        if family.experts:
+            names = ("num_experts", "num_local_experts", "n_routed_experts")
+            raw["num_experts"] = next((raw[name] for name in names if raw.get(name) is not None), None)
+            raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
+        rules = RULES | (MOE_RULES if family.experts else {})
+        given = check_all("config.json", raw, rules, CheckpointError)
+        heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
@@ -208,6 +216,12 @@ class ModelConfig:
         ropes = _ropes(raw, given, family, windows)
         for rope in filter(None, dict.fromkeys(ropes)):
             rope.check_head(head_dim)
+        moe = MoEConfig.from_fields(given, family) if family.experts else None
+        fp8, fp8_linears = read_fp8(raw, family)
+        layers = [
+            LayerConfig(window=window, rope=rope, is_sparse=moe is not None and _is_sparse(given, i), fp8_linears=names)
+            for i, (window, rope, names) in enumerate(zip(windows, ropes, fp8_linears, strict=True))
+        ]  # fmt: skip
         # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
         stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope and rope.kind == "yarn"]
         bias = given["attention_bias"] or given["use_bias"]
@@ -228,32 +242,44 @@ class ModelConfig:
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"],
-            "mixers": ("attention",) * num_layers,
-            "windows": windows,
-            "ropes": ropes,
-            "moe": MoEConfig.from_json(raw, family) if family.experts else None,
-            "fp8": FP8Weights.from_json(raw, family),
+            "layers": tuple(layers),
+            "moe": moe,
+            "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
         }
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeScaling | None, ...]:
+        return tuple(layer.rope for layer in self.layers)
+
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens: windows that hold them all are none."""
-        return replace(
-            self,
-            windows=tuple(window if window < max_model_len else 0 for window in self.windows),
-            ropes=tuple(rope and rope.for_length(max_model_len) for rope in self.ropes),
-        )
+        return replace(self, layers=tuple(
+            replace(
+                layer, window=layer.window if layer.window < max_model_len else 0,
+                rope=layer.rope and layer.rope.for_length(max_model_len),
+            ) for layer in self.layers
+        ))  # fmt: skip
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
         if self.moe is not None:
             raise ConfigError(f"quantization='fp8' {NO_EXPERTS}.")
-        return self if self.fp8 else replace(self, fp8=FP8Weights.of_all(self.num_hidden_layers))
+        layers = tuple(replace(layer, fp8_linears=frozenset(LINEARS)) for layer in self.layers)
+        return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
 
-    def fp8_block(self, layer: int, name: str) -> int | None:
+    def fp8_block(self, layer: LayerConfig, name: str) -> int | None:
         """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
-        return self.fp8.block if self.fp8 and name in self.fp8.layers[layer] else None
+        return self.fp8.block if self.fp8 and name in layer.fp8_linears else None
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -268,14 +294,11 @@ class ModelConfig:
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
         """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
-        last, dense = self.num_hidden_layers - 1, self.moe.dense_layers if self.moe else frozenset()
-        fp8_layers = self.fp8.layers if self.fp8 else ((),) * self.num_hidden_layers
-        kinds = {(self.mixers[i], self.windows[i], i in dense, fp8_layers[i]): i for i in reversed(range(last))}
-        layers = [*sorted(kinds.values()), last]
-        moe = self.moe and replace(self.moe, dense_layers=frozenset(n for n, i in enumerate(layers) if i in dense))
-        of_layers = {name: tuple(getattr(self, name)[i] for i in layers) for name in ("mixers", "windows", "ropes")}
-        fp8 = self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers))
-        return replace(self, num_hidden_layers=len(layers), moe=moe, fp8=fp8, **of_layers)  # type: ignore[arg-type]
+        *others, last = self.layers
+        kinds: dict[LayerConfig, LayerConfig] = {}
+        for layer in others:
+            kinds.setdefault(replace(layer, rope=None), layer)
+        return replace(self, layers=(*kinds.values(), last))
 
     def check_padded_heads(self, padded: int) -> None:
         """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
@@ -284,8 +307,8 @@ class ModelConfig:
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
-        fp8_linears = frozenset().union(*self.fp8.layers) if self.fp8 and self.fp8.block else frozenset()
-        if any(name.startswith("self_attn.") for name in fp8_linears):
+        fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
+        if self.fp8 and self.fp8.block and any(name.startswith("self_attn.") for name in fp8_linears):
             raise ConfigError(
                 f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
                 "gives it a scale for each output feature), or use device='cpu', which pads nothing."
@@ -360,6 +383,11 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
             )
         slides = slides_by_kind
     return tuple(window if slides_here else 0 for slides_here in slides)
+
+
+def _is_sparse(given: dict[str, Any], layer: int) -> bool:
+    is_dense = layer < given["first_k_dense_replace"] or layer in given["mlp_only_layers"]
+    return not is_dense and (layer + 1) % (given["decoder_sparse_step"] or 1) == 0
 
 
 def _is_rotated(given: dict[str, Any], layer: int) -> bool:

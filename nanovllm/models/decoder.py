@@ -29,18 +29,17 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.moe import SparseMoE
 
 
 class SelfAttention(nn.Module):
-    """The mixer of attention layers. In prefill the last layer's, once keys and values are stored, runs for the last
-    token of each sequence only.
-    """
+    """The mixer of attention layers."""
 
     name = "self_attn"  # in checkpoints
 
-    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
+                 tp: TPGroup):
         super().__init__()
         C, D, H, K = config.hidden_size, rope.head_dim, config.num_attention_heads, config.num_key_value_heads
         orders = head_orders(config.head_dim, D, rope.num_rotated, config.family.interleaved)
@@ -49,11 +48,10 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.attn = Attention(
-            num_heads, D, num_kv_heads, backend, config.attention_scale, config.windows[layer], self.qkv_proj.kv_shard
+            num_heads, D, num_kv_heads, backend, config.attention_scale, layer.window, self.qkv_proj.kv_shard
         )
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
         self.adds_residual = not config.family.post_norm
-        self.is_last = layer == config.num_hidden_layers - 1
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
         weights = [norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)]
         # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
@@ -63,7 +61,7 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's summand of [residual +] attention(norm(residual)), [T or N, C].
+        """residual [T, C] -> this rank's summand of [residual +] attention(norm(residual)), [T, C] or [N, C].
 
         Only q comes back from the product of Q, K and V. It normalises and rotates q and k, and writes k and v to the
         slots of the KV cache, all in one kernel where there is one.
@@ -73,7 +71,7 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
-        if self.is_last and context.logits_indices is not None:
+        if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
             q, residual = q[context.logits_indices], residual[context.logits_indices]
             context = context.last_tokens_only()
         o = self.attn(q, context)
@@ -98,7 +96,7 @@ MIXERS = {"attention": SelfAttention}  # by the kind of a layer, see ``ModelConf
 class MLP(nn.Module):
     """Gated: down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         fp8 = [config.fp8_block(layer, name) for name in ("mlp.gate_up_proj", "mlp.down_proj")]
@@ -116,30 +114,29 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A mixer and an MLP, each between its norms. Sums up their results over ranks."""
 
-    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
+                 tp: TPGroup):
         super().__init__()
-        family, mixer = config.family, MIXERS[config.mixers[layer]]
-        is_sparse = config.moe is not None and layer not in config.moe.dense_layers
-        assert not (is_sparse and family.post_norm), "experts add the residual themselves"
+        family, mixer = config.family, MIXERS[layer.mixer]
+        assert not (layer.is_sparse and family.post_norm), "experts add the residual themselves"
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
 
         self.tp, self.mixer_name = tp, mixer.name
         self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
-        self.mlp = SparseMoE(config, tp) if is_sparse else MLP(config, layer, tp)
+        self.mlp = SparseMoE(config, tp) if layer.is_sparse else MLP(config, layer, tp)
         self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
         self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
 
     @property
     def sublayers(self) -> Iterator[tuple[Any, RMSNorm | None, RMSNorm | None]]:
         """(mixer or MLP, the norm of its input, that of its result)."""
-        mixer = getattr(self, self.mixer_name)
-        yield mixer, self.input_layernorm, self.mixer_post_norm
+        yield getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
         yield self.mlp, self.post_attention_layernorm, self.mlp_post_norm
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
-        """residual [T, C] -> [T, C]; the last layer's [N, C] with ``context.logits_indices``."""
+        """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
         for sublayer, norm, post_norm in self.sublayers:
             y = self.tp.all_reduce(sublayer(residual, norm, context))
             residual = added_to(residual, y, post_norm, context)
@@ -158,24 +155,29 @@ def added_to(residual: torch.Tensor, y: torch.Tensor, post_norm: RMSNorm | None,
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        ropes = config.ropes[: config.num_hidden_layers]
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
         config.check_padded_heads(D)
         tables = {  # layers share them
             rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
-            for rope in dict.fromkeys(ropes)
+            for rope in dict.fromkeys(config.ropes)
         }
         self.ropes = nn.ModuleList(tables.values())
-        self.layers = nn.ModuleList(DecoderLayer(config, i, tables[rope], backend, tp) for i, rope in enumerate(ropes))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, tables[layer.rope], backend, tp) for layer in config.layers
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``."""
+        """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
+
+        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only.
+        """
         residual = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            residual = layer(residual, context)
-        return self.norm(residual)
+        *layers, last = self.layers
+        for layer in layers:
+            residual = layer(residual, context.all_tokens())
+        return self.norm(last(residual, context))
 
 
 class CausalLM(nn.Module):

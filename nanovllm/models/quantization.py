@@ -62,58 +62,53 @@ NO_EXPERTS = "is not available for mixtures of experts yet; load the 16-bit chec
 
 @dataclass(frozen=True)
 class FP8Weights:
-    """FP8 weights of a decoder.
+    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it.
 
     Attributes:
-        layers: of each decoder layer, the names of its FP8 linear layers; keys of ``LINEARS``.
         block: a scale is that of so many output features and as many input channels; 0: of one output feature.
         in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
         method: ``quant_method`` of the checkpoint.
     """
 
-    layers: tuple[frozenset[str], ...]
     block: int = 0
     in_checkpoint: bool = False
     method: str | None = None
 
-    @classmethod
-    def of_all(cls, num_layers: int) -> "FP8Weights":
-        return cls((frozenset(LINEARS),) * num_layers)
 
-    @classmethod
-    def from_json(cls, raw: dict[str, Any], family: Family) -> "FP8Weights | None":
-        """Read the ``quantization_config`` of a ``config.json``; None without one.
+def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, list[frozenset[str]]]:
+    """The FP8 weights of a ``config.json``, None without any, and the FP8 linear layers of each decoder layer.
 
-        Raises:
-            CheckpointError: something else than the FP8 weights of ``SUPPORTED``.
-        """
-        quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
-        if not quantization:
-            return None
-        if not isinstance(quantization, dict):
-            raise _refusal(f"{quantization!r:.100}")
-        method = quantization.get("quant_method")
-        if method not in tuple(FORMS):
-            raise _refusal(f"quant_method={method!r:.100}")
-        _check("", quantization, FORMS[method], is_closed=True)
-        if method != "fp8" and quantization.get("kv_cache_scheme") is not None:
-            _check("kv_cache_scheme.", quantization["kv_cache_scheme"], E4M3)
-        in_blocks = quantization.get("weight_block_size")
-        if method == "compressed-tensors":
-            in_blocks = _read_group(quantization) == "block"
-        skipped = []
-        for names in filter(None, map(quantization.get, SKIPPED)):
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
-            skipped += names
-        is_skipped = _matcher(skipped, family.renamed)
-        layers = [
-            frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
-            for i in range(raw["num_hidden_layers"])
-        ]
-        if family.experts:
-            raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
-        return cls(tuple(layers), BLOCK if in_blocks else 0, in_checkpoint=True, method=method)
+    Raises:
+        CheckpointError: it has a ``quantization_config``, but not of the FP8 weights of ``SUPPORTED``.
+    """
+    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
+    num_layers = raw["num_hidden_layers"]
+    if not quantization:
+        return None, [frozenset()] * num_layers
+    if not isinstance(quantization, dict):
+        raise _refusal(f"{quantization!r:.100}")
+    method = quantization.get("quant_method")
+    if method not in tuple(FORMS):
+        raise _refusal(f"quant_method={method!r:.100}")
+    _check("", quantization, FORMS[method], is_closed=True)
+    if method != "fp8" and quantization.get("kv_cache_scheme") is not None:
+        _check("kv_cache_scheme.", quantization["kv_cache_scheme"], E4M3)
+    in_blocks = quantization.get("weight_block_size")
+    if method == "compressed-tensors":
+        in_blocks = _read_group(quantization) == "block"
+    skipped = []
+    for names in filter(None, map(quantization.get, SKIPPED)):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
+        skipped += names
+    is_skipped = _matcher(skipped, family.renamed)
+    layers = [
+        frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
+        for i in range(num_layers)
+    ]
+    if family.experts:
+        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
+    return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers
 
 
 def _refusal(what: str) -> CheckpointError:

@@ -171,11 +171,12 @@ class MicroBatches:
         """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""
         sums: list[Any] = [Summed(model.embed_tokens(input_ids)) for input_ids, _ in inputs]
         for i, layer in enumerate(model.layers):
-            at_once = self._sums is None or i == len(model.layers) - 1  # the last layer's tokens are few
+            is_last = i == len(model.layers) - 1
+            at_once = self._sums is None or is_last  # its tokens are few
             for sublayer, norm, post_norm in layer.sublayers:  # type: ignore[union-attr]
                 for half, (_, context) in enumerate(inputs):
                     residual = sums[half].wait()
-                    y = sublayer(residual, norm, context)
+                    y = sublayer(residual, norm, context if is_last else context.all_tokens())
                     pending = Summed(self._tp.all_reduce(y)) if at_once else self._sums.begin(y, half)  # type: ignore[union-attr]
                     sums[half] = pending if post_norm is None else PostNormed(pending, residual, post_norm, context)
             self._limit_queue()
