@@ -141,21 +141,15 @@ class Scales(CheckpointTensor):
         height, is_one = block or 1, math.prod(self.shape) == 1
 
         def read(index: tuple[slice, ...]) -> torch.Tensor:
-            ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=False)]
-            rows, groups = ranges if len(ranges) == 2 else (ranges[0], range(shape[1]))
-            begin, end = start + rows.start, start + rows.stop
-            first, last = (0, 1) if is_one else (begin // height, -(-end // height))
+            rows, groups = (range(*part.indices(n)) for part, n in zip((*index, slice(None)), shape, strict=False))
+            first, last = (0, 1) if is_one else ((start + rows.start) // height, -(-(start + rows.stop) // height))
             grid = self.read((slice(first, last),) if self.shape else ...)
             check_dtype(grid, torch.float32, self.name)
-            grid = grid.reshape(1 if is_one else len(grid), -1).float()
-            if len(grid) == 1:
-                grid = grid.expand(len(rows), -1)
-            else:
-                grid = grid[torch.arange(begin, end, device=grid.device) // height - first]
-            if grid.shape[1] == 1:
-                return grid.expand(-1, len(groups))
-            columns = torch.arange(groups.start, groups.stop, device=grid.device) * group_size // block
-            return grid[:, columns]
+            if is_one:
+                return grid.float().reshape(1, 1).expand(len(rows), len(groups))
+            row = torch.arange(start + rows.start, start + rows.stop, device=grid.device) // height - first
+            column = torch.arange(groups.start, groups.stop, device=grid.device) * group_size // (block or 1)
+            return grid.float().reshape(len(grid), -1)[row][:, column]
 
         return CheckpointTensor(self.name, shape, read)
 

@@ -146,6 +146,11 @@ class LayerConfig:
     is_sparse: bool = False
     fp8_linears: frozenset[str] = frozenset()
 
+    def for_length(self, max_model_len: int) -> "LayerConfig":
+        """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
+        window = self.window if self.window < max_model_len else 0
+        return replace(self, window=window, rope=self.rope and self.rope.for_length(max_model_len))
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -191,39 +196,20 @@ class ModelConfig:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
-        (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
-        family = MODELS[name]
-        text = raw.get("text_config") or {}  # of a model that also has a vision tower
-        outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
-        raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        if raw.get("tie_word_embeddings") is None:
-            raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
-        raw |= {"dtype": dtype, "hidden_act": _activation(raw, family)}
-        _check_switches(raw, name, family)
-        if family.experts:
-            names = ("num_experts", "num_local_experts", "n_routed_experts")
-            raw["num_experts"] = next((raw[name] for name in names if raw.get(name) is not None), None)
-            raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
-        rules = RULES | (MOE_RULES if family.experts else {})
-        given = check_all("config.json", raw, rules, CheckpointError)
+        family, raw = _normalized(raw)
+        given = check_all("config.json", raw, RULES | (MOE_RULES if family.experts else {}), CheckpointError)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
         head_dim = given["head_dim"] or hidden // heads
-        windows = _windows(given, family)
-        ropes = _ropes(raw, given, family, windows)
-        for rope in filter(None, dict.fromkeys(ropes)):
-            rope.check_head(head_dim)
-        moe = MoEConfig.from_fields(given, family) if family.experts else None
         fp8, fp8_linears = read_fp8(raw, family)
-        layers = [
-            LayerConfig(window=window, rope=rope, is_sparse=moe is not None and _is_sparse(given, i), fp8_linears=names)
-            for i, (window, rope, names) in enumerate(zip(windows, ropes, fp8_linears, strict=True))
-        ]  # fmt: skip
+        layers = _layers(raw, given, family, fp8_linears)
+        ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
+        for rope in ropes:
+            rope.check_head(head_dim)
         # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
-        stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope and rope.kind == "yarn"]
+        stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
         bias = given["attention_bias"] or given["use_bias"]
         qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
         o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
@@ -242,8 +228,8 @@ class ModelConfig:
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"],
-            "layers": tuple(layers),
-            "moe": moe,
+            "layers": layers,
+            "moe": MoEConfig.from_fields(given, family) if family.experts else None,
             "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
         }
@@ -262,13 +248,8 @@ class ModelConfig:
         return tuple(layer.rope for layer in self.layers)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """For requests of at most ``max_model_len`` tokens: windows that hold them all are none."""
-        return replace(self, layers=tuple(
-            replace(
-                layer, window=layer.window if layer.window < max_model_len else 0,
-                rope=layer.rope and layer.rope.for_length(max_model_len),
-            ) for layer in self.layers
-        ))  # fmt: skip
+        """For requests of at most ``max_model_len`` tokens."""
+        return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
@@ -340,20 +321,43 @@ def read_model_config(model_path: str) -> ModelConfig:
     return ModelConfig.from_json(raw)
 
 
-def _check_switches(raw: dict[str, Any], name: str, family: Family) -> None:
-    """Refuse fields that this architecture ignores, and that would change the numbers in others."""
+def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The row of the architecture, and the fields with the names of today and the values of absent ones.
+
+    Refuses fields that this architecture ignores, and that would change the numbers in others.
+    """
+    (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
+    family = MODELS[name]
+    text = raw.get("text_config") or {}  # of a model that also has a vision tower
+    outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
+    raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
+    raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if raw.get("tie_word_embeddings") is None:
+        raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
+    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
+    if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
+        raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
+    if family.experts:
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        raw["num_experts"] = next((raw[name] for name in names if raw.get(name) is not None), None)
+        raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
     for switch, neutral in SWITCHES.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
         if switch not in family.reads and value not in neutral and not is_off:
             allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
             raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
+    return family, raw
 
 
-def _activation(raw: dict[str, Any], family: Family) -> Any:
-    """Gemma's old files say "gelu", or nothing, and mean the tanh form."""
-    act, default = raw.get("hidden_activation") or raw["hidden_act"], family.defaults.get("hidden_act")
-    return default if default and act in (None, "gelu") else act
+def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
+            fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
+    windows = _windows(given, family)
+    ropes = _ropes(raw, given, family, windows)
+    sparse = [bool(family.experts) and _is_sparse(given, i) for i in range(len(windows))]
+    return tuple(
+        LayerConfig("attention", *of_layer) for of_layer in zip(windows, ropes, sparse, fp8_linears, strict=True)
+    )
 
 
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:

@@ -70,3 +70,32 @@ SWITCHES: dict[str, tuple] = {
     "attention_sinks": (None, False),
     "add_cross_attention": (None, False),
 }
+
+# ---------------------------------------------------------------- what several rows have in common
+
+QWEN: dict[str, Any] = {
+    "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
+    "defaults": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000,
+    "eos_token_id": 1, "max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA3 = Family(
+    qk_norm="head", post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern", plain_window_rope=True,
+    reads=("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
+    defaults=GEMMA | {
+        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    renamed=(
+        ("post_attention_layernorm", "mixer_post_norm"),
+        ("pre_feedforward_layernorm", "post_attention_layernorm"),
+        ("post_feedforward_layernorm", "mlp_post_norm"),
+    ),
+)  # fmt: skip
+POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
+EPS = {"rms_norm_eps": 1e-5}
+OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
+GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}
