@@ -30,6 +30,11 @@ def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], 
     return {name: check(owner, name, values.get(name), rule, error) for name, rule in rules.items()}
 
 
+def by_field(*rules: tuple[str, Rule]) -> dict[str, Rule]:
+    """The rule of each field; ``rules``: names with spaces between them, and the rule they share."""
+    return {name: rule for names, rule in rules for name in names.split()}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint to append to an error about an unknown name; "" if no known name is near."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.75)

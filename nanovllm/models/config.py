@@ -14,7 +14,7 @@ from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.quantization import LINEARS, NO_EXPERTS, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, read_fp8
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
-from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, optional
 
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
@@ -44,12 +44,7 @@ LAYER_TYPES = list_of(
 )
 
 
-def _by_field(*rules: tuple[str, Rule]) -> dict[str, Rule]:
-    """The rule of each field; ``rules``: names with spaces between them, and the rule they share."""
-    return {name: rule for names, rule in rules for name in names.split()}
-
-
-RULES = _by_field(
+RULES = by_field(
     ("layer_types", LAYER_TYPES),
     ("hidden_act", _supported(*ACTIVATIONS)),
     ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings", SIZE),
@@ -66,7 +61,7 @@ RULES = _by_field(
     ("sliding_window_pattern", PATTERN),
     ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
 )
-MOE_RULES = _by_field(
+MOE_RULES = by_field(
     ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
     ("n_group topk_group decoder_sparse_step", optional(SIZE)),
     ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, number, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, number, optional
 
 if TYPE_CHECKING:
     import torch
@@ -20,31 +20,21 @@ FRACTION = optional(number("a number in (0, 1]", lambda x: 0 < x <= 1))
 FACTORS = Rule("a list of positive numbers", lambda x: isinstance(x, (list, tuple)) and all(map(POSITIVE.accepts, x)),
                list_of(POSITIVE, "").convert)  # fmt: skip
 COMMON = {"rope_theta": POSITIVE, "partial_rotary_factor": FRACTION}
+ORIGINAL = {"original_max_position_embeddings": optional(SIZE)}
 ROPE_RULES = {  # rope_type -> its fields
     "default": COMMON,
     "linear": COMMON | {"factor": POSITIVE},
-    "llama3": COMMON | {
-        "factor": POSITIVE,
-        "low_freq_factor": POSITIVE,
-        "high_freq_factor": POSITIVE,
-        "original_max_position_embeddings": optional(SIZE),
-    },
-    "yarn": COMMON | {
-        "rope_theta": number("a number > 1", lambda x: x > 1),
-        "factor": POSITIVE,
-        "original_max_position_embeddings": optional(SIZE),
-        "beta_fast": optional(POSITIVE),
-        "beta_slow": optional(POSITIVE),
-        "attention_factor": optional(POSITIVE),
-        "truncate": optional(BOOLEAN),
-    },
-    "longrope": COMMON | {
-        "short_factor": FACTORS,
-        "long_factor": FACTORS,
-        "factor": optional(POSITIVE),
-        "original_max_position_embeddings": optional(SIZE),
-        "attention_factor": optional(POSITIVE),
-    },
+    "llama3": COMMON | ORIGINAL | by_field(("factor low_freq_factor high_freq_factor", POSITIVE)),
+    "yarn": COMMON | ORIGINAL | by_field(
+        ("rope_theta", number("a number > 1", lambda x: x > 1)),
+        ("factor", POSITIVE),
+        ("beta_fast beta_slow attention_factor", optional(POSITIVE)),
+        ("truncate", optional(BOOLEAN)),
+    ),
+    "longrope": COMMON | ORIGINAL | by_field(
+        ("short_factor long_factor", FACTORS),
+        ("factor attention_factor", optional(POSITIVE)),
+    ),
 }  # fmt: skip
 
 
