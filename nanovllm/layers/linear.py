@@ -25,7 +25,7 @@ from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import new_weight, shared_rows
 from nanovllm.layers.rotary_embedding import HeadOrders
-from nanovllm.layers.weight_loader import E4M3, CheckpointTensor, copy_checked, copy_heads, split_rows
+from nanovllm.layers.weight_loader import E4M3, CheckpointTensor, copy_shard, split_rows
 
 
 class ReplicatedLinear(nn.Module):
@@ -50,7 +50,7 @@ class ReplicatedLinear(nn.Module):
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_checked(param, loaded)
+        copy_shard(param, loaded)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -74,7 +74,7 @@ class ColumnParallelLinear(ReplicatedLinear):
         super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_checked(param, loaded, dim=0, start=self.tp.rank * param.shape[0], total=self.tp.size)
+        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
 
 
 class Shard(NamedTuple):
@@ -109,7 +109,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             return
         rows = dict(zip(self.shards, param.split([shard.num_rows for shard in self.shards.values()]), strict=True))
         _, part, total, order = self.shards[shard_id]
-        copy_heads(rows[shard_id], loaded, order, 0, part, total)
+        copy_shard(rows[shard_id], loaded, 0, part, total, order)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -170,12 +170,12 @@ class RowParallelLinear(ReplicatedLinear):
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         if param.dim() == 1:  # the bias is added once, by rank 0
-            copy_checked(param, loaded)
+            copy_shard(param, loaded)
             if self.tp.rank > 0:
                 param.zero_()
         else:
             order = None if param is self.weight_scale else self.head_order
-            copy_heads(param, loaded, order, 1, self.tp.rank, self.tp.size)
+            copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
         if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale
             param.mul_(self.scale)
 

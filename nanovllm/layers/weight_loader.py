@@ -62,43 +62,34 @@ def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTen
     Raises:
         CheckpointError: the tensor has not as many rows as they.
     """
-    return [
-        loaded.rows(end - size, size, sum(sizes)) for size, end in zip(sizes, accumulate(sizes), strict=True)
-    ]  # fmt: skip
+    ends = accumulate(sizes)
+    return [loaded.rows(end - size, size, sum(sizes)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def copy_checked(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, start: int = 0, total: int = 1) -> None:
-    """Copy ``loaded[start : start + param.shape[dim]]`` (along ``dim``) into ``param``.
+def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,
+               order: list[int] | None = None) -> None:
+    """Copy part ``part`` of the ``total`` equal parts that ``loaded`` has along ``dim`` into ``param``.
 
-    Raises:
-        CheckpointError: the tensor is not ``total`` times the size of ``param`` along ``dim``, or not of floats, or one
-            of tensor and ``param`` is FP8.
-    """
-    shape = list(param.shape)
-    shape[dim] *= total
-    shard = loaded.fit(shape).read((slice(None),) * dim + (slice(start, start + param.shape[dim]),))
-    check_dtype(shard, param.dtype, loaded.name)
-    param.copy_(shard)
-
-
-def copy_heads(param: torch.Tensor, loaded: CheckpointTensor, order: list[int] | None, dim: int, shard: int,
-               num_shards: int) -> None:
-    """Copy part ``shard`` of the heads that ``loaded`` has along ``dim`` into ``param``, their dimensions in ``order``.
-
-    In the order -1 stands for zeros: heads in ``param`` are padded. None: as they are.
+    Args:
+        order: of the dimensions of each head along ``dim``, -1 for zeros: heads in ``param`` are padded. None: as they
+            are.
 
     Raises:
-        CheckpointError: as ``copy_checked``.
+        CheckpointError: the tensor has another shape, or is not of floats; or one of tensor and ``param`` is FP8.
     """
     if order is None:
-        copy_checked(param, loaded, dim, shard * param.shape[dim], num_shards)
+        size = param.shape[dim]
+        whole = [*param.shape[:dim], size * total, *param.shape[dim + 1 :]]
+        shard = loaded.fit(whole).read((slice(None),) * dim + (slice(part * size, (part + 1) * size),))
+        check_dtype(shard, param.dtype, loaded.name)
+        param.copy_(shard)
         return
     heads = param.unflatten(dim, (-1, len(order)))
     head_dim = max(order) + 1  # in the checkpoint: every dimension of its heads is in the order
-    part = param.new_empty([*param.shape[:dim], heads.shape[dim] * head_dim, *param.shape[dim + 1 :]])
-    copy_checked(part, loaded, dim, shard * part.shape[dim], num_shards)
-    part = part.unflatten(dim, (-1, head_dim)).movedim(dim + 1, 0)  # [head_dim, ...]
-    with_zeros = torch.cat((part, torch.zeros_like(part[:1])))
+    unordered = param.new_empty([*param.shape[:dim], heads.shape[dim] * head_dim, *param.shape[dim + 1 :]])
+    copy_shard(unordered, loaded, dim, part, total)
+    unordered = unordered.unflatten(dim, (-1, head_dim)).movedim(dim + 1, 0)  # [head_dim, ...]
+    with_zeros = torch.cat((unordered, torch.zeros_like(unordered[:1])))
     heads.movedim(dim + 1, 0).copy_(with_zeros[order])
 
 

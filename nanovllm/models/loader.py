@@ -14,7 +14,7 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.quantization import Scales, quantized
-from nanovllm.layers.weight_loader import E4M3, CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import E4M3, CheckpointTensor, copy_shard
 from nanovllm.models.quantization import KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
@@ -80,7 +80,7 @@ class WeightFiller:
             if hasattr(target, "weight_loader"):
                 target.weight_loader(target, loaded, shard_id)
             else:  # replicated on every rank
-                copy_checked(target, loaded)
+                copy_shard(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.moe.reference import Routing
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.config import ModelConfig, MoEConfig
 
 
@@ -54,15 +54,14 @@ class Experts(nn.Module):
         n, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
         if shard_id is None:
             for i in (0, 1):  # [E, 2I, C]: the up rows of all ranks come after their gate rows
-                copy_checked(param[:, i * n : (i + 1) * n], loaded, dim=1, start=(i * size + rank) * n, total=2 * size)
+                copy_shard(param[:, i * n : (i + 1) * n], loaded, 1, i * size + rank, 2 * size)
         else:
             expert, i = shard_id
-            copy_checked(param[expert, i * n : (i + 1) * n], loaded, dim=0, start=rank * n, total=size)
+            copy_shard(param[expert, i * n : (i + 1) * n], loaded, 0, rank, size)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, None] | None) -> None:
         target = param if shard_id is None else param[shard_id[0]]
-        dim, n = target.dim() - 1, param.shape[2]
-        copy_checked(target, loaded, dim=dim, start=self.tp.rank * n, total=self.tp.size)
+        copy_shard(target, loaded, target.dim() - 1, self.tp.rank, self.tp.size)
 
 
 class SharedExpert(nn.Module):
