@@ -14,7 +14,7 @@ PACKAGE = ROOT / "nanovllm"
 FLOORS = [
     ["errors", "validation", "models.families"],
     ["models"],  # its table
-    ["models.rope", "models.quantization"],
+    ["models.rope", "models.quantization_config"],
     ["sampling_params", "outputs", "utils.gc_pause", "utils.exclusive"],
     ["utils.checkpoint"],
     ["models.config"],

@@ -29,7 +29,7 @@ from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
-from nanovllm.models.quantization import LINEARS
+from nanovllm.models.quantization_config import LINEARS
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]

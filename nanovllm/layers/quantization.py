@@ -2,7 +2,7 @@
 
 A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
 G is 1, or the groups are those of published blocks, smaller where blocks would be cut: by the end of the tensor or by a
-shard of it. ``kernels/linear/reference.py`` says what is computed; ``models/quantization.py`` which weights are FP8.
+shard of it. ``kernels/linear/reference.py`` says what is computed; ``models/quantization_config.py`` for which weights.
 
 Legend: N output features, C input channels, both of a checkpoint tensor.
 """

@@ -11,7 +11,14 @@ from typing import Any
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.quantization import LINEARS, NO_EXPERTS, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, read_fp8
+from nanovllm.models.quantization_config import (
+    LINEARS,
+    NO_EXPERTS,
+    RENAMED_TENSORS,
+    UNUSED_TENSORS,
+    FP8Weights,
+    read_fp8,
+)
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, optional

@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.quantization import Scales, quantized
 from nanovllm.layers.weight_loader import E4M3, CheckpointTensor, copy_shard
-from nanovllm.models.quantization import KV_SCALES
+from nanovllm.models.quantization_config import KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
