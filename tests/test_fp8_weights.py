@@ -21,14 +21,15 @@ from nanovllm.as_vllm import launch
 from nanovllm.as_vllm.options import EngineArgs, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
+from nanovllm.layers import quantization as fp8_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.quantization import quantize, quantized
+from nanovllm.layers.weight_loader import CheckpointTensor
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.quantization import LINEARS
-from nanovllm.utils import fp8 as fp8_utils
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.fp8 import Scales, quantize
-from nanovllm.utils.loader import CheckpointTensor, InMemory, init_dummy_weights, load_model, quantized
+from nanovllm.models.loader import init_dummy_weights, load_model
+from nanovllm.models.quantization_config import LINEARS
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
@@ -74,10 +75,9 @@ def test_transformers_reads_the_checkpoint(tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
 
 
-def built(path, tp=SINGLE_RANK, **changes):
+def built(path, tp=SINGLE_RANK, config=None):
     """The model of a checkpoint on one rank, filled."""
-    config = replace(read_model_config(path), **changes)
-    model = CausalLM(config, None, tp)
+    model = CausalLM(config or read_model_config(path), None, tp)
     for param in model.parameters():
         param.view(torch.uint8).fill_(0x7F)  # NaN in e4m3; what is not loaded shows
     load_model(model, path)
@@ -247,8 +247,8 @@ def test_layers_left_out(form, skipped, tmp_path):
 def test_every_kind_of_layer_is_compiled():
     config = families_config("Qwen3ForCausalLM", BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
     kinds = config.one_layer_of_each_kind()
-    assert (kinds.num_hidden_layers, kinds.fp8.layers) == (3, tuple(config.fp8.layers[i] for i in (0, 1, 3)))
-    assert len(set(kinds.fp8.layers)) == 2
+    assert kinds.layers == tuple(config.layers[i] for i in (0, 1, 3))
+    assert len({layer.fp8_linears for layer in kinds.layers}) == 2
 
 
 @pytest.mark.parametrize("form", ["auto_fp8", "tensor", "modelopt", "qwen"])
@@ -298,11 +298,11 @@ def test_vision_prefix():
     skips_by_regex = compressed("channel", ["re:language_model\\.model\\.layers\\.1\\.mlp"])
     for quantization in (raw, skips_by_regex):
         config = families_config("Gemma3ForConditionalGeneration", quantization)
-        assert config.fp8_block(1, "mlp.down_proj") is None and config.fp8_block(0, "mlp.down_proj") is not None
+        assert ["mlp.down_proj" in layer.fp8_linears for layer in config.layers] == [True, False, True, True]
 
 
 def families_config(architecture, quantization, **more):
-    from nanovllm.model_config import ModelConfig
+    from nanovllm.models.config import ModelConfig
 
     raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
     return ModelConfig.from_json({**raw, "torch_dtype": "bfloat16"})
@@ -350,6 +350,7 @@ def in_group(part, **changes):
     ({**compressed("channel"), "transform_config": {"R1": 1}}, "transform_config={'R1': 1}"),
     ({**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
      "sparsity_config.format='sparse-24-bitmask'"),
+    ({**compressed("channel"), "sparsity_config": "dense"}, "sparsity_config='dense'"),  # was an AttributeError
     ({**compressed("channel"), "ignore": ["re:("]}, "the regular expression 're:(' (missing ), unterminated"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
 ], ids=str)  # fmt: skip
@@ -460,7 +461,7 @@ def test_quantize_blocks(N, C, monkeypatch):
     weight = torch.randn(N, C) * torch.rand(N, 1)
     want = blockwise(weight)
     for num_bytes in (64 << 20, 4 * C * 128 * 2, 1):
-        monkeypatch.setattr(fp8_utils, "ROWS_BYTES", num_bytes)
+        monkeypatch.setattr(fp8_weights, "ROWS_BYTES", num_bytes)
         data, scale = quantize(weight, 128)
         assert scale.shape == (-(-N // 128), -(-C // 128))
         spread = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :C]
@@ -506,10 +507,11 @@ def test_online_shards(case, size, block, tmp_path):
     path, plain = str(tmp_path), str(tmp_path / "plain")
     quantize_linears(model, in_blocks=block > 0)
     model.save_pretrained(plain)
-    fp8 = replace(read_model_config(path).quantized().fp8, block=block)
+    config = read_model_config(path).quantized()
+    config = replace(config, fp8=replace(config.fp8, block=block))
     for rank in range(size):
         tp = TPGroup(rank, size, None)
-        got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
+        got, want = dequantized(built(path, tp, config)), dequantized(built(plain, tp))
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
 
@@ -660,9 +662,8 @@ def test_update_of_a_single_block(rows):
     with torch.no_grad():
         layer, weight = MergedColumnParallelLinear(96, [rows, 200], fp8_block=128), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
-            for param, tensor in quantized(layer.weight, CheckpointTensor("w", InMemory(part))):
-                lazy = Scales(tensor.lazy, param.group_size) if hasattr(param, "group_size") else tensor.lazy
-                param.weight_loader(param, tensor._replace(lazy=lazy), i)
+            for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
+                param.weight_loader(param, tensor, i)
     want = torch.cat([blockwise(part) for part in weight.split([rows, 200])])
     assert torch.equal(layer.weight.float() * layer.weight_scale.repeat_interleave(32, 1), want)
 
@@ -685,13 +686,12 @@ def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
     """Quantized while loading (None), and published."""
     if form is None:
         families.make(tmp_path, "qwen3", **SIZES)
-        changes = {"fp8": read_model_config(str(tmp_path)).quantized().fp8}
-        path = str(tmp_path)
+        path, config = str(tmp_path), read_model_config(str(tmp_path)).quantized()
     else:
-        path, changes = published("qwen3", form)[0], {}
-    on_cpu = built(path, **changes)
+        path, config = published("qwen3", form)[0], None
+    on_cpu = built(path, config=config)
     with torch.device("cuda"):
-        on_gpu = built(path, **changes)
+        on_gpu = built(path, config=config)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
 
@@ -752,13 +752,13 @@ def test_memory_while_loading(tmp_path):
     """The device never holds the 16-bit model: at most the FP8 one, and some tensors in 16 and 32 bits."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
     families.make(tmp_path, "qwen3", **sizes, layer_types=None).bfloat16().save_pretrained(tmp_path)
-    fp8 = read_model_config(str(tmp_path)).quantized().fp8
+    config = read_model_config(str(tmp_path)).quantized()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = built(str(tmp_path), fp8=fp8)
+            model = built(str(tmp_path), config=config)
         finally:
             torch.set_default_dtype(torch.float32)
     num_bytes = sum(param.nbytes for param in model.parameters())

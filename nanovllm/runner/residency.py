@@ -18,9 +18,9 @@ import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
 from nanovllm.kernels.fp8 import E4M3
+from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.memory import attention_layers
-from nanovllm.utils.loader import WeightFiller
+from nanovllm.runner.memory import detach_kv_cache
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -226,8 +226,7 @@ class Residency:
 
     def _drop_kv_cache(self) -> None:
         self._runner.kv_cache = None
-        for layer in attention_layers(self._runner.model):
-            layer.k_cache = layer.v_cache = torch.empty(0)
+        detach_kv_cache(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""

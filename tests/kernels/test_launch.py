@@ -194,7 +194,7 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.distributed.group import SINGLE_RANK, TPGroup
     from nanovllm.engine import llm_engine
     from nanovllm.kernels.linear import dispatch
-    from nanovllm.layers.attention import PagedBackend
+    from nanovllm.layers.attention_backends import PagedBackend
     from nanovllm.runner import model_runner
     from nanovllm.runner.start import compile_kernels, start_rank
 
