@@ -31,6 +31,20 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens whose log-probabilities the prefill of a sequence reports.
+
+    Attributes:
+        token_ids: int32 [n]. The hidden states of positions [first, first + n) predict them.
+        num_top: most probable alternatives reported beside each; -1: all.
+    """
+
+    token_ids: np.ndarray
+    first: int
+    num_top: int
+
+
 class Sequence:
     """One prompt and one completion of it.
 
@@ -44,8 +58,7 @@ class Sequence:
         group_id: the same for all completions of one prompt; they share its blocks. None: seq_id.
 
     Attributes:
-        targets: token ids int32 [n] whose log-probabilities prefill reports, or None. The hidden states of positions
-            [first_target, first_target + n) predict them.
+        scored: what its prefill is scored against, or None.
         allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
         req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
     """
@@ -69,8 +82,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
-        self.targets: np.ndarray | None = None
-        self.first_target = 0
+        self.scored: ScoredTokens | None = None
         self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: Any = None  # the scheduler's ``SequenceTable``
@@ -120,14 +132,16 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """How much of it may come from the prefix cache: what is computed gives logits."""
-        scored_before = self.targets is None or self.num_completion_tokens > 0
-        return self.num_tokens - 1 if scored_before else min(self.num_tokens - 1, self.first_target)
+        if self.scored is None or self.num_completion_tokens > 0:
+            return self.num_tokens - 1
+        return min(self.num_tokens - 1, self.scored.first)
 
     def target_rows(self, start: int, stop: int) -> range:
-        """Positions in [start, stop) whose logits are scored against ``targets``."""
-        if self.targets is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
+        """Positions in [start, stop) whose logits are scored."""
+        scored = self.scored
+        if scored is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
             return range(0)
-        return range(max(start, self.first_target), min(stop, self.first_target + len(self.targets)))
+        return range(max(start, scored.first), min(stop, scored.first + len(scored.token_ids)))
 
     @property
     def num_blocks(self) -> int:
@@ -186,20 +200,21 @@ class Targets:
     @classmethod
     def of(cls, chunks: Iterable[tuple[Sequence, int, int]]) -> "Targets | None":
         """Those of (sequence, start, stop) in the order of the packed tokens; None if there are none."""
-        seqs, sizes, rows, token_ids, offset = [], [], [], [], 0
+        seq_ids, sizes, rows, token_ids, wanted, offset = [], [], [], [], [], 0
         for seq, start, stop in chunks:
             if found := seq.target_rows(start, stop):
-                assert seq.targets is not None
-                seqs.append(seq)
+                scored = seq.scored
+                assert scored is not None
+                seq_ids.append(seq.seq_id)
                 sizes.append(len(found))
                 rows.append(np.arange(found.start, found.stop, dtype=np.int32) + (offset - start))
-                token_ids.append(seq.targets[found.start - seq.first_target : found.stop - seq.first_target])
+                token_ids.append(scored.token_ids[found.start - scored.first : found.stop - scored.first])
+                wanted.append(scored.num_top)
             offset += stop - start
-        if not seqs:
+        if not seq_ids:
             return None
-        wanted = [seq.sampling_params.prompt_logprobs or 0 for seq in seqs]
         num_top = -1 if -1 in wanted else max(wanted)
-        return cls([seq.seq_id for seq in seqs], sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
+        return cls(seq_ids, sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
 
 
 @dataclass(frozen=True)
@@ -222,6 +237,26 @@ class PrefillBatch:
     new: NewSequences  # admitted by this batch
     block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
     targets: Targets | None
+
+    @classmethod
+    def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
+           block_copies: list[tuple[int, int]]) -> "PrefillBatch":
+        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one."""
+        chunks = sorted(chunks, key=lambda chunk: not chunk[3])  # stable: each kind in its order
+        sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
+        return cls(
+            _int32(seq.req_idx for seq, _ in sampled),
+            np.fromiter((seq.seq_id for seq, _ in sampled), np.int64),
+            _int32(i for _, i in sampled),
+            _int32(seq.req_idx for seq, *_ in chunks),
+            np.fromiter((seq.seq_id for seq, *_ in chunks), np.int64),
+            _int32(start for _, start, _, _ in chunks),
+            _int32(stop for _, _, stop, _ in chunks),
+            np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),
+            NewSequences.of(new),
+            np.array(block_copies, np.int32).reshape(-1, 2),
+            Targets.of(chunk[:3] for chunk in chunks),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
@@ -129,6 +130,21 @@ class LLM(LLMEngine):
         for _, finished in self._run([], requests()):
             for request in finished:
                 yield request.output()
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
+        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
+
+        The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
+        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
+
+        Raises:
+            RequestError: it can never be served; nothing was queued.
+        """
+        with Guard(self):
+            request = self._make(prompt, sampling_params)
+            request.future = future = RequestFuture(self, request.request_id)
+            self._queue([request], self._submitted)
+        return future
 
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:

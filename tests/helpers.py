@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.core import NewSequences, PrefillBatch, Sequence, Targets
+from nanovllm.core import NewSequences, PrefillBatch, ScoredTokens, Sequence, Targets
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
@@ -188,7 +188,8 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), block_copies=()):
         seqs[-1].seq_id = i
         if i in num_targets:
             first, n = num_targets[i]
-            seqs[-1].first_target, seqs[-1].targets = first, -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
+            targets = -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
+            seqs[-1].scored = ScoredTokens(targets, first, 0)
     starts, stops = np.array(chunks, np.int32).T
     parts = [(seq, start, stop) for seq, (start, stop) in zip(seqs, chunks, strict=True)]
     each, ids = np.arange(len(chunks), dtype=np.int32), np.arange(len(chunks))

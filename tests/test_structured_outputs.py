@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 from helpers import ROOT, greedy, run_ahead, use_graphs_on_cpu
@@ -325,11 +326,11 @@ class Panic(BaseException):
     """A panic of Rust code reaches Python as no ``Exception``."""
 
 
-class FailingGuide:
-    """Allows every token, until a call of ``where`` raises."""
+class FailingGrammar:
+    """Allows what ``matcher`` allows at its beginning, until a call of ``where`` raises."""
 
-    def __init__(self, where, after, error):
-        self._where, self._calls_left, self._error = where, after, error
+    def __init__(self, matcher, where, after, error):
+        self.matcher, self._where, self._calls_left, self._error = matcher, where, after, error
 
     def _call(self, where):
         if where == self._where:
@@ -337,23 +338,24 @@ class FailingGuide:
             if self._calls_left < 0:
                 raise self._error
 
-    def fill(self, words):
+    def check(self):
         self._call("fill")
-        words[:] = -1
 
     def accept(self, token_id):
         self._call("accept")
 
 
-def fail_in(monkeypatch, where, after=3, error=RuntimeError("the parser has too many items")):
-    """Grammars of a choice fail from now on."""
-    make = TokenProcessors._guide
+def fail_in(monkeypatch, *failures, error=RuntimeError("the parser has too many items")):
+    """Grammars of a choice fail from now on, each (where, after how many calls) in turn."""
+    make, any_text, failures = TokenProcessors._grammar, StructuredOutputsParams(regex="(?s:.*)"), cycle(failures)
+    monkeypatch.setattr(TokenProcessors, "check", lambda self, params: None)
 
     def failing(self, params):
-        is_doomed = params.structured_outputs is not None and params.structured_outputs.choice
-        return FailingGuide(where, after, error) if is_doomed else make(self, params)
+        if params.structured_outputs is None or not params.structured_outputs.choice:
+            return make(self, params)
+        return FailingGrammar(self._grammars.compile(any_text).matcher, *next(failures), error)
 
-    monkeypatch.setattr(TokenProcessors, "_guide", failing)
+    monkeypatch.setattr(TokenProcessors, "_grammar", failing)
 
 
 DOOMED = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["a"]))
@@ -369,7 +371,7 @@ def test_a_grammar_that_fails_ends_its_own_request(demo, monkeypatch, where, in_
     monkeypatch.setattr(demo.model_runner, "max_in_flight", in_flight)
     before = demo.metrics()["request_success"]["error"]
     added = demo.add_request("The", greedy(30))
-    fail_in(monkeypatch, where, error=error)
+    fail_in(monkeypatch, (where, 3), error=error)
     outputs = run(demo, prompts, params)
     assert [output["token_ids"] for output in outputs[:2]] == [each.token_ids for each in alone]
     for output in outputs[2:]:
@@ -384,7 +386,7 @@ def test_a_grammar_that_fails_ends_its_own_request(demo, monkeypatch, where, in_
 
 def test_interrupts_of_a_grammar_are_the_users(demo, monkeypatch):
     """Ctrl-C strikes in the grammar library, too."""
-    fail_in(monkeypatch, "fill", error=KeyboardInterrupt())
+    fail_in(monkeypatch, ("fill", 3), error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         one(demo, DOOMED)
     check_is_empty(demo)
@@ -392,10 +394,7 @@ def test_interrupts_of_a_grammar_are_the_users(demo, monkeypatch):
 
 def test_one_completion_of_several_fails(demo, monkeypatch):
     """And a stream of deltas ends with the reason."""
-    guides = iter([("fill", 99), ("accept", 5), ("fill", 99)])
-    error = RuntimeError("too many items")
-    monkeypatch.setattr(TokenProcessors, "check", lambda self, params: None)
-    monkeypatch.setattr(TokenProcessors, "_guide", lambda self, params: FailingGuide(*next(guides), error))
+    fail_in(monkeypatch, ("fill", 99), ("accept", 5), ("fill", 99))
     params = SamplingParams(n=3, seed=4, max_tokens=9, ignore_eos=True, structured_outputs=DOOMED.structured_outputs)
     *_, last = deltas = list(demo.stream("The", params))
     assert [completion.finish_reason for completion in last.outputs] == ["length", "error", "length"]
@@ -405,7 +404,7 @@ def test_one_completion_of_several_fails(demo, monkeypatch):
 
 
 def test_the_row_of_a_batch_job_has_the_error(tmp_path, monkeypatch):
-    fail_in(monkeypatch, "accept")
+    fail_in(monkeypatch, ("accept", 3))
     params = {"structured_outputs": {"choice": ["a"]}}
     rows = [{"id": "bad", "prompt": "A", "sampling_params": params}, {"id": "good", "prompt": "2 + 3"}]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -1,18 +1,16 @@
-"""Requests whose callers hold a future: ``LLM.submit``.
-
-Owns the futures that are not resolved yet. One is resolved between two steps, when its request's text is there.
-"""
+"""Requests whose callers hold a future: ``LLM.submit``. It is resolved between two steps, when the text is there."""
 
 import weakref
 from concurrent.futures import Future, wait
 from time import monotonic
 from typing import Any
 
-from nanovllm.engine.request import DROPPED, Caller, Request
+from nanovllm.engine.guard import Guard
+from nanovllm.engine.request import Caller, Request
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 
-POLL_S = 0.01  # while another thread steps the engine
+POLL_S = 0.01
 
 
 class RequestFuture(Future[RequestOutput]):
@@ -47,33 +45,27 @@ class RequestFuture(Future[RequestOutput]):
             engine = self._engine()
             if engine is None:
                 raise EngineError("the engine of this request is gone.")
-            if not engine.try_advance():
+            if not engine._lock.acquire(blocking=False):  # another thread steps it
                 wait([self], min(POLL_S, end - monotonic()))
-
-
-class Submitted(Caller):
-    """The requests of ``submit``, and their futures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._futures: dict[int, RequestFuture] = {}  # by request_id
-
-    def future(self, engine: Any, request: Request) -> RequestFuture:
-        future = self._futures[request.request_id] = RequestFuture(engine, request.request_id)
-        return future
-
-    def resolve(self, waits_for_text: bool = False) -> None:
-        """Resolve the futures of requests that have ended; callbacks may use the engine."""
-        while self.finished and (waits_for_text or self.finished[0].has_text):
-            request = self.finished.popleft()
-            future = self._futures.pop(request.request_id)
+                continue
             try:
-                future.set_result(request.output())
-            except Exception as failure:  # of the tokenizer
-                future.set_exception(failure)
-        if len(self._futures) > len(self.unfinished) + len(self.finished):
-            error = EngineError(DROPPED if self.dropped else "this request was aborted.")
-            self.dropped = False
-            known = {*self.unfinished, *(request.request_id for request in self.finished)}
-            for request_id in self._futures.keys() - known:
-                self._futures.pop(request_id).set_exception(error)
+                with Guard(engine):
+                    engine._advance()
+            finally:
+                engine._lock.release()
+
+def resolve(caller: Caller, waits_for_text: bool = False) -> None:
+    """Resolve the futures of finished requests, in their order; callbacks may use the engine."""
+    while caller.finished and (waits_for_text or caller.finished[0].has_text):
+        request = caller.finished.popleft()
+        assert request.future is not None
+        try:
+            request.future.set_result(request.output())
+        except Exception as failure:  # of the tokenizer
+            request.future.set_exception(failure)
+
+
+def refuse(request: Request, reason: str) -> None:
+    """End the future of a request, if it has one, with an error."""
+    if request.future is not None and not request.future.done():
+        request.future.set_exception(EngineError(reason))

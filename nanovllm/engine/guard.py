@@ -3,20 +3,39 @@
 Every public method passes it, so that what stands behind need not know of threads, interrupts or the garbage collector.
 """
 
+import functools
 import gc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from nanovllm.errors import EngineError
 
 NO_GC = 1 << 30  # a threshold that is never reached
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class NoFullGC:
-    """Collects young objects only. A full (gen-2) collection walks every torch object, ~100 ms, and stalls the GPU."""
+class Guard:
+    """The use of an engine by this thread alone, which may enter it again.
 
-    _thresholds: tuple[int, int, int] | None = None
+    Meanwhile only young objects are collected: a full (gen-2) collection walks every torch object, ~100 ms, and stalls
+    the GPU.
+
+    Args:
+        engine: an ``LLMEngine``; None while it is made.
+
+    Raises:
+        EngineError: the engine is shut down, belongs to a forked process, or another thread uses it.
+    """
+
+    def __init__(self, engine: Any = None):
+        self._engine = engine
+        self._thresholds: tuple[int, int, int] | None = None
 
     def __enter__(self) -> None:
+        if self._engine is not None:
+            self._engine._require_running()
+            if not self._engine._lock.acquire(blocking=False):
+                raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
         thresholds = gc.get_threshold()
         if thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
             self._thresholds = thresholds
@@ -25,32 +44,19 @@ class NoFullGC:
     def __exit__(self, *_: object) -> None:
         if self._thresholds is not None:
             gc.set_threshold(*self._thresholds)
-
-
-class Guard(NoFullGC):
-    """The use of an engine by this thread alone, which may enter it again; no full garbage collection meanwhile.
-
-    Args:
-        engine: an ``LLMEngine``.
-        is_critical: whether an error or an interrupt inside may leave requests half done, so that all are dropped.
-
-    Raises:
-        EngineError: the engine is shut down, belongs to a forked process, or another thread uses it.
-    """
-
-    def __init__(self, engine: Any, is_critical: bool = False):
-        self._engine, self._is_critical = engine, is_critical
-
-    def __enter__(self) -> None:
-        self._engine._require_running()
-        if not self._engine._lock.acquire(blocking=False):
-            raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-        super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is not None and self._is_critical:
-                self._engine._drop_all()
-        finally:
-            super().__exit__()
+        if self._engine is not None:
             self._engine._lock.release()
+
+
+def all_or_nothing(method: F) -> F:
+    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then."""
+
+    @functools.wraps(method)
+    def guarded(engine: Any, *args: Any) -> Any:
+        try:
+            return method(engine, *args)
+        except BaseException:
+            engine._drop_all()
+            raise
+
+    return guarded  # type: ignore[return-value]

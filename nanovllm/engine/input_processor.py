@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.core import Sequence
+from nanovllm.core import ScoredTokens, Sequence
 from nanovllm.engine.prompts import Prompt, as_list, as_token_ids, split_prompt
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
@@ -103,39 +103,38 @@ class InputProcessor:
         checked = []
         for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
             try:
-                ids, first = self._check_scored(given, start)
+                ids, start = self._check_scored(given, start)
                 self._checked(ids[:-1], params)
             except RequestError as error:
                 raise RequestError(f"list {i}: {error}") from None
-            checked.append((ids, first))
+            checked.append((ids, start))
         return [
-            self._request(None, ids[:-1], params, i, ids[first:], first - 1) for i, (ids, first) in enumerate(checked)
+            self._request(None, ids[:-1], params, i, (ids[start:], start)) for i, (ids, start) in enumerate(checked)
         ]
 
-    def _request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int = 0,
-                 targets: np.ndarray | None = None, first_target: int = 0) -> Request:
-        if targets is None and params.prompt_logprobs is not None and len(ids) > 1:
-            targets = ids[1:]
-        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, targets, first_target)
+    def _request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
+                 targets: tuple[np.ndarray, int] | None = None) -> Request:
+        """``targets``: the tokens to score, and the place of the first; default, if any, the prompt's own."""
+        scored, num_top = None, params.prompt_logprobs
+        if num_top is not None:
+            token_ids, start = targets or (ids[1:], 1)
+            scored = ScoredTokens(token_ids.astype(np.int32), start - 1, num_top)
+        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, scored)
         self._num_seqs += params.n
         return request
 
-    def make_sequences(self, request: Request) -> list[Sequence]:
+    def make_completions(self, request: Request) -> None:
         """The sequences of a request that is to be queued."""
         params, first_id, block_size = request.params, request.request_id, self._config.kvcache_block_size
         # the mask of a constrained sequence holds them back
         stop_ids = () if params.is_constrained else self._token_processors.min_tokens_stop_ids(params)
-        request.seqs = [
+        seqs = [
             Sequence(request.prompt_ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
-        if request.targets is not None:
-            first = request.seqs[0]
-            first.targets, first.first_target = request.targets.astype(np.int32), request.first_target
-        for seq in request.seqs:
-            if (processor := self._token_processors.make(seq)) is not None:
-                request.processors[seq.seq_id] = processor
-        return request.seqs
+        if request.scored is not None and len(request.scored.token_ids):
+            seqs[0].scored = request.scored
+        request.completions = [Completion(seq, self._token_processors.make(seq)) for seq in seqs]
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:

@@ -14,15 +14,17 @@ from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch, SequenceStatus
-from nanovllm.engine.futures import RequestFuture, Submitted
-from nanovllm.engine.guard import Guard, NoFullGC
+from nanovllm.engine.futures import refuse, resolve
+from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_prompts
-from nanovllm.engine.request import Caller, Request
+from nanovllm.engine.request import DROPPED, Caller, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -56,7 +58,7 @@ class LLMEngine:
 
     def __init__(self, model: str | None = None, **options: Any):
         self.config = config = Config.from_options(model, options)
-        with NoFullGC():
+        with Guard():
             tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
             self._tokenizer = AsyncTokenizer(*tokenizer_source)
             self.model_runner = start_runner(config)
@@ -83,7 +85,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self._tokenizer, token_processors, scheduler.metrics)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
         self._added = Caller(detokenize=False)  # by add_request
-        self._submitted = Submitted()
+        self._submitted = Caller()  # by submit
         self._lock = RLock()  # of the thread that uses the engine; see ``Guard``
         self._owner = os.getpid()
         self._why_shut_down = ""
@@ -140,32 +142,28 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served; nothing was queued.
         """
-        return self._add_one(prompt, sampling_params, self._added).request_id
-
-    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
-        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
-
-        The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
-        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
-
-        Raises:
-            RequestError: it can never be served; nothing was queued.
-        """
-        return self._submitted.future(self, self._add_one(prompt, sampling_params, self._submitted))
-
-    def _add_one(self, prompt: Prompt, params: SamplingParams | None, caller: Caller) -> Request:
         with Guard(self):
-            params = self.get_default_sampling_params() if params is None else params
-            request = self._inputs.make(prompt, self._inputs.copy_of(params))
-            self._queue([request], caller)
-        return request
+            request = self._make(prompt, sampling_params)
+            self._queue([request], self._added)
+        return request.request_id
+
+    def _make(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        self._require_ready()
+        params = self.get_default_sampling_params() if params is None else params
+        return self._inputs.make(prompt, self._inputs.copy_of(params))
 
     def abort(self, request_id: int | str) -> None:
         """Drop an unfinished request; an id that is unknown, or finished, is ignored."""
-        with Guard(self, is_critical=True):
+        with Guard(self):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
-                self.scheduler.finish(self._outputs.abort(request))
-            self._submitted.resolve()
+                self._abort(request)
+
+    @all_or_nothing
+    def _abort(self, request: Request) -> None:
+        try:
+            self.scheduler.finish(self._outputs.abort(request))
+        finally:
+            refuse(request, "this request was aborted.")
 
     def is_finished(self) -> bool:
         """Whether every request that was queued is reported, finished or dropped. A surplus launch, after a stop token,
@@ -190,14 +188,16 @@ class LLMEngine:
             for a decode step.
         """
         try:
-            batch = self._advance()
+            with Guard(self):
+                batch = self._advance()
         except BaseException:
             self._added.dropped = False  # their caller learns it now
             raise
-        finished = [(request.request_id, request.token_ids[request.request_id]) for request in self._added.take()]
+        finished = [(request.request_id, request.completions[0].token_ids) for request in self._added.take()]
         num_tokens = 0 if batch is None else batch.num_tokens
         return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
 
+    @all_or_nothing
     def _advance(self) -> Batch | None:
         """One step: schedule a batch, launch its forward pass, take in the tokens of the step before, let it sample.
 
@@ -206,18 +206,19 @@ class LLMEngine:
         Returns:
             The batch whose tokens were taken in.
         """
-        with Guard(self, is_critical=True):
-            batch, done = self.scheduler.schedule(), None
-            if batch is not None:
-                self.model_runner.forward(batch)
-            if self._in_flight:
+        batch, done = self.scheduler.schedule(), None
+        if batch is not None:
+            self.model_runner.forward(batch)
+        if self._in_flight:
+            done = self._take_in()
+        if batch is not None:
+            # what a constrained request may sample depends on the tokens just taken in
+            masks = self._masks(batch) if self._outputs.constrained else None
+            self._in_flight.append((batch, self.model_runner.sample(masks)))
+            if self.model_runner.max_in_flight == 0:
                 done = self._take_in()
-            if batch is not None:
-                # what a constrained request may sample depends on the tokens just taken in
-                self._in_flight.append((batch, self.model_runner.sample(self._masks(batch))))
-                if self.model_runner.max_in_flight == 0:
-                    done = self._take_in()
-            self._submitted.resolve(waits_for_text=batch is None)  # callbacks, while the device works
+        if self._submitted.finished:
+            resolve(self._submitted, waits_for_text=batch is None)  # callbacks, while the device works
         return done
 
     def _take_in(self) -> Batch:
@@ -225,46 +226,36 @@ class LLMEngine:
         batch, handle = self._in_flight.popleft()
         result = handle.wait()
         finished = self.scheduler.postprocess(batch, result.token_ids)
-        ended = self._outputs.update(batch, result)
-        self.scheduler.finish(ended)
-        self._outputs.finish(finished + ended)
+        if ended := self._outputs.update(batch, result):
+            self.scheduler.finish(ended)
+        if finished or ended:
+            self._outputs.finish(finished + ended)
         return batch
 
-    def _masks(self, batch: Batch) -> tuple[Any, Any] | None:
-        """Constrained request slots of a batch, and the tokens they may sample; None if there are none. Ends sequences
-        whose grammar fails."""
-        found = self._outputs.masks(batch)
-        if found is None:
-            return None
-        req_indices, masks, failed = found
-        self.scheduler.finish(failed)
-        self._outputs.finish(failed)
+    def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""
+        req_indices, masks, failed = self._outputs.masks(batch)
+        if failed:
+            self.scheduler.finish(failed)
+            self._outputs.finish(failed)
         return req_indices, masks
-
-    def try_advance(self) -> bool:
-        """Step the engine, unless another thread uses it."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._advance()
-        finally:
-            self._lock.release()
-        return True
 
     def _collect(self, requests: list[Request], result: Callable[[Request], T],
                  use_tqdm: bool | Callable = False) -> list[T]:
         """``result`` of each request; most are made while the device works on the others, once their text is there."""
         number, results, finished = len(requests), dict[int, T](), deque[Request]()
-        progress = Progress(sum(request.params.n for request in requests), use_tqdm)
+        progress = Progress(sum(request.params.n for request in requests), use_tqdm) if use_tqdm else None
         try:
             for batch, ended in self._run(requests):
-                progress.update(batch, sum(len(request.seqs) for request in ended))
+                if progress is not None:
+                    progress.update(batch, sum(len(request.completions) for request in ended))
                 finished.extend(ended)
                 while finished and finished[0].has_text:
                     first = finished.popleft()
                     results[first.index] = result(first)
         finally:
-            progress.close()  # the user's bar may raise
+            if progress is not None:
+                progress.close()  # the user's bar may raise
         results |= {request.index: result(request) for request in finished}
         if len(results) < number:
             raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
@@ -284,67 +275,78 @@ class LLMEngine:
         caller, window = Caller(), WINDOW * self.config.max_num_seqs
         room = min(FIRST, window)
         try:
-            with Guard(self, is_critical=True):
-                for request in known:
-                    self._outputs.register(request, caller)
+            with Guard(self):
+                self._register(known, caller)
             known.reverse()
             in_turn = (known.pop() for _ in range(len(known)))
             feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
+            is_fed = False  # to its end
             while True:
                 with Guard(self):
-                    if following := taken(feed, room - caller.num_queued):
-                        self._queue(following, caller)
-                room = min(2 * room, window)  # while the device works on some, twice as many are made
-                if not caller.unfinished and not caller.finished and not caller.dropped:
-                    return
-                # finished already: one had nothing to compute
-                batch = None if caller.finished or caller.dropped else self._advance()
-                yield batch, caller.take()
+                    if not is_fed and room > caller.num_queued:
+                        following, is_fed = taken(feed, room - caller.num_queued)
+                        if following:
+                            self._require_ready()
+                            self._queue(following, caller)
+                    room = min(2 * room, window)  # while the device works on some, twice as many are made
+                    if not caller.unfinished and not caller.finished and not caller.dropped:
+                        return
+                    # finished already: one had nothing to compute
+                    batch = None if caller.finished or caller.dropped else self._advance()
+                yield batch, caller.take() if caller.finished or caller.dropped else []
         finally:
             self._abandon(caller)
 
+    @all_or_nothing
+    def _register(self, requests: list[Request], caller: Caller) -> None:
+        for request in requests:
+            self._outputs.register(request, caller)
+
+    @all_or_nothing
     def _queue(self, requests: list[Request], caller: Caller) -> None:
         """Make the sequences of requests and queue them."""
-        self._require_ready()
-        with Guard(self, is_critical=True):
-            for request in requests:
-                if request.caller is None:
-                    self._outputs.register(request, caller)
-                self._inputs.make_sequences(request)
-                self._outputs.queued(request)
-                for seq in request.seqs:
-                    if seq.status is SequenceStatus.WAITING:
-                        self.scheduler.add(seq)
+        for request in requests:
+            if request.caller is None:
+                self._outputs.register(request, caller)
+            self._inputs.make_completions(request)
+            self._outputs.queued(request)
+            for seq in request.seqs:
+                if seq.status is SequenceStatus.WAITING:
+                    self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
         with self._lock:
             if self._finalizer.alive:
                 for request in list(caller.unfinished.values()):
-                    self.scheduler.finish(self._outputs.abort(request))
+                    self._abort(request)
 
     def _drop_all(self) -> None:
         """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
         shuts down, because an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
-        self._outputs.clear()
+        dropped = self._outputs.clear()
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
             self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()
         if self._finalizer.alive:
             self.scheduler.clear()
             self.model_runner.reset()
-        self._submitted.resolve()
+        for request in dropped:
+            refuse(request, DROPPED)
 
 
-def taken(requests: Iterator[Request], num_seqs: int) -> list[Request]:
-    """The next requests, until they have so many sequences."""
+def taken(requests: Iterator[Request], num_seqs: int) -> tuple[list[Request], bool]:
+    """The next requests, until they have so many sequences; and whether there are no more."""
     found: list[Request] = []
-    while num_seqs > 0 and (request := next(requests, None)) is not None:
+    while num_seqs > 0:
+        request = next(requests, None)
+        if request is None:
+            return found, True
         found.append(request)
         num_seqs -= request.params.n
-    return found
+    return found, False
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.core import Sequence
+from nanovllm.core import ScoredTokens, Sequence
 from nanovllm.engine.logprobs import logprobs_at
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -41,6 +41,40 @@ class Caller:
 
 
 @dataclass(eq=False)
+class Completion:
+    """One sequence of a request, and what it has become.
+
+    Attributes:
+        processor: of its tokens, if the host looks at every one.
+        token_ids: once it is finished.
+        text: the same, if somebody waits for it.
+    """
+
+    seq: Sequence
+    processor: TokenProcessor | None
+    token_ids: list[int] = field(default_factory=list)
+    text: Future[str] | None = None
+
+    def decode(self, tokenizer: AsyncTokenizer) -> Future[str]:
+        """The text of the finished sequence. A token that ended it stays out, unless the request wants it."""
+        params, token_ids = self.seq.sampling_params, self.token_ids
+        if self.processor is not None and self.processor.stop_text is not None:
+            text: Future[str] = Future()
+            text.set_result(self.processor.stop_text)
+            return text
+        ends_early = self.seq.finish_reason == "stop" and not params.include_stop_str_in_output
+        return tokenizer.decode_later(token_ids[:-1] if ends_early else token_ids, params)
+
+    def output(self, index: int, tokenizer: AsyncTokenizer) -> CompletionOutput:
+        """The finished completion; waits for the text."""
+        text, seq = self.text or self.decode(tokenizer), self.seq
+        total, logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
+        return CompletionOutput(
+            index, text.result(), self.token_ids, total, logprobs, seq.finish_reason, seq.stop_reason
+        )
+
+
+@dataclass(eq=False)
 class Request:
     """One prompt, whose form and parameters are checked.
 
@@ -49,11 +83,11 @@ class Request:
         prompt: its text; None if it was given as token ids.
         prompt_ids: integers [num_prompt_tokens], a copy of the user's.
         index: the place of the prompt in its call.
-        targets: token ids [n] whose log-probabilities prefill reports, or None; see ``Sequence``.
-        seqs: made when the request is queued; in the order of ``RequestOutput.outputs``.
-        processors: by seq_id, of the sequences whose every token the host looks at.
-        token_ids, texts: of finished sequences, by seq_id; a text is a future, and absent if nobody waits for it.
-        prompt_logprobs: of ``targets`` chunk by chunk, packed as by ``reference.token_logprobs``.
+        scored: prompt tokens whose log-probabilities are reported, or None.
+        target_logprobs: theirs, chunk by chunk, packed as by ``reference.token_logprobs``.
+        completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
+        num_unfinished: of them.
+        future: of ``submit``.
     """
 
     request_id: int
@@ -62,62 +96,44 @@ class Request:
     params: SamplingParams
     tokenizer: AsyncTokenizer
     index: int = 0
-    targets: np.ndarray | None = None
-    first_target: int = 0
+    scored: ScoredTokens | None = None
+    target_logprobs: list[np.ndarray] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
     arrived_at: float = 0.0  # perf_counter, in seconds
-    seqs: list[Sequence] = field(default_factory=list)
-    processors: dict[int, TokenProcessor] = field(default_factory=dict)
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    texts: dict[int, Future[str]] = field(default_factory=dict)
-    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+    future: Future[RequestOutput] | None = None
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [completion.seq for completion in self.completions]
+
+    def completion(self, seq_id: int) -> Completion:
+        return self.completions[seq_id - self.request_id]
 
     @property
     def has_text(self) -> bool:
         """Whether ``output`` need not wait, once the request is finished."""
-        return all(text.done() for text in self.texts.values())
+        return all(completion.text is None or completion.text.done() for completion in self.completions)
 
     def output(self) -> RequestOutput:
         """The finished request; waits for the text."""
-        outputs = []
-        for index, seq in enumerate(self.seqs):
-            token_ids = self.token_ids[seq.seq_id]
-            text = self.texts.get(seq.seq_id) or self.tokenizer.decode_later(text_ids(seq, token_ids), self.params)
-            processor = self.processors.get(seq.seq_id)
-            total, logprobs = (None, None) if processor is None else processor.logprobs(token_ids)
-            outputs.append(
-                CompletionOutput(index, text.result(), token_ids, total, logprobs, seq.finish_reason, seq.stop_reason)
-            )
-        return self.output_of(outputs)
+        return self.output_of([each.output(i, self.tokenizer) for i, each in enumerate(self.completions)])
 
     def output_of(self, outputs: list[CompletionOutput], finished: bool = True) -> RequestOutput:
         return RequestOutput(
-            request_id=str(self.request_id),
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids.tolist,
-            outputs=outputs,
-            num_cached_tokens=self.seqs[0].num_cached_tokens,
-            finished=finished,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs,
-            index=self.index,
-        )
+            str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
+            self.completions[0].seq.num_cached_tokens, finished,
+            None if self.scored is None else self._prompt_logprobs, self.index,
+        )  # fmt: skip
 
     def _prompt_logprobs(self) -> list:
-        if not self.prompt_logprobs:  # a prompt of one token
+        if not self.target_logprobs:  # a prompt of one token
             return [None]
-        rows, ids = np.concatenate(self.prompt_logprobs), self.prompt_ids[1:].tolist()
+        rows, ids = np.concatenate(self.target_logprobs), self.prompt_ids[1:].tolist()
         return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
 
     def score(self) -> Score:
-        rows = np.concatenate(self.prompt_logprobs)
+        rows = np.concatenate(self.target_logprobs)
         values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
-
-
-def text_ids(seq: Sequence, token_ids: list[int]) -> list[int]:
-    """The ids that make the text: a token that ended it stays out, unless the request wants it."""
-    params = seq.sampling_params
-    if not params.detokenize:
-        return []
-    ends_early = seq.finish_reason == "stop" and not params.include_stop_str_in_output
-    return token_ids[:-1] if ends_early else token_ids

@@ -6,8 +6,8 @@ learnt one launch late; the surplus token sampled meanwhile is dropped.
 
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
 budget is computed in chunks); otherwise decode, one token for every running sequence. A prefill interrupts everybody's
-decoding, so freed seats (request slots) are filled in batches: see ``_waits_for_seats``. If the KV cache runs out of
-blocks, the latest sequences are preempted: they give up their blocks and are recomputed later.
+decoding, so free request slots are filled in batches: see ``_waits_for_slots``. If the KV cache runs out of blocks, the
+latest sequences are preempted: they give up their blocks and are recomputed later.
 
 Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
 """
@@ -18,11 +18,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, NewSequences, PrefillBatch, Sequence, SequenceStatus, Targets
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 
-MAX_WAIT_STEPS = 64  # decode steps that a free seat waits for others
+MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
 
 
 class SequenceTable:
@@ -97,7 +97,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        self._missed_tokens = 0  # of free seats, in the decode steps since the last prefill
+        self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
@@ -111,73 +111,58 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
         batch: Batch | None
-        if self._waits_for_seats():
-            batch = self._schedule_decode() or self._schedule_prefill()
-        else:
+        if self.waiting and not self._waits_for_slots():
             batch = self._schedule_prefill() or self._schedule_decode()
+        else:
+            batch = self._schedule_decode() or self._schedule_prefill()
         if batch is not None:
             self.num_in_flight += 1
         return batch
 
-    def _waits_for_seats(self) -> bool:
-        """Whether to leave the few free seats empty for now, because more sequences wait than they can take.
+    def _waits_for_slots(self) -> bool:
+        """Whether to leave the few free request slots empty for now, because more sequences wait than they can take.
 
-        A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the seats
-        free since the last one have missed a full step's tokens, ``max_num_seqs``. Where seats become free at a
+        A prefill delays the others by about one decode step, however few tokens it computes. So it pays once the slots
+        free since the last one have missed a full step's tokens, ``max_num_seqs``. Where slots become free at a
         constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
-        counts some tokens at least, so that no seat waits for long where no other comes.
+        counts some tokens at least, so that no slot waits for long where no other comes.
         """
-        num_free = len(self.table.free_req_indices)
-        # a head with a request slot is half computed
-        few_are_free = 0 < num_free < len(self.waiting) and self.waiting[0].req_idx < 0
-        return few_are_free and self._missed_tokens < len(self.table.seq_id)
+        is_half_computed = self.waiting[0].req_idx >= 0
+        few_are_free = 0 < len(self.table.free_req_indices) < len(self.waiting)
+        return few_are_free and not is_half_computed and self._missed_tokens < len(self.table.seq_id)
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        chunks: list[tuple[Sequence, int, int]] = []
-        new_seqs, sampled, sampled_from = [], [], []
+        chunks: list[tuple[Sequence, int, int, list[Sequence]]] = []
+        new_seqs: list[Sequence] = []
         block_copies: list[tuple[int, int]] = []
         budget = self.max_num_batched_tokens
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
             if seq.req_idx < 0:
-                if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
+                if not self._admit(seq):
                     break
-                self._admit(seq)
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
             stop = min(seq.num_tokens, start + budget)
             budget -= stop - start
-            chunks.append((seq, start, stop))
             seq.num_computed_tokens = stop
             self.block_manager.register(seq, stop)
             if stop < seq.num_tokens:
+                chunks.append((seq, start, stop, []))
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
-            for sibling in (seq, *self._fork_siblings(seq, block_copies)) if seq.is_sampled else ():
-                sampled.append(sibling)
-                sampled_from.append(len(chunks) - 1)
-                if sibling is not seq:
-                    new_seqs.append(sibling)
+            siblings = self._fork_siblings(seq, block_copies) if seq.is_sampled else []
+            new_seqs += siblings
+            chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
-        # with seats left, it was tokens or blocks that ran out: more follow as soon as they can
+        # with slots left, it was tokens or blocks that ran out: more follow as soon as they can
         self._missed_tokens = len(self.table.seq_id) if self.table.free_req_indices else 0
-        if sampled_from and sampled_from[-1] >= len(set(sampled_from)):  # sampled sequences first, then the others
-            order = list(dict.fromkeys([*sampled_from, *range(len(chunks))]))
-            place = {i: n for n, i in enumerate(order)}
-            chunks, sampled_from = [chunks[i] for i in order], [place[i] for i in sampled_from]
-        self.running.extend(sampled)
-        req_indices = np.array([seq.req_idx for seq in sampled], np.int32)
-        self._running_req_indices = np.concatenate([self._running_req_indices, req_indices])
-        self.table.num_scheduled[req_indices] += 1
-        seqs, starts, stops = zip(*chunks, strict=True)
-        computed = np.array([seq.req_idx for seq in seqs], np.int32)
-        return PrefillBatch(
-            req_indices, self.table.seq_id[req_indices], np.array(sampled_from, np.int32),
-            computed, self.table.seq_id[computed], np.array(starts, np.int32), np.array(stops, np.int32),
-            np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]), NewSequences.of(new_seqs),
-            np.array(block_copies, np.int32).reshape(-1, 2), Targets.of(chunks),
-        )  # fmt: skip
+        batch = PrefillBatch.of(chunks, new_seqs, block_copies)
+        self.running.extend(seq for *_, sampled in chunks for seq in sampled)
+        self._running_req_indices = np.concatenate([self._running_req_indices, batch.req_indices])
+        self.table.num_scheduled[batch.req_indices] += 1
+        return batch
 
     def _fork_siblings(self, seq: Sequence, block_copies: list[tuple[int, int]]) -> list[Sequence]:
         """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
@@ -221,7 +206,7 @@ class Scheduler:
             self.block_manager.may_append(seq, length - 1)
             new_blocks.append((req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
         table.num_scheduled[req_indices] = lengths + 1
-        at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_seats
+        at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_slots
         self._missed_tokens += max(at_least, len(table.free_req_indices))
         new = np.array(new_blocks, np.int32).reshape(-1, 3)
         return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new)
@@ -256,7 +241,8 @@ class Scheduler:
                 finished.append(seq)
         if isinstance(batch, PrefillBatch):
             finished += self._prefilled(batch)
-        self.finish(finished)
+        if finished:
+            self.finish(finished)
         return finished
 
     def _prefilled(self, batch: PrefillBatch) -> list[Sequence]:
@@ -273,8 +259,6 @@ class Scheduler:
 
     def finish(self, seqs: list[Sequence]) -> None:
         """Take sequences out, wherever they are. A launch in flight may still write to their blocks (invariant 3)."""
-        if not seqs:
-            return
         for seq in seqs:
             is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
             if is_partial or seq.status is SequenceStatus.WAITING:
@@ -288,12 +272,16 @@ class Scheduler:
                 del self.running[i]
             self._running_req_indices = self._running_req_indices[~gone]
 
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence blocks and a request slot, if there are any."""
+        if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
+            return False
         is_new = not seq.entered_at
         self.block_manager.allocate(seq)
         self._enter(seq)
         if is_new:
             self.metrics.looked_up(seq)
+        return True
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""

@@ -1,6 +1,5 @@
 """The tokens of one request as they arrive: each output holds what is new since the last."""
 
-from nanovllm.core import Sequence
 from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.request import Request
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -28,26 +27,27 @@ class DeltaStream:
     def delta(self) -> RequestOutput | None:
         """What is new in a request that is not finished; None if nothing is."""
         outputs = []
-        for index, seq in enumerate(self._request.seqs):
+        for index, completion in enumerate(self._request.completions):
+            seq = completion.seq
             start, stop = self._num_sent[index], seq.num_completion_tokens
             if seq.finish_reason is not None and stop > start:
                 stop -= 1  # the token that ended it may not belong to the text: the last delta tells
             token_ids = seq.tokens(seq.num_prompt_tokens + start, seq.num_prompt_tokens + stop).tolist()
             text = self._new_text(index, token_ids)
             self._num_sent[index] = start + len(token_ids)
-            outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(seq, token_ids, start)))
+            outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(index, token_ids, start)))
         is_new = any(output.token_ids for output in outputs)
         return self._request.output_of(outputs, finished=False) if is_new else None
 
     def last(self) -> RequestOutput:
         """What is new in the finished request."""
         output = self._request.output()
-        for index, (seq, whole) in enumerate(zip(self._request.seqs, output.outputs, strict=True)):
+        for index, whole in enumerate(output.outputs):
             start = self._num_sent[index]
             token_ids = whole.token_ids[start:]
             output.outputs[index] = CompletionOutput(
                 index, whole.text[self._num_sent_chars[index] :], token_ids, whole.cumulative_logprob,
-                self._logprobs(seq, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
+                self._logprobs(index, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
             )  # fmt: skip
         return self._request.output_of(output.outputs)
 
@@ -61,6 +61,6 @@ class DeltaStream:
         self._num_sent_chars[index] += end
         return unsent[:end]
 
-    def _logprobs(self, seq: Sequence, token_ids: list[int], start: int) -> tuple:
-        processor = self._request.processors.get(seq.seq_id)
+    def _logprobs(self, index: int, token_ids: list[int], start: int) -> tuple:
+        processor = self._request.completions[index].processor
         return (None, None) if processor is None else processor.logprobs(token_ids, start)

@@ -1,8 +1,8 @@
-"""Which tokens may come next: bit masks for structured outputs, bad words and allowed tokens.
+"""Which tokens may come next: bitmasks for structured outputs, bad words and allowed tokens.
 
-A *guide* follows one sequence. ``fill(words)`` writes its mask, int32 [ceil(vocab_size / 32)], bit ``id % 32`` of word
-``id // 32`` set where the token is allowed; ``accept(token_id)`` appends a token. Grammars are llguidance's work; it
-is an optional extra, imported when the first request needs it. Runs on the host, without torch.
+A bitmask is int32 [ceil(vocab_size / 32)], with bit ``id % 32`` of word ``id // 32`` set where the token is allowed.
+Grammars are llguidance's work; it is an optional extra, imported when the first request needs it. Runs on the host,
+without torch.
 """
 
 import functools
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -27,7 +27,7 @@ NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """The mask that allows ``token_ids`` only.
+    """The bitmask that allows ``token_ids`` only.
 
     Raises:
         RequestError: an id is not in the vocabulary.
@@ -41,35 +41,33 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def mask_of_all(vocab_size: int, num_words: int) -> np.ndarray:
-    """The mask that allows the whole vocabulary, int32 [num_words]."""
-    return np.packbits(np.arange(num_words * 32) < vocab_size, bitorder="little").view(np.int32)
+def mask_of_all(vocab_size: int, num_words: int | None = None) -> np.ndarray:
+    """The bitmask that allows the whole vocabulary; ``num_words`` if it is to be longer."""
+    num_bits = (num_words or -(-vocab_size // 32)) * 32
+    return np.packbits(np.arange(num_bits) < vocab_size, bitorder="little").view(np.int32)
 
 
-def bad_word_ids(tokenizer: Any, words: str | Iterable[str] | None) -> list[list[int]]:
-    """Token ids of each word as it begins a text and as it follows a space.
+class BadWords:
+    """Forbids the last token of a bad word where the completion ends in the tokens before it.
+
+    Args:
+        words: each is forbidden as it begins a text and as it follows a space.
 
     Raises:
         RequestError: a word has no tokens.
     """
-    words = [words] if isinstance(words, str) else list(words or ())
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        stem = word.lstrip() or word
-        for text in (stem, f" {stem}"):
-            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-        if () in found:
-            raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
-    return [list(ids) for ids in found]
 
-
-class BadWordsGuide:
-    """Forbids the last token of a bad word where the output ends in the tokens before it."""
-
-    def __init__(self, sequences: Iterable[Sequence[int]], vocab_size: int):
+    def __init__(self, tokenizer: Any, words: Iterable[str], vocab_size: int):
+        self._mask = mask_of_all(vocab_size)
         self._last_ids: dict[tuple[int, ...], list[int]] = {}  # what comes before -> what may not follow
-        self._mask = mask_of_all(vocab_size, -(-vocab_size // 32))
-        for *before, last in sequences:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            stem = word.lstrip() or word
+            for text in (stem, f" {stem}"):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            if () in found:
+                raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
+        for *before, last in found:
             if before:
                 self._last_ids.setdefault(tuple(before), []).append(last)
             else:
@@ -77,35 +75,34 @@ class BadWordsGuide:
         self._lengths = sorted({len(before) for before in self._last_ids})
         self._output: tuple[int, ...] = ()  # its end
 
-    def fill(self, words: np.ndarray) -> None:
-        words[:] = self._mask
+    def apply(self, bitmask: np.ndarray) -> None:
+        bitmask &= self._mask
         for length in self._lengths:
             for token_id in self._last_ids.get(self._output[-length:], ()):
-                _forbid(words, token_id)
+                _forbid(bitmask, token_id)
 
     def accept(self, token_id: int) -> None:
+        """Append a token."""
         if self._lengths:
             self._output = (*self._output, token_id)[-self._lengths[-1] :]
 
 
-def _forbid(words: np.ndarray, token_id: int) -> None:
-    words.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+def _forbid(bitmask: np.ndarray, token_id: int) -> None:
+    bitmask.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
 
-class Guide:
-    """Keeps one sequence in a grammar; ``GuideCompiler`` makes them."""
+class Grammar:
+    """The grammar of one sequence, and where in it the text is; ``GrammarCompiler`` makes and reads them."""
 
-    def __init__(self, matcher: Any, compiler: "GuideCompiler"):
-        self.matcher, self._compiler = matcher, compiler
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]):
+        self.matcher, self._eos_token_ids = matcher, eos_token_ids
         self._ended = False  # by an end-of-sequence token
 
-    def fill(self, words: np.ndarray) -> None:
-        self._compiler.fill_all([self], words[None])
-
     def accept(self, token_id: int) -> None:
+        """Append a token."""
         if self._ended:
             return
-        self._ended = token_id in self._compiler.eos_token_ids
+        self._ended = token_id in self._eos_token_ids
         if not self.matcher.consume_token(token_id) and self._ended:
             logger.warning("structured output cut short: allowed_token_ids, bad_words or min_tokens contradict it.")
         self.check()
@@ -116,38 +113,8 @@ class Guide:
             raise RequestError(f"structured_outputs: the grammar cannot be followed further: {_reason(self.matcher)}")
 
 
-class Guides:
-    """Several guides for one sequence: a token must be allowed by all. If none is, the sequence may only end.
-
-    Args:
-        guides: at least one. A grammar comes first.
-        eos_token_ids: allowed where the guides leave nothing.
-    """
-
-    def __init__(self, guides: Iterable[Any], eos_token_ids: Iterable[int], vocab_size: int):
-        self.guides = list(guides)
-        self._eos_mask = mask_of(eos_token_ids, vocab_size)
-
-    def fill(self, words: np.ndarray) -> None:
-        self.guides[0].fill(words)
-        self.restrict(words)
-
-    def restrict(self, words: np.ndarray) -> None:
-        """Apply all guides but the first, whose mask ``words`` has."""
-        other = np.empty_like(words)
-        for guide in self.guides[1:]:
-            guide.fill(other)
-            words &= other
-        if not words.any():
-            words[:] = self._eos_mask
-
-    def accept(self, token_id: int) -> None:
-        for guide in self.guides:
-            guide.accept(token_id)
-
-
-class GuideCompiler:
-    """Grammars and their guides for one tokenizer. Making it is cheap: the first ``compile`` reads the vocabulary.
+class GrammarCompiler:
+    """Grammars for one tokenizer. Making it is cheap: the first ``compile`` reads the vocabulary.
 
     Args:
         tokenizer: a fast tokenizer, or None.
@@ -156,8 +123,7 @@ class GuideCompiler:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]):
-        self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._llguidance: Any = None
         self._vocabulary: Any = None  # llguidance's
         self._surplus: np.ndarray | None = None  # a mask as wide as the tokenizer, if the model is narrower
@@ -165,8 +131,8 @@ class GuideCompiler:
         # parameters as JSON -> matcher at its grammar's beginning
         self._matcher = functools.lru_cache(MAX_CACHED_GRAMMARS)(self._new_matcher)
 
-    def compile(self, params: StructuredOutputsParams) -> Guide:
-        """A guide at the beginning of a text. Compiled grammars are kept.
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """A grammar at the beginning of a text. Compiled ones are kept.
 
         Raises:
             RequestError: the grammar has an error, needs what llguidance does not have, or matches nothing.
@@ -180,7 +146,7 @@ class GuideCompiler:
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
-        return Guide(matcher.deep_copy(), self)
+        return Grammar(matcher.deep_copy(), self._eos_token_ids)
 
     def _new_matcher(self, params: str) -> Any:
         grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
@@ -191,29 +157,21 @@ class GuideCompiler:
             raise ValueError(_reason(matcher))
         return matcher
 
-    def fill_all(self, guides: Sequence[Any], words: np.ndarray) -> None:
-        """Fill row i of ``words``, int32 [len(guides), ceil(vocab_size / 32)], for guide i, with several threads.
+    def fill(self, grammars: dict[int, Grammar], bitmask: np.ndarray) -> None:
+        """Fill rows of ``bitmask``, int32 [n, ceil(vocab_size / 32)], each for its grammar, with several threads.
 
         Raises:
-            RequestError: as by ``Guide.check``. The other rows are filled.
+            RequestError: as by ``Grammar.check``. The other rows are filled.
         """
-        assert words.dtype == np.int32 and words.shape == (len(guides), -(-self.vocab_size // 32))
-        rows = words if self._surplus is None else np.empty((len(guides), self._surplus.size), np.int32)
-        assert rows.flags.c_contiguous
-        firsts = [guide.guides[0] if isinstance(guide, Guides) else guide for guide in guides]
-        matchers = [(first.matcher, i) for i, first in enumerate(firsts) if isinstance(first, Guide)]
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, rows.ctypes.data, rows[0].nbytes, len(guides))
-        if self._surplus is not None:
-            words[:] = (rows & self._surplus)[:, : words.shape[1]]
-        for row, guide, first in zip(words, guides, firsts, strict=True):
-            if not isinstance(first, Guide):
-                first.fill(row)
-            if guide is not first:
-                guide.restrict(row)
-        for first in firsts:
-            if isinstance(first, Guide):
-                first.check()
+        surplus, rows = self._surplus, list(grammars)
+        filled = bitmask if surplus is None else np.empty((len(bitmask), surplus.size), np.int32)
+        assert filled.dtype == np.int32 and filled.flags.c_contiguous
+        matchers = [(grammar.matcher, row) for row, grammar in grammars.items()]
+        self._executor.unsafe_compute_mask_ptr(matchers, filled.ctypes.data, filled[0].nbytes, len(filled))
+        if surplus is not None:
+            bitmask[rows] = (filled[rows] & surplus)[:, : bitmask.shape[1]]
+        for grammar in grammars.values():
+            grammar.check()
 
     def _load(self) -> None:
         """Import llguidance and give it the vocabulary: 1 to 2 s for 150,000 tokens."""
@@ -228,14 +186,14 @@ class GuideCompiler:
         if backend is None:
             raise RequestError(f"{needs} a fast tokenizer (tokenizer.json), not {type(self._tokenizer).__name__}.")
         num_ids = max(backend.get_vocab().values()) + 1
-        eos = sorted(i for i in self.eos_token_ids if i < num_ids)
+        eos = sorted(i for i in self._eos_token_ids if i < num_ids)
         if not eos:
             raise RequestError(f"{needs} an end-of-sequence token, which the model does not have.")
-        width = max(num_ids, self.vocab_size)
+        width = max(num_ids, self._vocab_size)
         self._llguidance, self._executor = llguidance, llguidance.LLExecutor(NUM_THREADS)
         self._vocabulary = llguidance.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=eos)
-        if width > self.vocab_size:
-            self._surplus = mask_of_all(self.vocab_size, -(-width // 32))
+        if width > self._vocab_size:
+            self._surplus = mask_of_all(self._vocab_size, -(-width // 32))
 
 
 def _reason(matcher: Any) -> str:

@@ -14,13 +14,12 @@ from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.stop_strings import StopStrings
-from nanovllm.engine.structured import BadWordsGuide, Guide, GuideCompiler, Guides, bad_word_ids, mask_of
+from nanovllm.engine.structured import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 
-AnyGuide = Guide | Guides | BadWordsGuide
 logger = logging.getLogger("nanovllm")
 
 
@@ -29,12 +28,12 @@ class TokenProcessor:
 
     Attributes:
         stop_text: the text, once a stop string has ended it.
-        guide: what it may sample next, where that depends on its tokens.
+        grammar, bad_words: what it may sample next, where that depends on its tokens.
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, logprobs: SampleLogprobs | None,
-                 guide: AnyGuide | None):
-        self.seq, self.guide = seq, guide
+                 grammar: Grammar | None = None, bad_words: BadWords | None = None):
+        self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
         self._stop, self._logprobs = stop, logprobs
         self.stop_text: str | None = None
 
@@ -51,9 +50,11 @@ class TokenProcessor:
             self._logprobs.append(logprobs)
         if seq.finish_reason == "stop":  # by this token, which is not part of the text
             return False
+        if self.bad_words is not None:
+            self.bad_words.accept(token_id)
         error = None
-        if self.guide is not None and seq.finish_reason is None:
-            error = error_of(self.guide.accept, token_id)
+        if self.grammar is not None and seq.finish_reason is None:
+            error = error_of(self.grammar.accept, token_id)
         if error is not None:
             self.fail(error)
             return True
@@ -89,7 +90,7 @@ class TokenProcessors:
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
         self._vocab_size = config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._compiler: GuideCompiler | None = None
+        self._compiler: GrammarCompiler | None = None
         self._allowed: dict[bytes, np.ndarray] = {}
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
@@ -108,46 +109,47 @@ class TokenProcessors:
             return None
         stop = StopStrings(self._required("stop"), params) if params.stop else None
         logprobs = None if params.logprobs is None else SampleLogprobs(params, self._tokenizer)
-        guide = self._guide(params) if params.is_constrained else None
-        return TokenProcessor(seq, stop, logprobs, guide)
+        return TokenProcessor(seq, stop, logprobs, self._grammar(params), self._bad_words(params))
 
     def check(self, params: SamplingParams) -> None:
         """Raises what ``make`` would raise for a sequence with these parameters."""
         if params.stop:
             self._required("stop")
-        if params.is_constrained:
-            self._guide(params)
+        self._grammar(params)
+        self._bad_words(params)
 
     def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
-        """The tokens that each guided sequence may sample next, int32 [n, ceil(V / 32)]; and those sequences whose
-        grammar fails, which are marked.
+        """The tokens that each constrained sequence may sample next, a bitmask int32 [n, ceil(V / 32)]; and those
+        sequences whose grammar fails, which are marked.
         """
-        words = np.zeros((len(processors), -(-self._vocab_size // 32)), np.int32)
-        failed = self._fill(processors, words)
+        bitmask = np.tile(mask_of_all(self._vocab_size), (len(processors), 1))
+        failed = self._fill(processors, bitmask)
         eos = mask_of(self._eos_token_ids, self._vocab_size)
-        for row, processor in zip(words, processors, strict=True):
+        for row, processor in zip(bitmask, processors, strict=True):
             seq = processor.seq
+            if processor.bad_words is not None:
+                processor.bad_words.apply(row)
             if seq.allowed_mask is not None:
-                must_end = seq.sampling_params.structured_outputs is not None
+                must_end = processor.grammar is not None
                 row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
             if not row.any():  # its request contradicts itself: the text ends
                 row[:] = eos
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
                 longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
                 row[:] = longer if longer.any() else row  # where the text must end, it ends
-        return words, failed
+        return bitmask, failed
 
-    def _fill(self, processors: list[TokenProcessor], words: np.ndarray) -> list[Sequence]:
-        """Fill row i for the guide of sequence i; returns the sequences whose guide fails, whose rows are zero."""
-        guides = [processor.guide for processor in processors]
-        if not guides or error_of(self._guides.fill_all, guides, words) is None:
+    def _fill(self, processors: list[TokenProcessor], bitmask: np.ndarray) -> list[Sequence]:
+        """Fill row i for the grammar of sequence i, if it has one; returns the sequences whose grammar fails."""
+        grammars = {i: each.grammar for i, each in enumerate(processors) if each.grammar is not None}
+        if not grammars or error_of(self._grammars.fill, grammars, bitmask) is None:
             return []
         failed = []
-        for row, processor in zip(words, processors, strict=True):  # one by one: whose fault is it?
-            if (error := error_of(self._guides.fill_all, [processor.guide], row[None])) is not None:
-                row[:] = 0
-                processor.fail(error)
-                failed.append(processor.seq)
+        for i, grammar in grammars.items():  # one by one: whose fault is it?
+            if (error := error_of(self._grammars.fill, {i: grammar}, bitmask)) is not None:
+                bitmask[i] = 0
+                processors[i].fail(error)
+                failed.append(processors[i].seq)
         return failed
 
     def min_tokens_stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -156,20 +158,21 @@ class TokenProcessors:
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos))) if params.min_tokens else ()
 
     @property
-    def _guides(self) -> GuideCompiler:
+    def _grammars(self) -> GrammarCompiler:
         if self._compiler is None:
-            self._compiler = GuideCompiler(self._tokenizer.tokenizer, self._vocab_size, self._eos_token_ids)
+            self._compiler = GrammarCompiler(self._tokenizer.tokenizer, self._vocab_size, self._eos_token_ids)
         return self._compiler
 
-    def _guide(self, params: SamplingParams) -> AnyGuide:
-        guides: list[Guide | BadWordsGuide] = []
-        if params.structured_outputs is not None:
-            self._required("structured_outputs")
-            guides.append(self._guides.compile(params.structured_outputs))
-        if params.bad_words:
-            ids = bad_word_ids(self._required("bad_words"), list(params.bad_words))
-            guides.append(BadWordsGuide(ids, self._vocab_size))
-        return guides[0] if len(guides) == 1 else Guides(guides, self._eos_token_ids, self._vocab_size)
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        self._required("structured_outputs")
+        return self._grammars.compile(params.structured_outputs)
+
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
+        if not params.bad_words:
+            return None
+        return BadWords(self._required("bad_words"), params.bad_words, self._vocab_size)
 
     def _required(self, name: str) -> Any:
         tokenizer = self._tokenizer.tokenizer

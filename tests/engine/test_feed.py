@@ -17,9 +17,9 @@ def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference
     """2,048 short requests were all made while the device idled: 50 ms of 580. While it works, twice as many follow."""
     monkeypatch.setattr(llm_engine, "FIRST", 2)
     llm, made, at_launch = make_llm(max_num_seqs=4), [], []
-    make, run = InputProcessor.make_sequences, llm.model_runner.forward
+    make, run = InputProcessor.make_completions, llm.model_runner.forward
     monkeypatch.setattr(
-        InputProcessor, "make_sequences", lambda self, request: made.append(request.index) or make(self, request)
+        InputProcessor, "make_completions", lambda self, request: made.append(request.index) or make(self, request)
     )
     monkeypatch.setattr(llm.model_runner, "forward", lambda batch: at_launch.append(len(made)) or run(batch))
     prompts, limits = [prompt_of(5, seed=i) for i in range(20)], [3, 6, 2, 4, 5, 1, 3, 2] * 2 + [2] * 4
@@ -73,9 +73,10 @@ def launches_of(seed, at_once, least):
         every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
     requests = engine._inputs.make_all(prompts, every)
     for request, (_, prompt) in zip(requests, prompts, strict=True):
-        for seq in engine._inputs.make_sequences(request):  # for what the device is to expect
+        engine._inputs.make_completions(request)
+        for seq in request.seqs:  # for what the device is to expect
             harness.requests[seq.seq_id] = Request(prompt, request.params, 16, seq.seed, (EOS,), None, None, 0)
-        request.seqs = []
+        request.completions = []
     launches, run, advance = [], harness.device.forward, engine._advance
 
     def recorded(batch):
@@ -94,7 +95,7 @@ def launches_of(seed, at_once, least):
         if at_once:
             patch.setattr(llm_engine, "FIRST", 1000)
             patch.setattr(llm_engine, "WINDOW", 1000)
-        finished = {r.index: list(r.token_ids.values()) for _, ended in engine._run(requests) for r in ended}
+        finished = {r.index: [c.token_ids for c in r.completions] for _, ended in engine._run(requests) for r in ended}
     assert engine.is_finished() and not harness.scheduler.waiting and not engine._outputs.num_not_queued
     assert len(finished) == len(prompts)
     return launches, finished
@@ -197,7 +198,7 @@ def test_a_request_is_aborted_before_it_is_queued(make_llm, request_id):
     llm, seen = make_llm(max_num_seqs=2), []
 
     def abort():
-        assert not llm._outputs.unfinished[str(request_id)].seqs
+        assert not llm._outputs.unfinished[str(request_id)].completions
         for aborted in (request_id, 99):
             llm.abort(aborted)
             seen.append(llm.metrics()["num_requests_waiting"])
@@ -211,7 +212,7 @@ def test_a_request_is_aborted_before_it_is_queued(make_llm, request_id):
 def test_finished_requests_are_freed_during_a_call(make_llm, monkeypatch):
     """A call of a million prompts need not hold their sequences until its end."""
     llm, made, alive = make_llm(max_num_seqs=2), [], []
-    make = InputProcessor.make_sequences
+    make = InputProcessor.make_completions
 
     def recorded(self, request):
         made.append(weakref.ref(request))
@@ -226,7 +227,7 @@ def test_finished_requests_are_freed_during_a_call(make_llm, monkeypatch):
 
         close = refresh = update
 
-    monkeypatch.setattr(InputProcessor, "make_sequences", recorded)
+    monkeypatch.setattr(InputProcessor, "make_completions", recorded)
     llm.generate([[9, i] for i in range(40)], greedy(3), use_tqdm=Bar)
     assert len(made) == 40 and max(alive) <= 4 + 2 + 2
 
@@ -266,7 +267,7 @@ def test_interrupted_while_requests_are_made(make_llm, monkeypatch):
         assert llm.is_finished()
         return sum(llm.metrics()["request_success"].values()) - before
 
-    for kind, name in ((InputProcessor, "make_sequences"), (OutputProcessor, "queued")):
+    for kind, name in ((InputProcessor, "make_completions"), (OutputProcessor, "queued")):
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, interrupt(getattr(kind, name)))
             assert [num_counted(start) for start in range(1, 7)] == [6] * 6

@@ -6,7 +6,7 @@ import weakref
 import pytest
 from helpers import greedy
 
-from nanovllm.engine.guard import NoFullGC
+from nanovllm.engine.guard import Guard
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
 def test_runs_of_two_engines_overlap(gc_threshold):
     """In two threads; the one that ends last must not restore the other's pause."""
     gc_threshold(100, 2, 3)
-    first, second = NoFullGC(), NoFullGC()
+    first, second = Guard(), Guard()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

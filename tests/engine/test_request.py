@@ -210,7 +210,8 @@ def test_a_request_of_two_sequences():
     request = inputs.make(prompt, SamplingParams(max_tokens=1, n=2))
     outputs.register(request, caller)
     table = SequenceTable(2, 64)
-    for i, seq in enumerate(inputs.make_sequences(request)):
+    inputs.make_completions(request)
+    for i, seq in enumerate(request.seqs):
         table.add(seq)
         table.tokens[seq.req_idx, 2], table.num_tokens[seq.req_idx] = 7 + i, 3
         table.remove(seq)
@@ -227,7 +228,9 @@ def test_a_request_of_two_sequences():
 
 
 def sequences_of(llm, prompt, params):
-    return llm._inputs.make_sequences(llm._inputs.make(prompt, params))
+    request = llm._inputs.make(prompt, params)
+    llm._inputs.make_completions(request)
+    return request.seqs
 
 
 def test_seeds_of_completions(small_llm):

@@ -67,7 +67,7 @@ class FakeProcessors(TokenProcessors):
             return None
         stop = CountingStop(int(params.stop[0])) if params.stop else None
         logprobs = None if params.logprobs is None else SampleLogprobs(params, SimpleNamespace(tokenizer=None))
-        return TokenProcessor(seq, stop, logprobs, guide=None)
+        return TokenProcessor(seq, stop, logprobs)
 
 
 class Harness:
@@ -256,7 +256,7 @@ class Harness:
         if len(expected.targets) == len(expected.prompt) - 1 and first == 0:
             entries = [fake_entry(token, i, k) for i, token in enumerate(expected.targets)]
             assert request.output().prompt_logprobs == [None, *entries]
-        rows = np.concatenate(request.prompt_logprobs)
+        rows = np.concatenate(request.target_logprobs)
         places = range(first, first + len(expected.targets))
         assert rows.tolist() == fake_logprobs(expected.targets, places, k).tolist()
 
@@ -475,7 +475,7 @@ def test_random_histories(max_in_flight):
         seen["refused"] += len(harness.made) < len(arrivals)
         seen["at max_model_len"] += any(seq.num_tokens == limits[-1] for seq in seqs)
         seen["stop string"] += any(seq.stop_reason == STOP_TEXT for seq in seqs if seq.seq_id not in harness.ended)
-        seen["prompt logprobs in chunks"] += any(len(r.prompt_logprobs) > 1 for r in harness.made.values())
+        seen["prompt logprobs in chunks"] += any(len(r.target_logprobs) > 1 for r in harness.made.values())
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
@@ -765,7 +765,7 @@ def test_preempted_sequence_is_not_scored_again():
         harness.add([token, 2, 1], max_tokens=5, ignore_eos=True, prompt_logprobs=1)
     harness.run_to_end()
     assert harness.scheduler.num_preemptions == 1
-    assert [len(request.prompt_logprobs) for request in harness.made.values()] == [1, 1]
+    assert [len(request.target_logprobs) for request in harness.made.values()] == [1, 1]
 
 
 def test_scores_beside_samples():

@@ -1,4 +1,4 @@
-"""Guides: what they let through is what was asked for, and nothing that was asked for is held back."""
+"""Grammars and bad words: what they let through is what was asked for, and nothing that was asked for is held back."""
 
 import itertools
 import json
@@ -6,21 +6,18 @@ import random
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers import ROOT
 from transformers import AutoTokenizer
 
-from nanovllm import RequestError
+from nanovllm import RequestError, SamplingParams
+from nanovllm.core import Sequence
 from nanovllm.engine import structured
-from nanovllm.engine.structured import (
-    BadWordsGuide,
-    GuideCompiler,
-    Guides,
-    bad_word_ids,
-    mask_of,
-)
+from nanovllm.engine.structured import BadWords, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
 VOCAB, EOS = 1024, [2, 0]
@@ -33,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer):
-    return GuideCompiler(tokenizer, VOCAB, EOS)
+    return GrammarCompiler(tokenizer, VOCAB, EOS)
 
 
 @pytest.fixture(scope="module")
@@ -47,46 +44,45 @@ def new_mask(vocab_size=VOCAB):
     return np.full(-(-vocab_size // 32), 0x5A5A5A5A, np.int32)
 
 
-def allowed_by(guide, vocab_size=VOCAB):
-    words = new_mask(vocab_size)
-    guide.fill(words)
-    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+def allowed_by(grammar, compiler, vocab_size=VOCAB):
+    bitmask = new_mask(vocab_size)
+    compiler.fill({0: grammar}, bitmask[None])
+    return ids_of(bitmask)
 
 
-def only(*token_ids):
-    """A guide that allows these tokens: all others are bad words."""
-    return BadWordsGuide([[i] for i in range(VOCAB) if i not in token_ids], VOCAB)
+def ids_of(bitmask):
+    return set(np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist())
 
 
-def walk(guide, rng, hurry=()):
+def walk(grammar, compiler, rng, hurry=()):
     """Token ids drawn uniformly to the end of the text; half the time among those in ``hurry``, if any is allowed."""
     ids = []
-    while not (allowed := allowed_by(guide)) <= set(EOS):
+    while not (allowed := allowed_by(grammar, compiler)) <= set(EOS):
         soon = sorted(allowed & {*hurry, *EOS})
         choice = rng.choice(soon if soon and rng.random() < 0.5 else sorted(allowed))
-        guide.accept(choice)
+        grammar.accept(choice)
         ids.append(choice)
         assert len(ids) < 2_000
         if choice in EOS:
             ids.pop()
-    assert allowed == set(EOS) and allowed_by(guide) == set(EOS)
+    assert allowed == set(EOS) and allowed_by(grammar, compiler) == set(EOS)
     return ids
 
 
 def texts_of(params, compiler, tokenizer, count=25, hurry=()):
     hurry = {tokenizer.convert_tokens_to_ids(token) for token in hurry}
     for seed in range(count):
-        yield tokenizer.decode(walk(compiler.compile(params), random.Random(seed), hurry))
+        yield tokenizer.decode(walk(compiler.compile(params), compiler, random.Random(seed), hurry))
 
 
 def verdict(params, text, compiler, tokenizer):
     """Says "yes": the text may end here; "begun": it may go on only; "no"."""
-    guide = compiler.compile(params)
+    grammar = compiler.compile(params)
     for token_id in tokenizer.encode(text):
-        if token_id not in allowed_by(guide):
+        if token_id not in allowed_by(grammar, compiler):
             return "no"
-        guide.accept(token_id)
-    return "yes" if set(EOS) <= allowed_by(guide) else "begun"
+        grammar.accept(token_id)
+    return "yes" if set(EOS) <= allowed_by(grammar, compiler) else "begun"
 
 
 # Random walks
@@ -226,15 +222,15 @@ def test_masks_are_those_of_brute_force(name, compiler, tokenizer, spelled):
     prefixes = {text[:i] for text in language for i in range(len(text) + 1)}
     limit = 9 if name in ("ebnf", "recursive") else 99  # letters within which the language is complete
     for seed in range(20):
-        guide, rng, text = compiler.compile(params), random.Random(seed), ""
+        grammar, rng, text = compiler.compile(params), random.Random(seed), ""
         while len(text) < limit:
             expected = {i for i, letters in spelled.items() if text + letters in prefixes}
             expected |= set(EOS) if text in language else set()
-            assert allowed_by(guide) == expected, text
+            assert allowed_by(grammar, compiler) == expected, text
             if expected <= set(EOS):
                 break
             choice = rng.choice(sorted(expected - set(EOS)))
-            guide.accept(choice)
+            grammar.accept(choice)
             text += spelled[choice]
 
 
@@ -304,22 +300,22 @@ def test_structural_tag_of_the_older_form(compiler, tokenizer):
     assert {text: verdict(params, text, compiler, tokenizer) for text in expected} == expected
 
 
-# Guides
+# Grammars as they go on
 
 
 def test_the_end(compiler, tokenizer):
     """Both end-of-sequence tokens, exactly where the text may end; then nothing else, and nothing counts."""
     (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
     for last in (b, 0):
-        guide = compiler.compile(Params(regex="ab?"))
-        assert not allowed_by(guide) & {*EOS, b}
-        guide.accept(a)
-        assert allowed_by(guide) == {b, *EOS}
-        guide.accept(last)
-        assert allowed_by(guide) == set(EOS)
+        grammar = compiler.compile(Params(regex="ab?"))
+        assert not allowed_by(grammar, compiler) & {*EOS, b}
+        grammar.accept(a)
+        assert allowed_by(grammar, compiler) == {b, *EOS}
+        grammar.accept(last)
+        assert allowed_by(grammar, compiler) == set(EOS)
         for _ in range(3):
-            guide.accept(2)
-            assert allowed_by(guide) == set(EOS)
+            grammar.accept(2)
+            assert allowed_by(grammar, compiler) == set(EOS)
 
 
 def test_token_that_was_not_allowed(compiler):
@@ -329,39 +325,39 @@ def test_token_that_was_not_allowed(compiler):
 
 def test_dead_end(compiler, tokenizer):
     """Lark lets one write what nothing matches; found where the text gets there. It has a batch mate, which goes on."""
-    guide = compiler.compile(Params(grammar='start: "a" /[^\\x{0}-\\x{10ffff}]/'))
-    guide.accept(tokenizer.encode("a")[0])
+    grammar = compiler.compile(Params(grammar='start: "a" /[^\\x{0}-\\x{10ffff}]/'))
+    grammar.accept(tokenizer.encode("a")[0])
     mate, words = compiler.compile(Params(regex="[a-z]*")), np.stack([new_mask(), new_mask()])
     for _ in range(2):
         with pytest.raises(RequestError, match=r"the grammar cannot be followed further: it matches no text$"):
-            compiler.fill_all([guide, mate], words)
-    assert (words[1] == mask_of(allowed_by(mate), VOCAB)).all()
+            compiler.fill({0: grammar, 1: mate}, words)
+    assert (words[1] == mask_of(allowed_by(mate, compiler), VOCAB)).all()
 
 
 def test_limit_of_llguidance(compiler, tokenizer):
     """It was taken for a token that the grammar forbids: an AssertionError that ended the whole call."""
-    guide = compiler.compile(Params(grammar='start: a\na: "a" a "b"? | "a" a "a"? | a a | "b" | "ab" a'))
+    grammar = compiler.compile(Params(grammar='start: a\na: "a" a "b"? | "a" a "a"? | a a | "b" | "ab" a'))
     rng, ab = random.Random(0), [tokenizer.convert_tokens_to_ids(letter) for letter in "ab"]
     with pytest.raises(RequestError, match=r"cannot be followed further: .* items; max is 2000;"):
         for _ in range(3_000):
-            guide.accept(rng.choice(sorted(allowed_by(guide) & {*ab}) or ab))
+            grammar.accept(rng.choice(sorted(allowed_by(grammar, compiler) & {*ab}) or ab))
 
 
 def test_compiled_copies_are_independent(compiler, tokenizer):
     params = Params(choice=["abc", "xyz"])
     first = compiler.compile(params)
-    start = allowed_by(first)
+    start = allowed_by(first, compiler)
     first.accept(tokenizer.encode("xyz")[0])
-    second, after = compiler.compile(params), allowed_by(first)
-    assert allowed_by(second) == start != after
+    second, after = compiler.compile(params), allowed_by(first, compiler)
+    assert allowed_by(second, compiler) == start != after
     second.accept(tokenizer.encode("abc")[0])
-    assert allowed_by(first) == after != allowed_by(second)
-    assert allowed_by(compiler.compile(params)) == start
+    assert allowed_by(first, compiler) == after != allowed_by(second, compiler)
+    assert allowed_by(compiler.compile(params), compiler) == start
 
 
 def test_cache_keeps_the_last_used(tokenizer, monkeypatch):
     monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
-    compiler, compiled = GuideCompiler(tokenizer, VOCAB, EOS), []
+    compiler, compiled = GrammarCompiler(tokenizer, VOCAB, EOS), []
     compiler.compile(Params(regex="a"))
     library = compiler._llguidance
 
@@ -389,69 +385,76 @@ def test_properties_come_in_the_schemas_order(compiler, tokenizer):
 @pytest.mark.parametrize("vocab_size", [1100, 1000, 999])
 def test_vocabulary_of_another_size(vocab_size, tokenizer, compiler):
     """The model's may be padded, or lack ids that the tokenizer has: neither kind is ever allowed."""
-    other = GuideCompiler(tokenizer, vocab_size, EOS)
+    other = GrammarCompiler(tokenizer, vocab_size, EOS)
     for params in (Params(regex="(?s:.*)"), Params(json_object=True)):
-        expected = {i for i in allowed_by(compiler.compile(params)) if i < vocab_size}
-        guides = [other.compile(params) for _ in range(3)]
+        expected = {i for i in allowed_by(compiler.compile(params), compiler) if i < vocab_size}
+        grammars = {i: other.compile(params) for i in range(3)}
         words = np.full((3, -(-vocab_size // 32)), -1, np.int32)
-        other.fill_all(guides, words)
-        assert allowed_by(guides[0], vocab_size) == expected
+        other.fill(grammars, words)
+        assert allowed_by(grammars[0], other, vocab_size) == expected
         assert (words == words[0]).all() and (words[0] & ~mask_of(expected, vocab_size) == 0).all()
 
 
-def test_fill_all_is_fill(compiler, tokenizer):
-    bad = BadWordsGuide([[30], [31, 32]], VOCAB)
-    guides = [
-        compiler.compile(Params(regex="[a-z]*")), bad, compiler.compile(Params(json_object=True)),
-        Guides([compiler.compile(Params(regex=".*")), bad], EOS, VOCAB),
-        Guides([bad, only(30, 40)], EOS, VOCAB), only(7),
-    ]  # fmt: skip
-    for chosen in (guides, guides[:2], guides[1:2]):
-        words = np.full((len(chosen), 32), 0x3C3C3C3C, np.int32)
-        compiler.fill_all(chosen, words)
-        for row, guide in zip(words, chosen, strict=True):
-            alone = new_mask()
-            guide.fill(alone)
-            assert (row == alone).all()
+def test_rows_are_filled_for_their_grammars(compiler):
+    """Others of the bitmask are left as they are."""
+    grammars = {0: compiler.compile(Params(regex="[a-z]*")), 2: compiler.compile(Params(json_object=True))}
+    for chosen in (grammars, {2: grammars[2]}):
+        bitmask = np.full((4, 32), 0x3C3C3C3C, np.int32)
+        compiler.fill(chosen, bitmask)
+        for i, row in enumerate(bitmask):
+            expected = allowed_by(chosen[i], compiler) if i in chosen else ids_of(np.full(32, 0x3C3C3C3C, np.int32))
+            assert ids_of(row) == expected
 
 
-def test_bad_words_against_a_plain_twin():
+def bad_words_of(sequences, vocab_size=VOCAB):
+    """Of token ids; a word is spelled as the numbers of its tokens."""
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(i) for i in text.split()])
+    return BadWords(tokenizer, [" ".join(map(str, ids)) for ids in sequences], vocab_size)
+
+
+def not_forbidden_by(bad_words, vocab_size=VOCAB):
+    bitmask = mask_of_all(vocab_size)
+    bad_words.apply(bitmask)
+    return ids_of(bitmask)
+
+
+def test_bad_words_against_a_plain_reference():
     rng = random.Random(0)
     words = [rng.choices(range(6), k=rng.randint(1, 4)) for _ in range(6)]
     words = [word for word in words if len(word) > 1 or word == [5]] + [[5]]
-    guide, output, held_back = BadWordsGuide(words, 70), [], 0
+    bad_words, output, held_back = bad_words_of(words, 70), [], 0
     for _ in range(300):
         banned = {word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1]}
-        assert allowed_by(guide, 70) == set(range(70)) - banned
+        assert not_forbidden_by(bad_words, 70) == set(range(70)) - banned
         held_back += len(banned) > 1
         output.append(rng.choice([i for i in range(6) if i not in banned]))
-        guide.accept(output[-1])
+        bad_words.accept(output[-1])
     assert held_back > 20
 
 
-def test_guides_compose(compiler, tokenizer):
+def walked(tokenizer, regex, allowed, bad, *token_ids):
+    """What may follow ``token_ids`` under a regex and bad words; all tokens but ``allowed`` are bad words."""
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
+    processors = TokenProcessors(config, SimpleNamespace(tokenizer=tokenizer), tuple(EOS))
+    processor = processors.make(Sequence([5], SamplingParams(structured_outputs=Params(regex=regex))))
+    processor.bad_words = bad_words_of([*([i] for i in range(VOCAB) if i not in allowed), *bad])
+    for token_id in token_ids:
+        assert not processor.update(token_id, None)
+    (row,), failed = processors.masks([processor])
+    assert not failed
+    return ids_of(row)
+
+
+def test_grammar_and_bad_words_compose(tokenizer):
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-
-    def walked(*token_ids):
-        regex = compiler.compile(Params(regex="[abc]c?"))
-        guides = Guides([regex, only(a, b, c), BadWordsGuide([[a], [b, c]], VOCAB)], EOS, VOCAB)
-        for token_id in token_ids:
-            guides.accept(token_id)
-        return allowed_by(guides)
-
-    assert walked() == {b, c}
-    assert walked(b) == set(EOS)  # c would be a bad word, and end-of-sequence is not among the allowed tokens
-    assert walked(c) == {c}
-    assert walked(c, c) == set(EOS)
+    expected = {(): {b, c}, (b,): set(EOS), (c,): {c}, (c, c): set(EOS)}  # end-of-sequence tokens are bad words, too
+    assert {ids: walked(tokenizer, "[abc]c?", (a, b, c), [[a], [b, c]], *ids) for ids in expected} == expected
 
 
-def test_guides_that_leave_nothing_end_the_text(compiler, tokenizer, caplog):
-    """In the middle of the grammar, too: the other guides allow none of the tokens that it needs."""
+def test_bad_words_that_leave_nothing_end_the_text(tokenizer, caplog):
+    """In the middle of the grammar, too: they allow none of the tokens that it needs."""
     (c,) = tokenizer.encode("c")
-    guides = Guides([compiler.compile(Params(regex="ab")), only(c)], EOS, VOCAB)
-    assert allowed_by(guides) == set(EOS)
-    guides.accept(2)
-    assert allowed_by(guides) == set(EOS)
+    assert walked(tokenizer, "ab", (c,), []) == walked(tokenizer, "ab", (c,), [], 2) == set(EOS)
     assert caplog.messages == [
         "structured output cut short: allowed_token_ids, bad_words or min_tokens contradict it."
     ]
@@ -465,14 +468,16 @@ def test_mask_of():
             mask_of([3, token_id], 70)
 
 
-def test_bad_word_ids(tokenizer):
-    plain, spaced = (tokenizer.encode(text) for text in ("word", " word"))
-    assert plain != spaced
-    assert bad_word_ids(tokenizer, ["word", " word"]) == bad_word_ids(tokenizer, "word") == [plain, spaced]
-    assert bad_word_ids(tokenizer, None) == bad_word_ids(None, []) == []
-    assert tokenizer.encode("\n") in bad_word_ids(tokenizer, ["\n"])
+def test_tokens_of_bad_words(tokenizer):
+    """Of a word as it begins a text and as it follows a space."""
+    def forbidden(*words):
+        return set(range(VOCAB)) - not_forbidden_by(BadWords(tokenizer, words, VOCAB))
+
+    plain, spaced = (tokenizer.encode(text)[0] for text in ("a", " a"))
+    assert plain != spaced and forbidden("a", " a") == forbidden("a") == {plain, spaced}
+    assert forbidden() == set() and tokenizer.encode("\n")[0] in forbidden("\n")
     with pytest.raises(RequestError, match="SamplingParams: bad_words='' has no tokens"):
-        bad_word_ids(tokenizer, ["word", ""])
+        forbidden("word", "")
 
 
 # Errors
@@ -536,7 +541,7 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
 
     def error_of(tokenizer, eos=EOS):
         with pytest.raises(RequestError) as raised:
-            GuideCompiler(tokenizer, VOCAB, eos).compile(params)
+            GrammarCompiler(tokenizer, VOCAB, eos).compile(params)
         return str(raised.value)
 
     needs = "SamplingParams: structured_outputs needs "
@@ -551,6 +556,6 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
 
 
 def test_llguidance_is_imported_on_first_use():
-    code = "import sys, nanovllm.engine.structured as s; s.GuideCompiler(None, 8, [1]); " \
+    code = "import sys, nanovllm.engine.structured as s; s.GrammarCompiler(None, 8, [1]); " \
         "sys.exit(bool({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -9,7 +9,7 @@ from helpers import Slots, prefill_batch, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch, Targets
+from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch, ScoredTokens, Targets
 from nanovllm.engine.structured import mask_of
 from nanovllm.runner.inputs import prefill_arrays, to_device
 
@@ -107,12 +107,12 @@ def test_block_copies_and_targets():
     assert arrays["target_ids"].tolist() == [-104, -105, -202, -203, -204, -205]
 
 
-@pytest.mark.parametrize(("wanted", "num_top"), [((0, None), 0), ((3, 5), 5), ((-1, 7), -1)])
+@pytest.mark.parametrize(("wanted", "num_top"), [((0, 0), 0), ((3, 5), 5), ((-1, 7), -1)])
 def test_alternatives_of_targets(wanted, num_top):
     """The most that one wants; -1 is the whole vocabulary."""
-    seqs = [running([1, 2, 3], i, prompt_logprobs=k) for i, k in enumerate(wanted)]
-    for seq in seqs:
-        seq.targets = int32([2, 3])
+    seqs = [running([1, 2, 3], i) for i in range(len(wanted))]
+    for seq, k in zip(seqs, wanted, strict=True):
+        seq.scored = ScoredTokens(int32([2, 3]), 0, k)
     assert Targets.of([(seq, 0, 3) for seq in seqs]).num_top == num_top
 
 
@@ -128,7 +128,7 @@ def steps():
         running([1, 2], 4, [5], bad_words=["a"]),
     ]
     chunks = [(seqs[0], 2, 5), (seqs[1], 0, 4), (seqs[2], 0, 2)]
-    seqs[0].targets = int32([6, 7, 8, 9])
+    seqs[0].scored = ScoredTokens(int32([6, 7, 8, 9]), 0, 0)
     yield PrefillBatch(
         int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
         int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
