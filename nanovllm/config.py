@@ -61,7 +61,7 @@ class Config:
         tokenizer: directory or hub id of another tokenizer; None is the model's.
         logprobs_mode: "raw_logprobs" of the model's logits, or "processed_logprobs" of what is sampled from, after
             temperature, penalties, masks and filters.
-        max_logprobs: limit on ``SamplingParams.logprobs`` and ``prompt_logprobs``; -1 is the vocabulary.
+        max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
         quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if

@@ -138,7 +138,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_different_guides_and_none_in_one_batch(make_demo, alone, way):
+def test_different_grammars_and_none_in_one_batch(make_demo, alone, way):
     """Each draws what it draws alone, its plain mates too."""
     llm = make_demo(**WAYS[way])
     if "run-ahead" in way:
@@ -154,7 +154,7 @@ def test_different_guides_and_none_in_one_batch(make_demo, alone, way):
 
 
 def test_preempted_in_the_middle_of_an_answer(make_demo):
-    """The guide goes on where it was, and is not fed the recomputed tokens again."""
+    """The grammar goes on where it was, and is not fed the recomputed tokens again."""
     llm = make_demo(num_kvcache_blocks=6, enable_prefix_caching=False)
     params = [guided("json text", seed=i, temperature=50.0, max_tokens=70) for i in range(4)]
     together = run(llm, PROMPTS[:4], params)
@@ -244,7 +244,7 @@ def test_where_nothing_is_allowed_the_sequence_ends(one_eos, temperature, beside
     assert completion.finish_reason == "stop"
 
 
-def test_min_tokens_within_a_guide(demo):
+def test_min_tokens_within_a_grammar(demo):
     """An answer that could be short is not."""
     guide = StructuredOutputsParams(regex=r"(yes|no)( (yes|no))*")
     params = [
@@ -431,7 +431,7 @@ def test_the_row_of_a_batch_job_has_the_error(tmp_path, monkeypatch):
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_a_guide_that_cannot_be_used(demo, given, text):
+def test_a_grammar_that_cannot_be_used(demo, given, text):
     """Nothing is queued, not even the good prompts."""
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
     for use, message in (

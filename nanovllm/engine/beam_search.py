@@ -4,7 +4,7 @@ Owns which beams live on. What may follow a list of tokens is the engine's to sa
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any
 
 from nanovllm.engine.detokenizer import decode
@@ -12,16 +12,7 @@ from nanovllm.engine.prompts import as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import FinishReason, LogprobsAt
 from nanovllm.sampling_params import Parameters
-from nanovllm.validation import BOOLEAN, at_least, check, number
-
-RULES = {
-    "beam_width": at_least(1),
-    "max_tokens": at_least(1),
-    "ignore_eos": BOOLEAN,
-    "temperature": number("a finite number >= 0", lambda temperature: temperature >= 0),
-    "length_penalty": number("in [-10, 10]", lambda penalty: -10 <= penalty <= 10),
-    "include_stop_str_in_output": BOOLEAN,
-}
+from nanovllm.validation import BOOLEAN, at_least, check_all, number, option, rules_of
 
 
 @dataclass
@@ -46,20 +37,15 @@ class BeamSearchParams(Parameters):
         RequestError: a value is out of range.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
+    beam_width: int = option(MISSING, at_least(1))
+    max_tokens: int = option(MISSING, at_least(1))
+    ignore_eos: bool = option(False, BOOLEAN)
+    temperature: float = option(0.0, number("a finite number >= 0", lambda temperature: temperature >= 0))
+    length_penalty: float = option(1.0, number("in [-10, 10]", lambda penalty: -10 <= penalty <= 10))
+    include_stop_str_in_output: bool = option(False, BOOLEAN)
 
     def __post_init__(self) -> None:
-        self.verify()
-
-    def verify(self) -> None:
-        """Check and normalise every value."""
-        for name, rule in RULES.items():
-            setattr(self, name, check("BeamSearchParams", name, getattr(self, name), rule, RequestError))
+        vars(self).update(check_all("BeamSearchParams", vars(self), rules_of(BeamSearchParams), RequestError))
 
 
 @dataclass
@@ -153,11 +139,14 @@ class _Search:
         is_last = self._num_tokens == self._max_tokens
         for place, (cum_logprob, token, parent, logprobs) in enumerate(candidates):
             is_eos = token in self._eos
-            if is_eos or is_last:
-                if place < width:  # a worse one is no finished sequence, however short
-                    self._finish(_extended(parent, token, logprobs, cum_logprob), is_eos)
-            elif len(self.running) < width:
-                self.running.append(_extended(parent, token, logprobs, cum_logprob))
+            ends = is_eos or is_last
+            if place >= width if ends else len(self.running) == width:
+                continue  # worse than ``width`` others, which a finished sequence must not be, however short
+            beam = BeamSearchSequence([*parent.tokens, token], [*parent.logprobs, logprobs], cum_logprob)
+            if ends:
+                self._finish(beam, is_eos)
+            else:
+                self.running.append(beam)
         self._finished.sort(key=lambda finished: -finished[0])
         del self._finished[width:]
         if self.running and len(self._finished) == width and self._best_possible() <= self._finished[-1][0]:
@@ -183,7 +172,3 @@ class _Search:
             for beam in beams:
                 beam.text = decode(tokenizer, beam.tokens, skip_special_tokens=False)
         return beams
-
-
-def _extended(beam: BeamSearchSequence, token: int, logprobs: LogprobsAt, cum_logprob: float) -> BeamSearchSequence:
-    return BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, logprobs], cum_logprob)

@@ -85,7 +85,9 @@ class InputProcessor:
                 checked.append(self._checked(as_token_ids(token_ids), copies[key]))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
-        if checked and self._unknown_id(np.concatenate([ids for ids, _ in checked])) is not None:
+        try:
+            self._check_ids("", np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in checked)]))
+        except RequestError:
             for i, (ids, _) in enumerate(checked):  # slower
                 self._check_ids(f"prompt {i}: token id", ids)
         return [
@@ -167,16 +169,11 @@ class InputProcessor:
         self._token_processors.check(params)
         return params
 
-    def _unknown_id(self, ids: np.ndarray) -> int | None:
-        """The first id that is not in the vocabulary."""
-        vocab_size = self._config.model_config.vocab_size
-        if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
-            return None
-        return int(ids[(ids < 0) | (ids >= vocab_size)][0])
-
     def _check_ids(self, what: str, ids: np.ndarray) -> None:
-        if (bad := self._unknown_id(ids)) is not None:
-            raise RequestError(f"{what} {bad} is outside the vocabulary [0, {self._config.model_config.vocab_size}).")
+        vocab_size = self._config.model_config.vocab_size
+        unknown = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(unknown):
+            raise RequestError(f"{what} {unknown[0]} is outside the vocabulary [0, {vocab_size}).")
 
     def _checked(self, ids: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
         """Prompt and parameters, truncated and resolved. The keys and values of the last token are never computed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, PrefillBatch, SequenceStatus
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.engine.futures import refuse, resolve
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -309,10 +309,8 @@ class LLMEngine:
             if request.caller is None:
                 self._outputs.register(request, caller)
             self._inputs.make_completions(request)
-            self._outputs.queued(request)
-            for seq in request.seqs:
-                if seq.status is SequenceStatus.WAITING:
-                    self.scheduler.add(seq)
+            for seq in self._outputs.queued(request):
+                self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
         """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""

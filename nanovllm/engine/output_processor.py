@@ -47,9 +47,10 @@ class OutputProcessor:
         # the caller's second: after an interrupt between them, ``abort`` must find in both what the caller holds
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request
 
-    def queued(self, request: Request) -> None:
-        """The sequences of a registered request are made; those with nothing to compute are finished at once."""
-        completions = request.completions
+    def queued(self, request: Request) -> list[Sequence]:
+        """The sequences of a registered request are made; returns those to schedule. The others have nothing to
+        compute, and are finished at once."""
+        completions, waiting, done = request.completions, [], []
         request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
         request.caller.num_queued += len(completions)
@@ -61,11 +62,14 @@ class OutputProcessor:
                 self._processors[seq.seq_id] = processor
                 if seq.sampling_params.is_constrained:
                     self.constrained[seq.seq_id] = processor
-        done = [seq for seq in request.seqs if not seq.is_sampled and seq.scored is None]
-        for seq in done:
-            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+            if seq.is_sampled or seq.scored is not None:
+                waiting.append(seq)
+            else:
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                done.append(seq)
         if done:
             self.finish(done)
+        return waiting
 
     def is_empty(self) -> bool:
         """Whether every sequence that was queued is finished."""
@@ -109,7 +113,7 @@ class OutputProcessor:
         """
         for seq in seqs:
             request = self._pop(seq)
-            completion, caller = request.completion(seq.seq_id), request.caller
+            completion, caller = request.completions[seq.seq_id - request.request_id], request.caller
             completion.token_ids = seq.completion_token_ids
             if caller.detokenize:
                 completion.text = completion.decode(self._tokenizer)

@@ -108,9 +108,6 @@ class Request:
     def seqs(self) -> list[Sequence]:
         return [completion.seq for completion in self.completions]
 
-    def completion(self, seq_id: int) -> Completion:
-        return self.completions[seq_id - self.request_id]
-
     @property
     def has_text(self) -> bool:
         """Whether ``output`` need not wait, once the request is finished."""
@@ -124,10 +121,10 @@ class Request:
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
             self.completions[0].seq.num_cached_tokens, finished,
-            None if self.scored is None else self._prompt_logprobs, self.index,
+            None if self.scored is None else self._scored_prompt, self.index,
         )  # fmt: skip
 
-    def _prompt_logprobs(self) -> list:
+    def _scored_prompt(self) -> list:
         if not self.target_logprobs:  # a prompt of one token
             return [None]
         rows, ids = np.concatenate(self.target_logprobs), self.prompt_ids[1:].tolist()

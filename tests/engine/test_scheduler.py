@@ -598,7 +598,7 @@ def test_freed_seats_are_filled_in_batches():
     harness.run_to_end()
 
 
-def test_seats_that_become_free_seldom_are_filled_at_once():
+def test_slots_that_become_free_seldom_are_filled_at_once():
     """Nobody else would come to share the prefill."""
     harness = Harness(block_size=4, num_blocks=64, max_num_seqs=3, max_model_len=30)
     ids = [harness.add([1, 2], max_tokens=n, ignore_eos=True) for n in (5, 9, 14, 2, 2)]
@@ -618,8 +618,8 @@ def test_seats_that_become_free_seldom_are_filled_at_once():
     budget=st.integers(1, 20),
     lengths=st.lists(st.tuples(st.integers(1, 14), st.integers(1, 6), st.integers(0, 1)), min_size=1, max_size=40),
 )
-def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
-    """Sequences wait only where more of them wait than seats are free, and only until the free seats have missed
+def test_who_waits_for_slots(max_in_flight, max_num_seqs, budget, lengths):
+    """Sequences wait only where more of them wait than request slots are free, and only until these have missed
     ``max_num_seqs`` tokens. They enter in order of arrival. Blocks suffice for all."""
     harness = Harness(max_in_flight, True, 4, 9 * 5, max_num_seqs, budget, 20)
     scheduler, arrivals, entered, missed = harness.scheduler, list(lengths), [], 0
@@ -650,7 +650,7 @@ def test_who_waits_for_seats(max_in_flight, max_num_seqs, budget, lengths):
     harness.check_outputs()
 
 
-def test_a_half_computed_prompt_does_not_wait_for_seats():
+def test_a_half_computed_prompt_does_not_wait_for_slots():
     """One becomes free between its chunks, and too few for the others that wait."""
     harness = Harness(1, block_size=4, num_blocks=64, max_num_seqs=3, max_num_batched_tokens=4, max_model_len=30)
     for n in (2, 20):
@@ -666,8 +666,8 @@ def test_a_half_computed_prompt_does_not_wait_for_seats():
     harness.run_to_end()
 
 
-def test_a_seat_waits_for_64_steps_at_most():
-    """128 seats, one becomes free, two wait: no other comes, so the first is filled all the same."""
+def test_a_slot_waits_for_64_steps_at_most():
+    """128 slots, one becomes free, two wait: no other comes, so the first is filled all the same."""
     harness = Harness(0, block_size=16, num_blocks=2000, max_num_seqs=128, max_num_batched_tokens=512, max_model_len=99)
     for i in range(128):
         harness.add([1, 2], max_tokens=3 if i == 0 else 90, ignore_eos=True)
