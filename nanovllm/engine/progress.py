@@ -18,24 +18,17 @@ class Progress:
 
     Args:
         num_requests: the bar's total.
-        use_tqdm: whether to show a bar; a callable makes it in tqdm's place: called with tqdm's keywords ``total``,
-            ``desc`` and ``dynamic_ncols``, it returns an object with ``update``, ``refresh`` and ``close``, whose
-            ``postfix`` is set.
+        use_tqdm: a callable makes the bar in tqdm's place: called with tqdm's keywords ``total``, ``desc`` and
+            ``dynamic_ncols``, it returns an object with ``update``, ``refresh``, ``close`` and a ``postfix`` to set.
     """
 
     _is_first_step: ClassVar[bool] = True  # of the process: it allocates and initialises, and its time says nothing
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
-        self._bar: Any = None
-        if not use_tqdm:
-            return
         in_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
         options = {"total": num_requests, "desc": "Generating", "dynamic_ncols": True}
-        if callable(use_tqdm):
-            self._bar = use_tqdm(**options)
-        else:
-            self._bar = tqdm(**options, mininterval=self._interval_s)
+        self._bar: Any = use_tqdm(**options) if callable(use_tqdm) else tqdm(**options, mininterval=self._interval_s)
         self._tokens = {"prefill": 0, "decode": 0}
         self._timed_tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
@@ -43,8 +36,6 @@ class Progress:
 
     def update(self, batch: Batch | None, num_finished: int) -> None:
         """A step has processed ``batch``; the time since the last one counts for its kind."""
-        if self._bar is None:
-            return
         now = perf_counter()
         if batch is not None:
             kind = "prefill" if isinstance(batch, PrefillBatch) else "decode"
@@ -69,6 +60,5 @@ class Progress:
         self._bar.postfix = ", ".join(shown)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._count_tokens()
-            self._bar.close()
+        self._count_tokens()
+        self._bar.close()

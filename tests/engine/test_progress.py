@@ -114,10 +114,10 @@ def test_a_bar_that_somebody_watches(clock, where, monkeypatch):
 
 
 @pytest.mark.parametrize("use_tqdm", [False, None, 0])
-def test_no_bar(use_tqdm, capsys):
-    progress = Progress(3, use_tqdm)
-    progress.update(decode(3), 3)
-    progress.close()
+def test_no_bar(use_tqdm, make_llm, capsys):
+    llm = make_llm()
+    capsys.readouterr()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=use_tqdm)
     assert capsys.readouterr() == ("", "")
 
 
