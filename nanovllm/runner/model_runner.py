@@ -48,7 +48,7 @@ class StepHandle:
     def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
                  target_logprobs: torch.Tensor | None = None):
-        self._index = batch.lengths % 2, batch.req_indices
+        self._req_indices = batch.req_indices
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
         self._logprobs = logprobs, target_logprobs
 
@@ -60,7 +60,7 @@ class StepHandle:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
         return StepResult(
-            self._sampled_tokens.numpy()[self._index],
+            self._sampled_tokens.numpy()[self._req_indices],
             *(None if values is None else values.numpy().copy() for values in self._logprobs),
         )
 

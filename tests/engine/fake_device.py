@@ -142,7 +142,7 @@ class FakeDevice:
         (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
         assert len(tokens) == len(batch.req_indices) and req_indices.tolist() == batch.req_indices.tolist()
         self.last_token[req_indices] = tokens
-        self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
+        self.sampled_tokens[req_indices] = tokens
         self.length[req_indices] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
         used = self.sampler.used_by(batch.req_indices)

@@ -133,8 +133,8 @@ def combine_chunks_kernel(
     value_ptr, token_ptr,  # f32, i32[B], written here
     last_token_ptr,  # i32[R] strided, like the next two written here with ADVANCE
     new_length_ptr,  # i32[R] strided, incremented
-    sampled_tokens_ptr,  # i32[2, R], pinned host memory
-    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride, sampled_tokens_stride,
+    sampled_tokens_ptr,  # i32[R], pinned host memory
+    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B,): the best chunk of each sequence; with ADVANCE also `reference.advance_requests`."""
@@ -156,7 +156,7 @@ def combine_chunks_kernel(
         if ADVANCE:
             tl.store(last_token_ptr + req_idx * last_token_stride, token)
             length = tl.load(new_length_ptr + req_idx * new_length_stride)
-            tl.store(sampled_tokens_ptr + length % 2 * sampled_tokens_stride + req_idx, token)
+            tl.store(sampled_tokens_ptr + req_idx, token)
             tl.store(new_length_ptr + req_idx * new_length_stride, length + 1)
     tl.store(value_ptr + sequence, value)
     tl.store(token_ptr + sequence, token)
@@ -192,7 +192,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         combine_chunks_kernel, (batch_size,),
         values, tokens, req_indices, state.length, value, token, last_token, new_length, sampled_tokens,
         vocab_start, num_chunks,
-        state.length.stride(0), last_token.stride(0), new_length.stride(0), sampled_tokens.stride(0),
+        state.length.stride(0), last_token.stride(0), new_length.stride(0),
         ADVANCE=advance is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1, **options,
     )  # fmt: skip
     return value, token
@@ -205,8 +205,8 @@ def pick_and_advance_kernel(
     tokens_ptr,  # i32[B], written here
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, incremented here
-    sampled_tokens_ptr,  # i32[2, R], pinned host memory, written here
-    batch_size, last_token_stride, length_stride, sampled_tokens_stride,
+    sampled_tokens_ptr,  # i32[R], pinned host memory, written here
+    batch_size, last_token_stride, length_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
@@ -225,7 +225,7 @@ def pick_and_advance_kernel(
         best = tl.maximum(best, score)
     tl.store(tokens_ptr + offs, token, mask=mask)
     tl.store(last_token_ptr + req_idx * last_token_stride, token, mask=length > 0)
-    tl.store(sampled_tokens_ptr + length % 2 * sampled_tokens_stride + req_idx, token, mask=length > 0)
+    tl.store(sampled_tokens_ptr + req_idx, token, mask=length > 0)
     tl.store(length_ptr + req_idx * length_stride, length + 1, mask=length > 0)
 
 
@@ -237,7 +237,7 @@ def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens
     launch(
         pick_and_advance_kernel, (triton.cdiv(batch_size, block),),
         candidates, req_indices, tokens, last_token, length, sampled_tokens,
-        batch_size, last_token.stride(0), length.stride(0), sampled_tokens.stride(0),
+        batch_size, last_token.stride(0), length.stride(0),
         SIZE=size, BLOCK=block, **launch_options(candidates.device),
     )  # fmt: skip
     return tokens

@@ -145,14 +145,12 @@ def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens
 def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
     """Append `tokens` i32[B] to their requests: last_token = token, length += 1. Padding requests stay at length 0.
 
-    The host reads them from `sampled_tokens` i32[2, R], at [length % 2, req_idx] with the length before: with one step
-    in flight, step n + 1 must not overwrite a token the host has not read.
+    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling.
     """
     live = length[req_indices.long()] > 0
     slots, tokens = req_indices.long()[live], tokens.to(last_token.dtype)[live]
     last_token[slots] = tokens
-    index = length[slots].long() % 2, slots
-    sampled_tokens[tuple(i.to(sampled_tokens.device) for i in index)] = tokens.to(sampled_tokens.device)
+    sampled_tokens[slots.to(sampled_tokens.device)] = tokens.to(sampled_tokens.device)
     length[slots] += 1
 
 
