@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.core import DecodeBatch, NewSequences
-from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.sampling.feature import Arrays, Tensors
+from nanovllm.sampling.feature import Arrays, SamplingState, Tensors
 
 
 class RequestState:

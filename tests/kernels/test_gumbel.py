@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.kernels.sampling import reference
+from nanovllm.kernels.sampling import gumbel
 
 from .sampling_state import (
     BOTH,
     DEVICE,
     KERNELS,
     every_request,
-    gumbel,
     kept_ids,
     make_state,
     no_thresholds,
     random_state,
+    reference,
     same_selection,
 )  # fmt: skip
 
