@@ -68,7 +68,8 @@ class Workers:
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
         self._pipes: dict[int, connection.Connection] = {}
-        self._states: dict[int, Any] = {}  # what each rank reported last
+        self._states: dict[int, str] = {}  # of each rank: "up", then "ready"
+        self._answers: list[Any] = []
         self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
         self._dismissed = False  # the workers were told to leave
         self._killing = False  # they might not read a dismissal: the watch thread is to kill them
@@ -100,15 +101,11 @@ class Workers:
         """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
         self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
 
-    def wait_for_answers(self, number: int) -> list[tuple]:
-        """Wait until every worker has reported a tuple (number, ...) of this number; returns the tuples."""
-
-        def answers() -> list[tuple]:
-            states = (self._states.get(rank) for rank in range(1, self._size))
-            return [state for state in states if isinstance(state, tuple) and state[0] == number]
-
-        self.wait_until(lambda: len(answers()) == self._size - 1)
-        return answers()
+    def wait_for_answers(self) -> list[Any]:
+        """Wait until every worker has reported the "answer" to the last message; returns the answers."""
+        self.wait_until(lambda: len(self._answers) == self._size - 1)
+        answers, self._answers = self._answers, []
+        return answers
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
@@ -242,9 +239,13 @@ class Workers:
         for rank, pipe in list(self._pipes.items()):
             try:
                 while pipe.poll():
-                    self._states[rank], *details = pipe.recv()
-                    if details:
+                    kind, *details = pipe.recv()
+                    if kind == "failed":
                         self._tracebacks.append((details[0], rank, details[1]))
+                    elif kind == "answer":
+                        self._answers += details
+                    else:
+                        self._states[rank] = kind
             except (EOFError, OSError):
                 self._pipes.pop(rank).close()
 
@@ -282,14 +283,14 @@ class Worker:
         message = self.channel.receive()
         return pickle.loads(message) if message else None
 
-    def report(self, state: Any, *details: Any) -> None:
-        """Tell rank 0: "up", "ready", an answer (number, ...), or "failed" with time and traceback.
+    def report(self, kind: str, *details: Any) -> None:
+        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with time and traceback.
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.
         """
-        self._pipe.send((state, *details))
-        if state == "ready" and sys.platform == "linux":
+        self._pipe.send((kind, *details))
+        if kind == "ready" and sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     def beat(self) -> None:
