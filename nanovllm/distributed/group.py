@@ -66,18 +66,13 @@ class TPGroup:
                     del os.environ[name]
             # It would be set up, and never used. Set here: NCCL reads variables on its thread.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            communicator: Future[None] = Future()
 
             def create_communicator() -> None:
-                try:
-                    torch.cuda.set_device(device)
-                    backend.allreduce([torch.zeros(1, device=device)]).wait()
-                    torch.cuda.current_stream().synchronize()
-                    communicator.set_result(None)
-                except BaseException as error:
-                    communicator.set_exception(error)
+                torch.cuda.set_device(device)
+                backend.allreduce([torch.zeros(1, device=device)]).wait()
+                torch.cuda.current_stream().synchronize()
 
-            threading.Thread(target=create_communicator, name="nanovllm-nccl", daemon=True).start()
+            communicator = on_daemon_thread("nanovllm-nccl", create_communicator)
             peers = PeerMemory.connect(store("peers"), rank, size, device, directory, max_sum_bytes)
             return cls(rank, size, backend, peers, communicator, compile_only.get)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -168,3 +163,17 @@ class TPGroup:
 
 
 SINGLE_RANK = TPGroup()
+
+
+def on_daemon_thread(name: str, function: Callable[..., Any], *args: Any) -> "Future[Any]":
+    """Call a function on a thread that the exit of the process does not wait for, should another rank have died."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import ModuleType
@@ -71,8 +70,7 @@ class Workers:
         self._states: dict[int, str] = {}  # of each rank: "up", then "ready"
         self._answers: list[Any] = []
         self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
-        self._dismissed = False  # the workers were told to leave
-        self._killing = False  # they might not read a dismissal: the watch thread is to kill them
+        self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
 
@@ -109,22 +107,14 @@ class Workers:
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
-        from nanovllm.distributed.group import TPGroup
+        from nanovllm.distributed.group import TPGroup, on_daemon_thread
 
         self.wait_for_state("up")
-        connected: Future[TPGroup] = Future()
-
-        def rendezvous() -> None:
-            try:
-                limits = STEP_TIMEOUT_S, max_sum_bytes
-                connected.set_result(TPGroup.connect(0, self._size, device, self._directory, *limits))
-            except BaseException as error:
-                connected.set_exception(error)
-
-        threading.Thread(target=rendezvous, name="nanovllm-connect", daemon=True).start()
+        rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes
+        connected = on_daemon_thread("nanovllm-connect", TPGroup.connect, *rendezvous)
         self.wait_until(connected.done)
-        self.tp = tp = connected.result()
-        return tp
+        self.tp = connected.result()
+        return self.tp
 
     def join_group(self) -> None:
         """Wait until all ranks are connected."""
@@ -155,15 +145,16 @@ class Workers:
 
     def dismiss(self, kill: bool = False) -> None:
         """Tell the workers to leave; in collective work, or with ``kill``, have them killed. Does not wait."""
-        if os.getpid() != self._owner or self._dismissed or self._killing:
+        if os.getpid() != self._owner or self._grace_s is not None:
             return  # a forked child does not own the workers
+        grace_s = 0.0
         try:
             with suppress(WorkerError):
                 if not (self._busy or kill):
                     self.send()
-                    self._dismissed = True
+                    grace_s = EXIT_TIMEOUT_S
         finally:  # Ctrl-C may strike while sending
-            self._killing = not self._dismissed
+            self._grace_s = grace_s
 
     def join(self) -> bool:
         """Wait until all workers are gone. False if rank 0's device hangs: to free its memory would block."""
@@ -181,7 +172,7 @@ class Workers:
             self.failure = self._watch_until_end()
         except BaseException:
             self.failure = WorkerError(0, f"the watch over the workers failed:\n{traceback.format_exc()}")
-        limit = time.monotonic() + (EXIT_TIMEOUT_S if self._dismissed else 0.0)
+        limit = time.monotonic() + (self._grace_s or 0.0)
         for process in self.processes.values():
             process.join(max(0.0, limit - time.monotonic()))
             process.kill()
@@ -190,7 +181,7 @@ class Workers:
         for pipe in self._pipes.values():
             pipe.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        if self.tp is not None and not self._dismissed:
+        if self.tp is not None and not self._grace_s:
             self.tp.abort()
 
     def _spawn(self) -> None:
@@ -215,12 +206,12 @@ class Workers:
         while True:
             before = time.monotonic()
             connection.wait([*self._pipes.values(), *(p.sentinel for p in self.processes.values())], HEARTBEAT_S)
-            if self._dismissed or self._killing:
+            if self._grace_s is not None:
                 return None
             self._read_pipes()
             if self._tracebacks or not all(process.is_alive() for process in self.processes.values()):
                 failure = self._first_failure()
-                return None if self._dismissed else failure
+                return None if self._grace_s else failure
             # time counts only while this thread is awake: Ctrl-Z stops it together with the workers
             awake = min(time.monotonic() - before, 2 * HEARTBEAT_S)
             starting += awake
