@@ -227,8 +227,8 @@ class Workers:
                 return WorkerError(rank, f"it has stalled: no sign of life for {SILENCE_LIMIT_S:.0f} s.")
 
     def _read_pipes(self) -> None:
-        for rank, pipe in list(self._pipes.items()):
-            try:
+        for rank, pipe in self._pipes.items():
+            with suppress(EOFError, OSError):  # the process has ended, as its sentinel will tell
                 while pipe.poll():
                     kind, *details = pipe.recv()
                     if kind == "failed":
@@ -237,8 +237,6 @@ class Workers:
                         self._answers += details
                     else:
                         self._states[rank] = kind
-            except (EOFError, OSError):
-                self._pipes.pop(rank).close()
 
     def _first_failure(self) -> WorkerError:
         """The root cause: a worker that died without a traceback (it was killed), else the earliest traceback."""

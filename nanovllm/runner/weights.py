@@ -271,18 +271,15 @@ def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
 def as_pairs(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Pairs (name, tensor), checked one by one."""
     pairs = weights.items() if isinstance(weights, Mapping) else weights
-    try:
-        pairs = iter(pairs)
-    except TypeError:
-        pairs = iter([pairs])
-    for pair in pairs:
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
-            raise CheckpointError(
-                "update_weights takes a path of safetensors, or pairs (name, tensor) such as model.named_parameters(), "
-                f"not {pair!s:.100}."
-            )
-        yield pair[0], pair[1]
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        match pair:
+            case [str() as name, torch.Tensor() as tensor]:
+                yield name, tensor
+            case _:
+                raise CheckpointError(
+                    "update_weights takes a path of safetensors, or pairs (name, tensor) such as "
+                    f"model.named_parameters(), not {pair!s:.100}."
+                )
 
 
 def in_buckets(pairs: Iterable[tuple[str, torch.Tensor]], unused: re.Pattern[str]) -> Iterator[dict[str, torch.Tensor]]:
