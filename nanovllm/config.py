@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import DTYPES, ModelConfig
+from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.utils.checkpoint import read_model_config, resolve_model
+from nanovllm.utils.checkpoint import resolve_model
 from nanovllm.validation import (
     Rule,
     at_least,

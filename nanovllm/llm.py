@@ -125,7 +125,7 @@ class LLM(LLMEngine):
                 else:
                     yield request
 
-        for _, finished in self._run(more=requests()):
+        for _, finished in self._run([], requests()):
             for request in finished:
                 yield request.output()
 
@@ -246,6 +246,11 @@ class LLM(LLMEngine):
         return self.scheduler.metrics.read(self.scheduler, self._outputs.num_not_queued)
 
     # ---------------------------------------------------------------- tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
+        return self._tokenizer.of_transformers()
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer, loaded now, which may be changed; None with ``skip_tokenizer_init``."""

@@ -39,6 +39,9 @@ def option(default: Any, rule: Rule) -> Any:
 def rules_of(options: type) -> dict[str, Rule]:
     """The rules of a dataclass's options by name."""
     return {option.name: option.metadata["rule"] for option in fields(options) if option.metadata}
+def by_field(*rules: tuple[str, Rule]) -> dict[str, Rule]:
+    """The rule of each field; ``rules``: names with spaces between them, and the rule they share."""
+    return {name: rule for names, rule in rules for name in names.split()}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -12,18 +12,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
 # from the bottom up; a module may import from its own floor and from those below
 FLOORS = [
-    ["errors", "validation", "families"],
-    ["rope", "quantization"],
-    ["sampling_params", "outputs", "model_config"],
+    ["errors", "validation", "models.families"],
+    ["models"],  # its table
+    ["models.rope", "models.quantization_config"],
+    ["sampling_params", "outputs", "utils.gc_pause", "utils.exclusive"],
     ["utils.checkpoint"],
-    ["config", "utils.fp8", "utils.loader"],
-    ["kernels", "utils.cuda_context"],
+    ["models.config"],
+    ["config"],
+    ["kernels", "utils.compile_server"],
+    ["utils.head_start"],
     ["distributed"],
     ["layers"],
-    ["models"],
-    ["engine.sequence", "engine.guard", "engine.block_manager", "engine.metrics", "engine.scheduler",
-     "engine.prompts", "engine.detokenizer", "engine.grammars", "engine.fast_tokenizer"],
-    ["engine.tokenizer", "engine.structured", "engine.stop_strings", "engine.logprobs", "engine.token_processor"],
+    ["models.moe", "models.decoder", "models.loader"],
+    ["engine.sequence", "engine.waiting", "engine.block_manager", "engine.metrics", "engine.scheduler",
+     "engine.prompts", "engine.detokenizer", "engine.grammars", "engine.chat_template", "engine.fast_tokenizer"],
+    ["engine.tokenizer", "engine.structured", "engine.watch"],
     ["runner.request_state", "runner.sampling_tables", "runner.prefix_groups", "runner.step", "runner.prefill_graphs",
      "runner.prepare"],
     ["runner"],
@@ -89,7 +92,7 @@ def test_imports_no_torch(module):
 
 def test_no_file_is_long():
     for path in PACKAGE.rglob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 480, path
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 600, path
 
 
 def test_the_reading_path_exists_and_fits_an_afternoon():

@@ -21,11 +21,10 @@ from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.config import LayerConfig, ModelConfig, read_model_config
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
 from nanovllm.runner.memory import allocate_kv_cache
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.loader import load_model
 
 TOLERANCE = 1e-4  # of the largest logit
 RNG = random.Random(0)
@@ -236,17 +235,25 @@ def switched_off(config):
             yield name, replace(config, family=config.family._replace(**{name: plain}))
     if config.attention_scale != config.head_dim**-0.5:
         yield "attention_scale", replace(config, attention_scale=config.head_dim**-0.5)
-    if any(config.windows):
-        yield "windows", replace(config, windows=(0,) * len(config.windows))
-        yield "window", replace(config, windows=tuple(w and w - 1 for w in config.windows))
-    if len(set(config.windows)) > 1:
-        yield "windows' layers", replace(config, windows=config.windows[1:] + config.windows[:1])
-    if len(set(config.ropes)) > 1:
-        yield "ropes' layers", replace(config, ropes=config.ropes[1:] + config.ropes[:1])
-        yield "one rope", replace(config, ropes=(next(filter(None, config.ropes)),) * len(config.ropes))
-    for rope in filter(None, dict.fromkeys(config.ropes)):
+    windows, ropes = config.windows, config.ropes
+    if any(windows):
+        yield "windows", with_layers(config, window=[0] * len(windows))
+        yield "window", with_layers(config, window=[w and w - 1 for w in windows])
+    if len(set(windows)) > 1:
+        yield "windows' layers", with_layers(config, window=windows[1:] + windows[:1])
+    if len(set(ropes)) > 1:
+        yield "ropes' layers", with_layers(config, rope=ropes[1:] + ropes[:1])
+        yield "one rope", with_layers(config, rope=[next(filter(None, ropes))] * len(ropes))
+    for rope in filter(None, dict.fromkeys(ropes)):
         for name, other in other_ropes(rope, config.head_dim):
-            yield f"rope: {name}", replace(config, ropes=tuple(other if r == rope else r for r in config.ropes))
+            yield f"rope: {name}", with_layers(config, rope=[other if r == rope else r for r in ropes])
+
+
+def with_layers(config, **values):
+    """Other values of one field of the layers."""
+    ((name, values),) = values.items()
+    layers = [replace(layer, **{name: value}) for layer, value in zip(config.layers, values, strict=True)]
+    return replace(config, layers=tuple(layers))
 
 
 def other_ropes(rope, head_dim):
@@ -290,9 +297,11 @@ def test_every_switch_is_tried(checkpoint):
     """Else a new field of the configuration, or of a family, would have no test above."""
     shape = {field.name for field in fields(ModelConfig)} - PLAIN.keys()
     assert shape == {
-        "family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-        "attention_scale", "windows", "ropes", "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
+        "family", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_scale", "layers",
+        "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
     }  # fmt: skip
+    of_layers = {field.name for field in fields(LayerConfig)}
+    assert of_layers == {"mixer", "window", "rope", "is_sparse", "fp8_linears"}
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
     assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}

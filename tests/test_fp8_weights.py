@@ -21,14 +21,15 @@ from nanovllm.as_vllm import launch
 from nanovllm.as_vllm.options import EngineArgs, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
+from nanovllm.layers import quantization as fp8_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.quantization import quantize, quantized
+from nanovllm.layers.weight_loader import CheckpointTensor
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.quantization import LINEARS
-from nanovllm.utils import fp8 as fp8_utils
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.fp8 import Scales, quantize
-from nanovllm.utils.loader import CheckpointTensor, InMemory, init_dummy_weights, load_model, quantized
+from nanovllm.models.loader import init_dummy_weights, load_model
+from nanovllm.models.quantization_config import LINEARS
 
 E4M3 = torch.float8_e4m3fn
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
@@ -74,10 +75,9 @@ def test_transformers_reads_the_checkpoint(tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
 
 
-def built(path, tp=SINGLE_RANK, **changes):
+def built(path, tp=SINGLE_RANK, config=None):
     """The model of a checkpoint on one rank, filled."""
-    config = replace(read_model_config(path), **changes)
-    model = CausalLM(config, None, tp)
+    model = CausalLM(config or read_model_config(path), None, tp)
     for param in model.parameters():
         param.view(torch.uint8).fill_(0x7F)  # NaN in e4m3; what is not loaded shows
     load_model(model, path)
@@ -166,11 +166,11 @@ def test_rows_that_share_scales(case, form, sizes, by_size, tmp_path):
 def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
     """On Hopper many tokens meet the blocks in e4m3, but not those that a shard cuts."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.linear import fp8
+    from nanovllm.kernels.linear import dispatch
 
-    if fp8.prefill_gemm_sm90 is None:
+    if dispatch.prefill_gemm_sm90 is None:
         pytest.skip("no Gluon kernels")
-    monkeypatch.setattr(fp8, "is_sm90", lambda device: True)
+    monkeypatch.setattr(dispatch, "is_sm90", lambda device: True)
     fp8_checkpoints.write(tmp_path, families.make(tmp_path, "qwen3", **SIZES | WIDE, head_dim=128), "qwen")
     for size, want in ((1, [True] * 4), (4, [True, True, False, False])):  # QKV of 384 features, down of 192 channels
         layer = CausalLM(read_model_config(str(tmp_path)), None, TPGroup(0, size, None)).model.layers[0]
@@ -183,7 +183,7 @@ def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
             linear.ops, linear.tp = WeightOf, SINGLE_RANK  # nothing to reduce
             x = torch.zeros(300, linear.weight.shape[1], dtype=torch.bfloat16)
             more = (None, epilogue) if "qkv" in name else ()
-            seen.append(fp8.supports(x, linear(x, *more), *more[1:]))
+            seen.append(dispatch.supports_w8a8(x, linear(x, *more), *more[1:]))
         assert seen == want
 
 
@@ -247,8 +247,8 @@ def test_layers_left_out(form, skipped, tmp_path):
 def test_every_kind_of_layer_is_compiled():
     config = families_config("Qwen3ForCausalLM", BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
     kinds = config.one_layer_of_each_kind()
-    assert (kinds.num_hidden_layers, kinds.fp8.layers) == (3, tuple(config.fp8.layers[i] for i in (0, 1, 3)))
-    assert len(set(kinds.fp8.layers)) == 2
+    assert kinds.layers == tuple(config.layers[i] for i in (0, 1, 3))
+    assert len({layer.fp8_linears for layer in kinds.layers}) == 2
 
 
 @pytest.mark.parametrize("form", ["auto_fp8", "tensor", "modelopt", "qwen"])
@@ -298,11 +298,11 @@ def test_vision_prefix():
     skips_by_regex = compressed("channel", ["re:language_model\\.model\\.layers\\.1\\.mlp"])
     for quantization in (raw, skips_by_regex):
         config = families_config("Gemma3ForConditionalGeneration", quantization)
-        assert config.fp8_block(1, "mlp.down_proj") is None and config.fp8_block(0, "mlp.down_proj") is not None
+        assert ["mlp.down_proj" in layer.fp8_linears for layer in config.layers] == [True, False, True, True]
 
 
 def families_config(architecture, quantization, **more):
-    from nanovllm.model_config import ModelConfig
+    from nanovllm.models.config import ModelConfig
 
     raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
     return ModelConfig.from_json({**raw, "torch_dtype": "bfloat16"})
@@ -350,6 +350,7 @@ def in_group(part, **changes):
     ({**compressed("channel"), "transform_config": {"R1": 1}}, "transform_config={'R1': 1}"),
     ({**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
      "sparsity_config.format='sparse-24-bitmask'"),
+    ({**compressed("channel"), "sparsity_config": "dense"}, "sparsity_config='dense'"),  # was an AttributeError
     ({**compressed("channel"), "ignore": ["re:("]}, "the regular expression 're:(' (missing ), unterminated"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
 ], ids=str)  # fmt: skip
@@ -460,7 +461,7 @@ def test_quantize_blocks(N, C, monkeypatch):
     weight = torch.randn(N, C) * torch.rand(N, 1)
     want = blockwise(weight)
     for num_bytes in (64 << 20, 4 * C * 128 * 2, 1):
-        monkeypatch.setattr(fp8_utils, "ROWS_BYTES", num_bytes)
+        monkeypatch.setattr(fp8_weights, "ROWS_BYTES", num_bytes)
         data, scale = quantize(weight, 128)
         assert scale.shape == (-(-N // 128), -(-C // 128))
         spread = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :C]
@@ -506,10 +507,11 @@ def test_online_shards(case, size, block, tmp_path):
     path, plain = str(tmp_path), str(tmp_path / "plain")
     quantize_linears(model, in_blocks=block > 0)
     model.save_pretrained(plain)
-    fp8 = replace(read_model_config(path).quantized().fp8, block=block)
+    config = read_model_config(path).quantized()
+    config = replace(config, fp8=replace(config.fp8, block=block))
     for rank in range(size):
         tp = TPGroup(rank, size, None)
-        got, want = dequantized(built(path, tp, fp8=fp8)), dequantized(built(plain, tp))
+        got, want = dequantized(built(path, tp, config)), dequantized(built(plain, tp))
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
 
@@ -660,9 +662,8 @@ def test_update_of_a_single_block(rows):
     with torch.no_grad():
         layer, weight = MergedColumnParallelLinear(96, [rows, 200], fp8_block=128), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
-            for param, tensor in quantized(layer.weight, CheckpointTensor("w", InMemory(part))):
-                lazy = Scales(tensor.lazy, param.group_size) if hasattr(param, "group_size") else tensor.lazy
-                param.weight_loader(param, tensor._replace(lazy=lazy), i)
+            for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
+                param.weight_loader(param, tensor, i)
     want = torch.cat([blockwise(part) for part in weight.split([rows, 200])])
     assert torch.equal(layer.weight.float() * layer.weight_scale.repeat_interleave(32, 1), want)
 
@@ -685,13 +686,12 @@ def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
     """Quantized while loading (None), and published."""
     if form is None:
         families.make(tmp_path, "qwen3", **SIZES)
-        changes = {"fp8": read_model_config(str(tmp_path)).quantized().fp8}
-        path = str(tmp_path)
+        path, config = str(tmp_path), read_model_config(str(tmp_path)).quantized()
     else:
-        path, changes = published("qwen3", form)[0], {}
-    on_cpu = built(path, **changes)
+        path, config = published("qwen3", form)[0], None
+    on_cpu = built(path, config=config)
     with torch.device("cuda"):
-        on_gpu = built(path, **changes)
+        on_gpu = built(path, config=config)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
 
@@ -707,9 +707,9 @@ def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
     by 0.064 to 0.076. Block scales differ by a factor of up to 8: those of one weight, moved by a block, by 0.108 up.
     """
     from nanovllm.kernels.launch import is_sm90
-    from nanovllm.kernels.linear import fp8
+    from nanovllm.kernels.linear import dispatch
 
-    if fp8.prefill_gemm_sm90 is None or not is_sm90(torch.device("cuda")):
+    if dispatch.prefill_gemm_sm90 is None or not is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     sizes = dict(hidden_size=512, intermediate_size=1024, head_dim=128, num_hidden_layers=2, vocab_size=512)
     model = families.make(tmp_path, "qwen3", **sizes, layer_types=None, max_position_embeddings=1024)
@@ -722,18 +722,19 @@ def test_blocks_of_a_prompt(length, make_llm, tmp_path, monkeypatch):
                 param.mul_(factors.repeat_interleave(128, 0).repeat_interleave(128, 1))
     fp8_checkpoints.write(tmp_path, model, "qwen")
 
-    def refuse(weight, dtype):
-        raise AssertionError(f"a weight {list(weight.data.shape)} is dequantized")
+    def unless_scaled(weight, dtype):
+        assert weight.scale is None, f"a weight {list(weight.data.shape)} is dequantized"
+        return weight
 
-    monkeypatch.setattr(fp8, "dequantized", refuse)
+    monkeypatch.setattr(dispatch, "dequantized", unless_scaled)
     multiplied = []  # features of the products of blocks in the prefill GEMM
-    original = fp8.prefill_gemm_sm90.prefill_gemm
+    original = dispatch.prefill_gemm_sm90.prefill_gemm
 
     def recorded(x, weight, *args, **options):
-        multiplied.append((len(x), len(weight), options["weight_scale"].shape[1]))
+        multiplied.append((len(x.data), len(weight.data), weight.scale.shape[1]))
         return original(x, weight, *args, **options)
 
-    monkeypatch.setattr(fp8.prefill_gemm_sm90, "prefill_gemm", recorded)
+    monkeypatch.setattr(dispatch.prefill_gemm_sm90, "prefill_gemm", recorded)
     llm = make_llm(
         model=str(tmp_path), device="cuda", dtype="bfloat16", enforce_eager=True, max_num_batched_tokens=1024,
         max_model_len=1024, num_kvcache_blocks=128,
@@ -751,13 +752,13 @@ def test_memory_while_loading(tmp_path):
     """The device never holds the 16-bit model: at most the FP8 one, and some tensors in 16 and 32 bits."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)
     families.make(tmp_path, "qwen3", **sizes, layer_types=None).bfloat16().save_pretrained(tmp_path)
-    fp8 = read_model_config(str(tmp_path)).quantized().fp8
+    config = read_model_config(str(tmp_path)).quantized()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = built(str(tmp_path), fp8=fp8)
+            model = built(str(tmp_path), config=config)
         finally:
             torch.set_default_dtype(torch.float32)
     num_bytes = sum(param.nbytes for param in model.parameters())

@@ -6,8 +6,9 @@ import pytest
 from conftest import TINY
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.model_config import FAMILIES, ModelConfig
-from nanovllm.rope import RopeScaling
+from nanovllm.models import MODELS
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.rope import RopeScaling
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -37,7 +38,7 @@ KINDS = {
         {"layer_types": ["full_attention", "linear_attention"]},
     ],
     "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
-    f"one of {', '.join(FAMILIES)} (others are not supported)": [
+    f"one of {', '.join(MODELS)} (others are not supported)": [
         {"architectures": bad}
         for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Qwen3NextForCausalLM"],
                     ["HunYuanDenseV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
@@ -116,7 +117,7 @@ PUBLISHED = {  # config.json of Qwen3-0.6B
 
 def test_a_published_config():
     config = ModelConfig.from_json(PUBLISHED)
-    assert config.family is FAMILIES["Qwen3ForCausalLM"] and config.family.qk_norm
+    assert config.family is MODELS["Qwen3ForCausalLM"] and config.family.qk_norm
     assert set(config.ropes) == {RopeScaling(kind="default", theta=1e6, original_max_position=40960)}
     assert config.windows == (0,) * 28 and config.moe is None and config.attention_scale == 128**-0.5
     assert (config.dtype, config.head_dim, config.num_key_value_heads) == ("bfloat16", 128, 8)

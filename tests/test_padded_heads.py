@@ -1,4 +1,4 @@
-"""Heads padded with zeros at load to a size that kernels take. The plain twins compute them here, which pad nothing by
+"""Heads padded with zeros at load to a size that kernels take. The references compute them here, which pad nothing by
 themselves; ``test_families.py`` (gpu) and ``runner/test_triton_runner.py`` have the kernels. 8 s."""
 
 import re
@@ -14,9 +14,9 @@ from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import ConfigError, kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.loader import load_model
+from nanovllm.models.loader import load_model
 
 HEAD_DIM, PADDED = 24, 32
 SIZES = dict(hidden_size=4 * HEAD_DIM, num_hidden_layers=2, layer_types=None)
@@ -35,7 +35,7 @@ CASES = {  # what is padded beside rows of Q, K and V and columns of the output 
 
 @pytest.fixture
 def padding(monkeypatch):
-    """padding() lets the twins want heads of a power of two, as the kernels do."""
+    """padding() lets the references want heads of a power of two, as the kernels do."""
     return lambda: monkeypatch.setattr(
         kernels.select("cpu"), "padded_head_dim", lambda head_dim: 1 << (head_dim - 1).bit_length()
     )

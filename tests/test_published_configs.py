@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from nanovllm.errors import CheckpointError
-from nanovllm.model_config import FAMILIES, ModelConfig
-from nanovllm.rope import RopeScaling
+from nanovllm.models import MODELS
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
 
@@ -222,7 +223,8 @@ PUBLISHED = {
         "head_dim": 128, "qkv_bias": True, "rope": rope(1e6, 131072, partial_rotary_factor=0.5),
         "num_nextn_predict_layers": 1, "eos_token_ids": (151329, 151336, 151338),
         "moe": {"num_experts": 128, "top_k": 8, "expert_size": 1408, "scoring": "sigmoid", "shared_size": 1408,
-                "has_correction_bias": True, "dense_layers": frozenset({0})},
+                "has_correction_bias": True},
+        "dense": {0},
     }),
     "GLM-4.5": ("Glm4MoeForCausalLM", shape(
         5120, 12288, 92, 96, 8, 151552, 131072, 1e-5, head_dim=128, attention_bias=True, first_k_dense_replace=3,
@@ -233,12 +235,13 @@ PUBLISHED = {
         "head_dim": 128, "qkv_bias": True, "qk_norm": "head", "rope": rope(1e6, 131072, partial_rotary_factor=0.5),
         "num_nextn_predict_layers": 1,
         "moe": {"num_experts": 160, "top_k": 8, "expert_size": 1536, "scoring": "sigmoid", "shared_size": 1536,
-                "has_correction_bias": True, "dense_layers": frozenset({0, 1, 2}), "routed_scale": 2.5},
+                "has_correction_bias": True, "routed_scale": 2.5},
+        "dense": {0, 1, 2},
     }),
 }  # fmt: skip
 PLAIN_MOE = {
     "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
-    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "dense_layers": frozenset(),
+    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False,
 }  # fmt: skip
 
 
@@ -246,7 +249,7 @@ PLAIN_MOE = {
 def test_published(model):
     architecture, raw, expected = PUBLISHED[model]
     config = ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw})
-    family, layers = FAMILIES[architecture], config.num_hidden_layers
+    family, layers = MODELS[architecture], config.num_hidden_layers
     plain = {
         "family": family, "qk_norm": family.qk_norm, "dtype": "bfloat16", "tie_word_embeddings": False,
         "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "embed_scale": 1.0,
@@ -257,12 +260,13 @@ def test_published(model):
                                            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
                                            "rms_norm_eps") if name in raw}  # fmt: skip
     expected = {**plain, **expected}
-    moe = expected.pop("moe", None)
+    moe, dense = expected.pop("moe", None), expected.pop("dense", set())
     if "rope" in expected:
         expected["ropes"] = (expected.pop("rope"),) * layers
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.moe is None) == (moe is None)
     assert moe is None or vars(config.moe) == {**PLAIN_MOE, **moe}
+    assert moe is None or [layer.is_sparse for layer in config.layers] == [i not in dense for i in range(layers)]
 
 
 SIZES = (
@@ -303,7 +307,7 @@ def read(model, **changes):
 
 
 def test_every_family_is_published():
-    assert {architecture for architecture, _, _ in PUBLISHED.values()} == FAMILIES.keys() - {"Qwen3ForCausalLM"}
+    assert {architecture for architecture, _, _ in PUBLISHED.values()} == MODELS.keys() - {"Qwen3ForCausalLM"}
 
 
 def test_for_length():
@@ -320,7 +324,7 @@ def test_layers_of_the_warm_up():
     gemma = read("gemma-3-1b-it").one_layer_of_each_kind()
     assert gemma.windows == (512, 0, 512) and [rope.theta for rope in gemma.ropes] == [1e4, 1e6, 1e4]
     air = read("GLM-4.5-Air").one_layer_of_each_kind()
-    assert air.num_hidden_layers == 3 and air.moe.dense_layers == {0}
+    assert [layer.is_sparse for layer in air.layers] == [False, True, True]
     assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
 
 

@@ -15,7 +15,7 @@ from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_
 
 from nanovllm import SamplingParams, kernels
 from nanovllm.kernels.attention import reference
-from nanovllm.layers.attention import PagedBackend
+from nanovllm.layers.attention_backends import PagedBackend
 from nanovllm.runner import cascade, model_runner
 from nanovllm.runner import worker as worker_module
 

@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.as_vllm import options
 from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
+from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
 
 
@@ -33,7 +34,7 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     max_model_len = keywords.get("max_model_len")
     is_default = max_model_len in (None, -1, "auto")
     if is_default:
-        max_model_len = checkpoint.read_model_config(path).max_position_embeddings
+        max_model_len = read_model_config(path).max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
     if overlay is not None:
         weakref.finalize(llm, overlay.cleanup)

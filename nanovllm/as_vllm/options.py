@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
 from nanovllm.validation import did_you_mean
 
@@ -98,7 +99,7 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given.setdefault("max_num_seqs", min(512, given["max_num_batched_tokens"]))
     if (method := given.get("quantization")) in PUBLISHED:
         path = checkpoint.resolve_model(keywords["model"], given.get("revision"), weights=False)
-        fp8 = checkpoint.read_model_config(path).fp8
+        fp8 = read_model_config(path).fp8
         if fp8 is None or fp8.method != method:
             has = "none" if fp8 is None else repr(fp8.method)
             raise ConfigError(

@@ -100,11 +100,6 @@ class LLMEngine:
         """Free the device's memory; may be called again."""
         self._finalizer()
 
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
-        return self._tokenizer.of_transformers()
-
     def _require_running(self) -> None:
         if not self._finalizer.alive:
             raise EngineError(f"this engine is shut down{self._why_shut_down}; make a new LLM(...).")
@@ -173,8 +168,10 @@ class LLMEngine:
             self._submitted.resolve()
 
     def is_finished(self) -> bool:
-        """Whether every request was reported, finished or dropped. A surplus launch, after a stop token, may run on."""
-        return not self._outputs.unfinished and not self._added.finished and not self._added.dropped
+        """Whether every request that was queued is reported, finished or dropped. A surplus launch, after a stop token,
+        may run on; a call around this one may have more to queue.
+        """
+        return self._outputs.is_empty() and not self._added.finished and not self._added.dropped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request that gives none: the checkpoint's ``generation_config.json``."""
@@ -257,7 +254,7 @@ class LLMEngine:
     def _collect(self, requests: list[Request], result: Callable[[Request], T],
                  use_tqdm: bool | Callable = False) -> list[T]:
         """``result`` of each request; most are made while the device works on the others, once their text is there."""
-        results, finished = dict[int, T](), deque[Request]()
+        number, results, finished = len(requests), dict[int, T](), deque[Request]()
         progress = Progress(sum(request.params.n for request in requests), use_tqdm)
         try:
             for batch, ended in self._run(requests):
@@ -269,30 +266,30 @@ class LLMEngine:
         finally:
             progress.close()  # the user's bar may raise
         results |= {request.index: result(request) for request in finished}
-        if len(results) < len(requests):
-            raise EngineError(
-                f"{len(requests) - len(results)} of the {len(requests)} requests of this call were aborted."
-            )
-        return [results[index] for index in range(len(requests))]
+        if len(results) < number:
+            raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
+        return [results[index] for index in range(number)]
 
-    def _run(self, known: ListLike[Request] = (),
-             more: Iterable[Request] = ()) -> Iterator[tuple[Batch | None, list[Request]]]:
+    def _run(self, known: list[Request], more: Iterable[Request] = ()) -> Iterator[tuple[Batch | None, list[Request]]]:
         """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
 
         Args:
-            known: count as waiting, and can be aborted, before their turn comes.
+            known: count as waiting, and can be aborted, before their turn comes. The list is emptied, so that requests
+                can be freed one by one.
             more: requests after these, made when they are asked for.
 
         Yields:
             After each step the batch that was taken in, and those of the requests that are finished now.
         """
         caller, window = Caller(), WINDOW * self.config.max_num_seqs
-        feed = chain((request for request in known if request.request_id in caller.unfinished), more)
         room = min(FIRST, window)
         try:
             with Guard(self, is_critical=True):
                 for request in known:
                     self._outputs.register(request, caller)
+            known.reverse()
+            in_turn = (known.pop() for _ in range(len(known)))
+            feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
             while True:
                 with Guard(self):
                     if following := taken(feed, room - caller.num_queued):

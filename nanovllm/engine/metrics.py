@@ -4,6 +4,7 @@ A decode step pays one addition, in ``Scheduler.postprocess``. The rest is count
 finishes, or is looked up when somebody reads. Reading takes no lock: any thread may read while the engine runs.
 """
 
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,11 @@ class Metrics:
         now = perf_counter()
         if not seq.entered_at:  # it had nothing to compute
             seq.entered_at = seq.prefilled_at = now
-        seconds, prefilled_at = self._seconds, seq.prefilled_at or now
         self._num_timed += 1
-        seconds["request_queue_time_seconds"] += seq.entered_at - seq.arrived_at
-        seconds["request_prefill_time_seconds"] += prefilled_at - seq.entered_at
-        seconds["request_decode_time_seconds"] += now - prefilled_at
-        seconds["e2e_request_latency_seconds"] += now - seq.arrived_at
+        moments = [seq.arrived_at, seq.entered_at, seq.prefilled_at or now, now]
+        seconds = [end - begin for begin, end in pairwise(moments)]
+        for name, value in zip(TIMES, [*seconds, sum(seconds)], strict=True):
+            self._seconds[name] += value
 
     def aborted(self, num_requests: int) -> None:
         self.request_success["abort"] += num_requests

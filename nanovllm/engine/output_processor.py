@@ -61,6 +61,10 @@ class OutputProcessor:
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
         self.finish(done)
 
+    def is_empty(self) -> bool:
+        """Whether every sequence that was queued is finished."""
+        return not self._requests
+
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Look at the tokens of a step, where requests ask for it; return the sequences that end by that."""
         if isinstance(batch, PrefillBatch) and batch.targets is not None:

@@ -1,6 +1,6 @@
-"""Kernels by subject, each with a plain PyTorch twin in the ``reference.py`` beside it.
+"""Kernels by subject, each with a reference implementation in PyTorch in the ``reference.py`` beside it.
 
-Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the twins
+Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the references
 elsewhere. Triton is imported only if chosen.
 """
 
@@ -12,14 +12,14 @@ import torch
 
 from nanovllm.errors import ConfigError
 
-# operation -> module of its kernel; the twin has the same name and signature, in ``reference.py`` of the same folder
+# operation -> module of its kernel; its reference has the same name and signature, in the folder's ``reference.py``
 OPS = {
     "parallel_compile": "launch",
     "decode_inputs": "step_inputs",
     "embed": "embedding",
     "rms_norm": "linear.norm",
-    "add_post_norm": "linear.post_norm",
-    "qk_rms_norm": "linear.post_norm",
+    "add_post_norm": "linear.norm",
+    "qk_rms_norm": "linear.norm",
     "act_and_mul": "linear.silu_and_mul",
     "padded_head_dim": "linear.norm_rope_store",
     "norm_rope_store": "linear.norm_rope_store",
@@ -28,9 +28,9 @@ OPS = {
     "fused_moe": "moe.dispatch",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
-    "mask_stop_ids": "sampling.mask_stop_ids",
-    "apply_token_mask": "sampling.token_mask",
-    "adjust_logits": "sampling.adjust_logits",
+    "mask_stop_ids": "sampling.logits",
+    "apply_token_mask": "sampling.logits",
+    "adjust_logits": "sampling.logits",
     "filter_thresholds": "sampling.filters",
     "gumbel_argmax": "sampling.gumbel",
     "pick_and_advance": "sampling.gumbel",

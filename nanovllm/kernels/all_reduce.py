@@ -2,7 +2,7 @@
 
 Owns the protocol between the ranks' kernels: a rank stores its words in the others' memory and polls its own, one trip
 and no signals; and `wait_for_epoch`, the wait for what another rank's copy engine has written. Does not know how the
-memory is shared (``distributed/peer_memory.py``); the twins are any all-reduce and all-gather.
+memory is shared (``distributed/peer_memory.py``); the references are any all-reduce and all-gather.
 """
 
 import triton

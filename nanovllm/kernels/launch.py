@@ -6,10 +6,10 @@ returns when the previous grid has completed and flushed its writes. Since every
 transitive. Only memory that no kernel in flight writes (weights) may be read before it; after weights are written,
 synchronize or launch a kernel without PDL first.
 
-Exceptions: decode and prefix attention, norm_rope_store and the QKV epilogue of decode_gemm_sm90 read request indices,
-lengths, block tables, prefix groups, scales of the KV cache, positions and slots before the wait. The embedding, an
-ordinary launch, lies between their writers and them. Programs of decode attention without work exit without the wait;
-one always has work, so its grid waits, and signals launch_dependents only after that.
+Exceptions: decode and prefix attention and norm_rope_store read request indices, lengths, block tables, prefix groups,
+scales of the KV cache, positions and slots before the wait. The embedding, an ordinary launch, lies between their
+writers and them. Programs of decode attention without work exit without the wait; one always has work, so its grid
+waits, and signals launch_dependents only after that.
 
 JIT specialization: Triton compiles another variant for an integer equal to 1 or divisible by 16, in about a second.
 Integers that vary between steps (batch size, number of tokens) are in `do_not_specialize` where this costs no speed.

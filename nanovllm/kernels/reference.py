@@ -1,4 +1,4 @@
-"""Plain twins of ``parallel_compile``, ``decode_inputs`` and ``embed``, in PyTorch."""
+"""References of ``parallel_compile``, ``decode_inputs`` and ``embed``, in PyTorch."""
 
 from contextlib import nullcontext
 

@@ -1,18 +1,19 @@
 """Attention over the paged KV cache.
 
-Owns each layer's ``k_cache`` and ``v_cache``. Keys and values of a step are stored before a backend runs (by
-``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
+Owns each layer's ``k_cache`` and ``v_cache``, and says what a block of them takes. Keys and values of a step are stored
+before a backend runs (by ``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
 
 T packed tokens, B sequences of a decode batch, H query heads, K KV heads, D head size, NB blocks of BS tokens.
 """
 
-from types import SimpleNamespace
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from nanovllm.layers.context import Context
+from nanovllm.layers.quantization import read_kv_scales
+from nanovllm.layers.weight_loader import CheckpointTensor
 
 
 class AttentionBackend(Protocol):
@@ -33,24 +34,40 @@ class AttentionBackend(Protocol):
 class Attention(nn.Module):
     """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    ``scale`` of the scores: None is D**-0.5. ``kv_scale`` fp32 [2, K]: keys and values are what an FP8 cache stores
-    times it; at one address as long as CUDA graphs live (runner/kv_scales.py).
+    ``scale`` of the scores: None is D**-0.5. ``kv_shard``: (i, n): this rank has part i of n of all KV heads.
+    ``kv_scale`` fp32 [2, K]: keys and values are what an FP8 cache stores times it; at one address as long as CUDA
+    graphs live (runner/kv_scales.py).
     """
 
     kv_scale: torch.Tensor
 
     def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend,
-                 scale: float | None = None, window: int = 0):
+                 scale: float | None = None, window: int = 0, kv_shard: tuple[int, int] = (0, 1)):
         super().__init__()
-        self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
+        self.num_heads, self.head_dim, self.num_kv_heads, self.kv_shard = num_heads, head_dim, num_kv_heads, kv_shard
         self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
         self.backend = backend
-        self.k_cache = self.v_cache = torch.empty(0)
         self.register_buffer("kv_scale", torch.ones(2, num_kv_heads, dtype=torch.float32), persistent=False)
         self.kv_scale_is_given = [False, False]  # by the checkpoint
+        self.attach_cache(torch.empty(0), torch.empty(0))
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Keys and values of one block."""
+        return 2, block_size, self.num_kv_heads, self.head_dim
+
+    def attach_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Views of the KV cache; empty ones detach the layer, which then stores nothing."""
+        self.k_cache, self.v_cache = k_cache, v_cache
+
+    def load_kv_scale(self, which: str, loaded: CheckpointTensor) -> None:
+        """Take the checkpoint's scale of "k", "v" or both ("kv"): one number, or one for each KV head of all ranks."""
+        shard, num_shards = self.kv_shard
+        scales = read_kv_scales(loaded, self.num_kv_heads * num_shards).chunk(num_shards)[shard]
+        for name in which:
+            self.set_kv_scale(name, scales)
 
     def set_kv_scale(self, which: str, scale: torch.Tensor) -> None:
-        """Take the scale of "k" or "v" from the checkpoint: one number, or one for each KV head of this rank."""
+        """Take a given scale of "k" or "v": one number, or one for each KV head of this rank."""
         with torch.inference_mode():
             self.kv_scale["kv".index(which)] = scale
         self.kv_scale_is_given["kv".index(which)] = True
@@ -61,26 +78,3 @@ class Attention(nn.Module):
             return torch.empty_like(q).flatten(1)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
         return attend(q, self.k_cache, self.v_cache, self.kv_scale, self.scale, self.window, context).flatten(1)
-
-
-class PagedBackend:
-    """This library's attention: the Triton kernels, or their plain twins on any device ("sdpa")."""
-
-    def __init__(self, ops: SimpleNamespace, capturable: bool):
-        self.ops = ops
-        self.capturable = self.captures_prefill = self.shares_prefixes = capturable  # twins read lengths on the host
-
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
-        return self.ops.paged_prefill_attention(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
-            context.block_tables, scale, context.max_seqlen_q, window, kv_scale,
-        )  # fmt: skip
-
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
-        # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
-        # because the embedding, a launch without PDL, separates it from the kernels that write them.
-        return self.ops.paged_decode_attention(
-            q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
-            context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups,
-        )  # fmt: skip

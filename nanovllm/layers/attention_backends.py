@@ -1,13 +1,39 @@
-"""The choice of the attention backend, and flash-attn as one.
+"""The attention backends, this library's own and flash-attn, and the choice among them.
 
-Knows what each backend can run; ``attention.py`` has what they have in common, and this library's own.
+Knows what each can run; ``attention.py`` has what they have in common.
 """
+
+from types import SimpleNamespace
 
 import torch
 
 from nanovllm import kernels
 from nanovllm.errors import ConfigError
-from nanovllm.layers.attention import AttentionBackend, PagedBackend
+from nanovllm.layers.attention import AttentionBackend
+
+
+class PagedBackend:
+    """This library's attention: the Triton kernels, or their plain references on any device ("sdpa")."""
+
+    def __init__(self, ops: SimpleNamespace, capturable: bool):
+        self.ops = ops
+        # the references read lengths on the host
+        self.capturable = self.captures_prefill = self.shares_prefixes = capturable
+
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+        return self.ops.paged_prefill_attention(
+            q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
+            context.block_tables, scale, context.max_seqlen_q, window, kv_scale,
+        )  # fmt: skip
+
+    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+        # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
+        # because the embedding, a launch without PDL, separates it from the kernels that write them.
+        return self.ops.paged_decode_attention(
+            q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
+            context.max_context, pdl=True, window=window, kv_scale=kv_scale,
+            groups=None if window else context.prefix_groups,
+        )  # fmt: skip
 
 
 class FlashAttentionBackend:

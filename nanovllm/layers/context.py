@@ -29,11 +29,14 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
-    leaves_sums: bool = False  # attention and MLP return this rank's summand; the caller sums over ranks
 
     @property
     def is_prefill(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    def all_tokens(self) -> "Context":
+        """For the layers before the last, which compute them all."""
+        return self if self.logits_indices is None else replace(self, logits_indices=None)
 
     def last_tokens_only(self) -> "Context":
         """The tokens of ``logits_indices`` as single-query attention, for the last layer of a prefill.

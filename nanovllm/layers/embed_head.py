@@ -6,7 +6,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -25,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_checked(param, loaded, dim=0, start=self.vocab_start, total=self.tp.size)
+        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         vocab_start = None if self.tp.size == 1 else self.vocab_start

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 
 
 class RMSNorm(nn.Module):
@@ -26,11 +26,8 @@ class RMSNorm(nn.Module):
         self.ops = kernels.select()
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        part, num_parts = self.shard
-        copy_checked(param, loaded, dim=0, start=part * len(param), total=num_parts)
+        copy_shard(param, loaded, 0, *self.shard, order=self.order)
         param.add_(self.offset).mul_(self.scale)
-        if self.order is not None:
-            param.copy_(param[self.order])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, size] -> the same shape."""

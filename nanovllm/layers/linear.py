@@ -3,8 +3,10 @@
 A layer's ``weight_loader(param, loaded, shard_id)`` copies this rank's shard of a checkpoint tensor. ``loaded`` is
 lazy: only the shard is read from disk.
 
-    ColumnParallel  shards output features: weight[rank * N/size : (rank+1) * N/size]; no communication
-    RowParallel     shards input features; the ranks' outputs are all-reduced
+    ColumnParallel  shards output features: weight[rank * N/size : (rank+1) * N/size]
+    RowParallel     shards input features: the layer's output is the sum of the ranks' outputs
+
+No layer communicates for it: ``models/decoder.py`` sums up, once for attention and once for the MLP.
 
 A layer takes the neighbouring operations as arguments, so that kernels can fuse them: the RMSNorm before it, and after
 it the gated activation, the residual addition, or QK-norm + RoPE + KV store. ``kernels/linear/dispatch.py`` chooses.
@@ -12,15 +14,19 @@ it the gated activation, the residual addition, or QK-norm + RoPE + KV store. ``
 Legend: T packed tokens, N output features.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.utils.fp8 import E4M3, new_weight, shared_rows
-from nanovllm.utils.loader import CheckpointTensor, copy_checked, copy_heads, split_rows
+from nanovllm.layers.quantization import new_weight, shared_rows
+from nanovllm.layers.rotary_embedding import HeadOrders
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
 
 
 class ReplicatedLinear(nn.Module):
@@ -45,7 +51,7 @@ class ReplicatedLinear(nn.Module):
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_checked(param, loaded)
+        copy_shard(param, loaded)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,16 +61,10 @@ class ReplicatedLinear(nn.Module):
         With ``residual`` the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which reduces them, may read
         it; after that it serves as the next ``residual``.
         """
-        return self.ops.fused_linear(
-            x,
-            Weight(self.weight, self.weight_scale, self.block_n),
-            self.bias,
-            norm_weight=None if norm is None else norm.weight,
-            eps=0.0 if norm is None else norm.eps,
-            residual=residual,
-            act_mul=act,
-            allow_split_k=self.tp.size == 1,  # an all-reduce needs the reduced sum
-        )
+        weight = Weight(self.weight, self.weight_scale, self.block_n)
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
+        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
 
 
 class ColumnParallelLinear(ReplicatedLinear):
@@ -75,7 +75,20 @@ class ColumnParallelLinear(ReplicatedLinear):
         super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_checked(param, loaded, dim=0, start=self.tp.rank * param.shape[0], total=self.tp.size)
+        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
+
+
+class Shard(NamedTuple):
+    """This rank's rows of a checkpoint tensor: part ``part`` of ``total``, the dimensions of its heads in ``order``."""
+
+    num_rows: int
+    part: int
+    total: int
+    order: list[int] | None = None
+
+    def num_rows_in_checkpoint(self) -> int:
+        head_dim, padded = (max(self.order) + 1, len(self.order)) if self.order else (1, 1)
+        return self.num_rows * self.total // padded * head_dim
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -84,42 +97,44 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, tp: TPGroup = SINGLE_RANK,
                  fp8_block: int | None = None):
         super().__init__(input_size, sum(output_sizes), bias, tp, fp8_block)
-        self.output_sizes = output_sizes
         self.block_n = shared_rows(fp8_block, [size // tp.size for size in output_sizes])
+        self.shards: dict[Any, Shard] = {
+            i: Shard(size // tp.size, tp.rank, tp.size) for i, size in enumerate(output_sizes)
+        }  # fmt: skip
 
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: int | None) -> None:  # type: ignore[override]
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         if shard_id is None:  # merged in the checkpoint too
-            for i, part in enumerate(split_rows(loaded, self.output_sizes)):
-                self.weight_loader(param, part, i)
+            sizes = [shard.num_rows_in_checkpoint() for shard in self.shards.values()]
+            for name, tensor in zip(self.shards, split_rows(loaded, sizes), strict=True):
+                self.weight_loader(param, tensor, name)
             return
-        size = self.tp.size
-        offset, n = sum(self.output_sizes[:shard_id]) // size, self.output_sizes[shard_id] // size
-        copy_checked(param[offset : offset + n], loaded, dim=0, start=self.tp.rank * n, total=size)
+        rows = dict(zip(self.shards, param.split([shard.num_rows for shard in self.shards.values()]), strict=True))
+        _, part, total, order = self.shards[shard_id]
+        copy_shard(rows[shard_id], loaded, 0, part, total, order)
 
 
-class QKVParallelLinear(ColumnParallelLinear):
+class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
     Heads are sharded over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a
-    replica of the same KV head. ``head_order``: of the dimensions of each head of Q and K, see ``rotary_embedding.py``;
-    ``v_order``: of V. ``head_dim`` includes the padding.
+    replica of the same KV head. ``orders``: of the dimensions of each head; ``head_dim`` includes the padding.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, head_order: list[int] | None = None, v_order: list[int] | None = None,
-                 fp8_block: int | None = None):
-        self.head_dim, self.head_order, self.v_order = head_dim, head_order, v_order
-        self.num_heads = num_heads // tp.size  # of this rank
-        self.num_kv_heads = max(1, num_kv_heads // tp.size)
-        self.kv_head_replicas = max(1, tp.size // num_kv_heads)
-        self.q_shard = tp.rank, tp.size
-        self.kv_shard = tp.rank // self.kv_head_replicas, tp.size // self.kv_head_replicas
-        output_size = (self.num_heads + 2 * self.num_kv_heads) * head_dim * tp.size
-        super().__init__(hidden_size, output_size, bias, tp, fp8_block)
-        parts = [self.num_heads * head_dim, self.num_kv_heads * head_dim]
-        if head_order is not None and (fp8_block or 0) % head_dim:  # a head's rows would go to other blocks
-            parts = [1]
-        self.block_n = shared_rows(fp8_block, parts)
+                 tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None, orders: HeadOrders = HeadOrders()):
+        self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)  # of this rank
+        replicas = max(1, tp.size // num_kv_heads)
+        self.q_shard, self.kv_shard = (tp.rank, tp.size), (tp.rank // replicas, tp.size // replicas)
+        self.head_dim, self.orders = head_dim, orders
+        q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        super().__init__(hidden_size, [n * tp.size for n in (q_size, kv_size, kv_size)], bias, tp, fp8_block)
+        self.shards = {
+            "q": Shard(q_size, *self.q_shard, orders.qk),
+            "k": Shard(kv_size, *self.kv_shard, orders.qk),
+            "v": Shard(kv_size, *self.kv_shard, orders.v),
+        }
+        if orders.qk is not None and (fp8_block or 0) % head_dim:  # a head's rows would go to other blocks
+            self.block_n = 1
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
                 qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> torch.Tensor:
@@ -128,64 +143,44 @@ class QKVParallelLinear(ColumnParallelLinear):
         ``qk_norms`` are those over all heads at once; those of each head are in the epilogue.
         """
         if qk_norms is None:
-            weight, norm_weight, eps = Weight(self.weight, self.weight_scale, self.block_n), None, 0.0
-            if norm is not None:
-                norm_weight, eps = norm.weight, norm.eps
+            weight = Weight(self.weight, self.weight_scale, self.block_n)
+            norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue)
         qkv, (q_norm, k_norm) = super().forward(x, norm), qk_norms
-        mean_squares = None if self.tp.size == 1 else self._mean_squares(qkv)
+        mean_squares = None
+        if self.tp.size > 1:  # fp32 [2, T], of q and of k over the heads of all ranks
+            q, k, _ = qkv.split([shard.num_rows for shard in self.shards.values()], dim=1)
+            # replicas of a KV head count once each, in the sum and in the number of ranks
+            means = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+            mean_squares = self.tp.all_reduce(means) / self.tp.size
         qkv = self.ops.qk_rms_norm(qkv, q_norm.weight, k_norm.weight, q_norm.eps, mean_squares)
         return self.ops.norm_rope_store(qkv, *epilogue)
 
-    def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
-        """fp32 [2, T], of q and of k over the heads of all ranks."""
-        q_size, k_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        q, k, _ = qkv.split([q_size, k_size, k_size], dim=1)
-        # replicas of a KV head count once each, in the sum and in the number of ranks
-        means = torch.stack([x.float().square().mean(-1) for x in (q, k)])
-        return self.tp.all_reduce(means) / self.tp.size
-
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: str | None) -> None:  # type: ignore[override]
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        if shard_id is None:  # merged in the checkpoint too
-            sizes = [q_size * self.q_shard[1], kv_size * self.kv_shard[1], kv_size * self.kv_shard[1]]
-            if self.v_order is not None:  # without the padding
-                sizes = [size // self.head_dim * (max(self.v_order) + 1) for size in sizes]
-            for part, name in zip(split_rows(loaded, sizes), "qkv", strict=True):
-                self.weight_loader(param, part, name)
-            return
-        offset, n = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}[shard_id]
-        shard, num_shards = self.q_shard if shard_id == "q" else self.kv_shard
-        order = self.v_order if shard_id == "v" else self.head_order
-        copy_heads(param[offset : offset + n], loaded, order, 0, shard, num_shards)
-
 
 class RowParallelLinear(ReplicatedLinear):
-    """Input features sharded over ranks: this rank holds ``input_size / size`` of them; outputs are all-reduced.
+    """Input features sharded over ranks: this rank holds ``input_size / size`` of them, and computes its summand.
 
-    Without ``all_reduce`` the caller sums up over the ranks. ``scale`` multiplies weight and bias at load.
-    ``head_order``: of the input features of a head, as ``v_order`` of the QKV projection.
+    Bias and residual are rank 0's. ``scale`` multiplies weight and bias at load. ``head_order``: of the input features
+    of a head, see ``HeadOrders.v``.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 all_reduce: bool = True, scale: float = 1.0, fp8_block: int | None = None,
-                 head_order: list[int] | None = None):
+                 fp8_block: int | None = None, scale: float = 1.0, head_order: list[int] | None = None):
         super().__init__(input_size // tp.size, output_size, bias, tp, fp8_block)
-        self.all_reduce, self.scale, self.head_order = all_reduce, scale, head_order
+        self.scale, self.head_order = scale, head_order
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         if param.dim() == 1:  # the bias is added once, by rank 0
-            copy_checked(param, loaded)
+            copy_shard(param, loaded)
             if self.tp.rank > 0:
                 param.zero_()
         else:
             order = None if param is self.weight_scale else self.head_order
-            copy_heads(param, loaded, order, 1, self.tp.rank, self.tp.size)
+            copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
         if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale
             param.mul_(self.scale)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
-                residual: torch.Tensor | None = None, leaves_sum: bool = False) -> torch.Tensor:
-        """As ``ReplicatedLinear.forward``, x [T, input_size / size]; rank 0 adds the residual before the all-reduce."""
-        y = super().forward(x, norm, act, residual if self.tp.rank == 0 else None)
-        return self.tp.all_reduce(y) if self.all_reduce and self.tp.size > 1 and not leaves_sum else y
+                residual: torch.Tensor | None = None) -> torch.Tensor:
+        """As ``ReplicatedLinear.forward``, x [T, input_size / size]."""
+        return super().forward(x, norm, act, residual if self.tp.rank == 0 else None)

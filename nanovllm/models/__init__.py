@@ -1,1 +1,74 @@
-"""Models, built from the shared layers. ``model_config.FAMILIES`` lists the supported architectures."""
+"""The supported architectures: ``MODELS``, a row for each name that ``architectures`` of a ``config.json`` may have.
+
+``decoder.py`` is the model of them all; a row says what is different, and what published files leave out. ``config.py``
+reads ``config.json`` by it. Imports no torch.
+"""
+
+from nanovllm.models.families import EPS, GEMMA, GEMMA3, GLM, OLMO2, POST, QWEN, Family
+
+MODELS = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows="all", reads=("sliding_window",), defaults={"sliding_window": 4096}),
+    "Phi3ForCausalLM": Family(
+        windows="all", reads=("sliding_window", "partial_rotary_factor"),
+        defaults=EPS | {"original_max_position_embeddings": 4096},
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False, **QWEN),
+    "Qwen3ForCausalLM": Family(qk_norm="head", **QWEN),
+    "SmolLM3ForCausalLM": Family(
+        windows="unrotated", reads=("sliding_window", "use_sliding_window", "no_rope_layers"),
+        defaults={"use_sliding_window": False, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
+                  "rope_theta": 2_000_000.0},
+    ),
+    "GraniteForCausalLM": Family(
+        reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        defaults={"attention_multiplier": 1.0},
+    ),
+    "SeedOssForCausalLM": Family(
+        reads=("attention_out_bias",), defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        interleaved=True, defaults=EPS | {"head_dim": 128, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+    ),
+    "Glm4ForCausalLM": Family(
+        o_bias=False, post_norm=True, interleaved=True, reads=("partial_rotary_factor",),
+        defaults=GLM | {"attention_bias": True, "rms_norm_eps": 1.5625e-7, "eos_token_id": [151329, 151336, 151338]},
+        renamed=(("post_self_attn_layernorm", "mixer_post_norm"), ("post_mlp_layernorm", "mlp_post_norm")),
+    ),
+    "GemmaForCausalLM": Family(norm_offset=1.0, embed_scaled=True, defaults=GEMMA),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(
+        renamed=(("language_model.", ""), *GEMMA3.renamed), skipped=r".*(vision_tower|multi_modal_projector)\..*"
+    ),
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO2._replace(
+        windows="pattern", plain_window_rope=True, reads=("sliding_window",),
+        defaults=EPS | {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0},
+    ),
+    "Exaone4ForCausalLM": Family(
+        qk_norm="head", pre_norm=False, post_norm=True, windows="pattern", rotates_windows_only=True,
+        reads=("sliding_window",), defaults=EPS | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        renamed=POST,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head", experts="softmax", windows="all", reads=("sliding_window", "use_sliding_window"),
+        defaults={"use_sliding_window": False, "sliding_window": 4096, "norm_topk_prob": False},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True, o_bias=False, experts="softmax", has_shared_gate=True, reads=("sliding_window",),
+        defaults={"use_sliding_window": False, "norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
+    ),
+    "MixtralForCausalLM": Family(
+        experts="softmax", windows="all", reads=("sliding_window",), defaults=EPS | {"rope_theta": 1_000_000.0},
+        renamed=((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."),
+                 (".w2.", ".down_proj.")),
+    ),
+    "OlmoeForCausalLM": Family(qk_norm="full", experts="softmax", defaults=EPS | {"norm_topk_prob": False}),
+    "Glm4MoeForCausalLM": Family(
+        o_bias=False, experts="sigmoid", reads=("partial_rotary_factor", "use_qk_norm", "routed_scaling_factor",
+                                                "n_group", "topk_group"),
+        defaults=EPS | {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1,
+                         "num_nextn_predict_layers": 1},
+        renamed=((".shared_experts.", ".shared_expert."),),
+    ),
+}  # fmt: skip

@@ -1,8 +1,11 @@
-"""The decoder-only transformer, one for all families; ``model_config.py`` has the switches where they differ.
+"""The decoder-only transformer, one for all families; rows of ``MODELS`` have the switches where they differ.
 
-Layers add to a residual: ``residual += attention(norm(residual))``, ``residual += mlp(norm(residual))``. Some families
-also have a norm of what is added, or only that one. Differences that need no arithmetic of their own (the order of
-rotated dimensions, factors, offsets) are folded into the weights when they are loaded.
+Layers add to a residual: ``residual += mixer(norm(residual))``, ``residual += mlp(norm(residual))``. A mixer lets
+tokens see each other; layers of one kind have the same. Some families also have a norm of what is added, or only that
+one. Differences that need no arithmetic of their own (the order of rotated dimensions, factors, offsets) are folded
+into the weights when they are loaded.
+
+Mixer and MLP return this rank's summand, and the decoder layer sums up over ranks.
 
 A residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
 
@@ -10,11 +13,14 @@ Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV he
 """
 
 import re
-from typing import ClassVar
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue
 from nanovllm.layers.attention import Attention, AttentionBackend
@@ -22,130 +28,145 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.moe import SparseMoE
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders, padded_head_dim
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import RENAMED_TENSORS, UNUSED_TENSORS
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
+from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.models.moe import SparseMoE
 
 
-def hidden_norm(config: ModelConfig, wanted: bool) -> RMSNorm | None:
-    """A norm of hidden states, if it is wanted."""
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset) if wanted else None
+class SelfAttention(nn.Module):
+    """The mixer of attention layers."""
 
+    name = "self_attn"  # in checkpoints
 
-def add_to_residual(linear: RowParallelLinear, x: torch.Tensor, residual: torch.Tensor,
-                    post_norm: RMSNorm | None, leaves_sum: bool = False) -> torch.Tensor:
-    """residual + linear(x), or residual + post_norm(linear(x)), [T, C].
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
+                 tp: TPGroup):
+        super().__init__()
+        C, D, H, K = config.hidden_size, rope.head_dim, config.num_attention_heads, config.num_key_value_heads
+        orders = head_orders(config.head_dim, D, rope.num_rotated, config.family.interleaved)
+        fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders)
+        self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.attn = Attention(
+            num_heads, D, num_kv_heads, backend, config.attention_scale, layer.window, self.qkv_proj.kv_shard
+        )
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
+        self.adds_residual = not config.family.post_norm
+        self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
+        weights = [norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)]
+        # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
+        self.qk = partial(
+            QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=config.rms_norm_eps, cos_sin=rope.cos_sin,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, kv_scale=self.attn.kv_scale,
+        )  # fmt: skip
 
-    With ``leaves_sum`` this rank's summand: of that, or of linear(x) if there is a ``post_norm``.
-    """
-    if post_norm is None:
-        return linear(x, residual=residual, leaves_sum=leaves_sum)
-    y = linear(x, leaves_sum=leaves_sum)
-    return y if leaves_sum else post_norm.add_to(residual, y)
+    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+        """residual [T, C] -> this rank's summand of [residual +] attention(norm(residual)), [T, C] or [N, C].
+
+        Only q comes back from the product of Q, K and V. It normalises and rotates q and k, and writes k and v to the
+        slots of the KV cache, all in one kernel where there is one.
+        """
+        qk = self.qk(
+            positions=context.positions, slot_mapping=context.slot_mapping,
+            k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
+        )  # fmt: skip
+        q = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
+        if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
+            q, residual = q[context.logits_indices], residual[context.logits_indices]
+            context = context.last_tokens_only()
+        o = self.attn(q, context)
+        return self.o_proj(o, residual=residual if self.adds_residual else None)
 
 
 def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:
     """The norms of q and k: of each head [D], or of all heads of all ranks, with weights for this rank's."""
     if not config.qk_norm:
         return None, None
-    D, eps, offset = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset
+    D, eps, offset, order = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset, qkv.orders.qk
     if config.qk_norm == "head":
-        return RMSNorm(D, eps, offset, order=qkv.head_order), RMSNorm(D, eps, offset, order=qkv.head_order)
-    assert qkv.head_order is None, "a norm over all heads with permuted rotary dimensions"
+        return RMSNorm(D, eps, offset, order=order), RMSNorm(D, eps, offset, order=order)
+    assert order is None, "a norm over all heads with permuted rotary dimensions"
     q_norm = RMSNorm(qkv.num_heads * D, eps, offset, shard=qkv.q_shard)
     return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
-        super().__init__()
-        C, D, H, K = config.hidden_size, padded_head_dim(config), config.num_attention_heads, config.num_key_value_heads
-        order, v_order = head_orders(config.head_dim, D, config.ropes[layer], config.family.interleaved)
-        fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, order, v_order, fp8[0])
-        self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
-        self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
-        self.rope = [rope]  # in a list: the table is a submodule of the model, not of each layer
-        self.attn = Attention(
-            self.qkv_proj.num_heads, D, self.qkv_proj.num_kv_heads, backend, config.attention_scale,
-            config.windows[layer],
-        )  # fmt: skip
-        self.o_proj = RowParallelLinear(
-            H * D, C, config.o_bias, tp, scale=config.residual_scale, fp8_block=fp8[1], head_order=v_order
-        )
-        self.post_norm = hidden_norm(config, config.family.post_norm)
-        self.eps = config.rms_norm_eps
-
-    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context,
-                logits_indices: torch.Tensor | None = None) -> torch.Tensor:
-        """residual [T, C] -> residual + attention(norm(residual)), [T, C]; [N, C] for ``logits_indices`` only."""
-        q_norm, k_norm = (None, None) if self.full_qk_norms else (self.q_norm, self.k_norm)
-        epilogue = QKVEpilogue(
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            self.eps,
-            self.rope[0].cos_sin,
-            context.positions,
-            context.slot_mapping,
-            self.attn.k_cache,
-            self.attn.v_cache,
-            self.attn.num_heads,
-            self.attn.num_kv_heads,
-            self.attn.kv_scale,
-        )
-        q = self.qkv_proj(residual, norm, epilogue, self.full_qk_norms)
-        if logits_indices is not None:
-            q, residual, context = q[logits_indices], residual[logits_indices], context.last_tokens_only()
-        return add_to_residual(self.o_proj, self.attn(q, context), residual, self.post_norm, context.leaves_sums)
+MIXERS = {"attention": SelfAttention}  # by the kind of a layer, see ``ModelConfig.mixers``
 
 
 class MLP(nn.Module):
     """Gated: down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         fp8 = [config.fp8_block(layer, name) for name in ("mlp.gate_up_proj", "mlp.down_proj")]
         self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, fp8[0])
         self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, bias, tp, scale=config.residual_scale, fp8_block=fp8[1])
-        self.post_norm = hidden_norm(config, config.family.post_norm)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, fp8[1], config.residual_scale)
+        self.adds_residual = not config.family.post_norm
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> residual + mlp(norm(residual)), [T, C]."""
+        """residual [T, C] -> this rank's summand of [residual +] mlp(norm(residual)), [T, C]."""
         gated = self.gate_up_proj(residual, norm=norm, act=self.act)
-        return add_to_residual(self.down_proj, gated, residual, self.post_norm, context.leaves_sums)
+        return self.down_proj(gated, residual=residual if self.adds_residual else None)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, rope: RotaryEmbedding, backend: AttentionBackend, tp: TPGroup):
-        super().__init__()
-        is_sparse = config.moe is not None and layer not in config.moe.dense_layers
-        self.self_attn = SelfAttention(config, layer, rope, backend, tp)
-        self.mlp = SparseMoE(config, tp) if is_sparse else MLP(config, layer, tp)
-        self.input_layernorm = hidden_norm(config, config.family.pre_norm)
-        self.post_attention_layernorm = hidden_norm(config, config.family.pre_norm)
+    """A mixer and an MLP, each between its norms. Sums up their results over ranks."""
 
-    def forward(self, residual: torch.Tensor, context: Context,
-                logits_indices: torch.Tensor | None = None) -> torch.Tensor:
-        residual = self.self_attn(residual, self.input_layernorm, context, logits_indices)
-        return self.mlp(residual, self.post_attention_layernorm, context)
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
+                 tp: TPGroup):
+        super().__init__()
+        family, mixer = config.family, MIXERS[layer.mixer]
+        assert not (layer.is_sparse and family.post_norm), "experts add the residual themselves"
+
+        def norm(is_there: bool) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
+
+        self.tp, self.mixer_name = tp, mixer.name
+        self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
+        self.mlp = SparseMoE(config, tp) if layer.is_sparse else MLP(config, layer, tp)
+        self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
+        self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
+
+    @property
+    def sublayers(self) -> Iterator[tuple[Any, RMSNorm | None, RMSNorm | None]]:
+        """(mixer or MLP, the norm of its input, that of its result)."""
+        yield getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
+        yield self.mlp, self.post_attention_layernorm, self.mlp_post_norm
+
+    def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
+        """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
+        for sublayer, norm, post_norm in self.sublayers:
+            y = self.tp.all_reduce(sublayer(residual, norm, context))
+            residual = added_to(residual, y, post_norm, context)
+        return residual
+
+
+def added_to(residual: torch.Tensor, y: torch.Tensor, post_norm: RMSNorm | None, context: Context) -> torch.Tensor:
+    """residual + post_norm(y); without a norm y, which has the residual in it. y is summed up over ranks."""
+    if post_norm is None:
+        return y
+    if len(y) < len(residual):  # the last layer of a prefill
+        residual = residual[context.logits_indices]
+    return post_norm.add_to(residual, y)
 
 
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        C, eps, family = config.hidden_size, config.rms_norm_eps, config.family
-        ropes = config.ropes[: config.num_hidden_layers]
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, tp, config.embed_scale)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
+        D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
+        config.check_padded_heads(D)
         tables = {  # layers share them
-            rope: RotaryEmbedding(config.head_dim, config.max_position_embeddings, rope, padded_head_dim(config))
-            for rope in dict.fromkeys(ropes)
+            rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
+            for rope in dict.fromkeys(config.ropes)
         }
         self.ropes = nn.ModuleList(tables.values())
-        self.layers = nn.ModuleList(DecoderLayer(config, i, tables[rope], backend, tp) for i, rope in enumerate(ropes))
-        self.norm = RMSNorm(C, eps, family.norm_offset, config.logit_scale)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, tables[layer.rope], backend, tp) for layer in config.layers
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
@@ -155,8 +176,8 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(input_ids)
         *layers, last = self.layers
         for layer in layers:
-            residual = layer(residual, context)
-        return self.norm(last(residual, context, context.logits_indices))
+            residual = layer(residual, context.all_tokens())
+        return self.norm(last(residual, context))
 
 
 class CausalLM(nn.Module):
@@ -176,8 +197,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         self.fp8 = config.fp8
-        self.renamed_tensors = config.family.renamed + RENAMED_TENSORS * (config.fp8 is not None)
-        self.unused_tensors = re.compile("|".join(_unused_tensors(config)))
+        self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -187,12 +207,3 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
-
-
-def _unused_tensors(config: ModelConfig) -> list[str]:
-    """Regular expressions for names of tensors that checkpoints may hold and the model does without."""
-    n = config.num_hidden_layers
-    unused = [r".*rotary_emb\.inv_freq", config.family.skipped or r"(?!)"]
-    unused += [rf"model\.layers\.{n + i}\..*" for i in range(config.num_nextn_predict_layers)]
-    unused += [UNUSED_TENSORS] * (config.fp8 is not None)
-    return unused + [r"(.*\.)?lm_head\.weight"] * config.tie_word_embeddings  # a copy of the embedding

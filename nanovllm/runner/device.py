@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, OutOfMemoryError
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.config import ModelConfig
 
 DTYPE_LOCK = Lock()
 # Weights of a layer, on one rank, from which torch's threads pay. On two idle cores two threads gain nothing in the

@@ -15,12 +15,12 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.context import Context
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
 
 logger = logging.getLogger("nanovllm")
 
-FP8 = torch.float8_e4m3fn
 CALIBRATION_TOKENS = 256
 HEADROOM = 8  # the largest value that was measured is stored as 28 to 56, of 448
 
@@ -41,7 +41,7 @@ def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) ->
                 f"{option} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper), not "
                 f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}). Use kv_cache_dtype='auto'."
             )
-    return FP8
+    return E4M3
 
 
 def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,7 +76,7 @@ def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torc
     finally:
         for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
-    scales = (largest * (HEADROOM / 448)).log2().ceil().exp2()
+    scales = (largest * (HEADROOM / E4M3_MAX)).log2().ceil().exp2()
     scales.masked_fill_((largest == 0) | ~largest.isfinite(), 1.0)
     for layer, given, measured in zip(layers, is_given, scales.unbind(1), strict=True):
         for i in range(2):

@@ -23,7 +23,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block over all layers of this rank."""
-    return sum(2 * block_size * a.num_kv_heads * a.head_dim * dtype.itemsize for a in attention_layers(model))
+    return sum(math.prod(layer.block_shape(block_size)) for layer in attention_layers(model)) * dtype.itemsize
 
 
 def num_blocks_that_fit(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
@@ -52,11 +52,17 @@ def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype:
                       device: torch.device) -> torch.Tensor:
     """A zeroed KV cache [2, layers, num_blocks, block_size, K, D]; each attention layer gets its views of it."""
     layers = attention_layers(model)
-    shape = (2, len(layers), num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
-    kv_cache = _zeros(shape, dtype, device)
+    (block_shape,) = {layer.block_shape(block_size) for layer in layers}
+    kv_cache = _zeros((block_shape[0], len(layers), num_blocks, *block_shape[1:]), dtype, device)
     for layer, k_cache, v_cache in zip(layers, *kv_cache, strict=True):
-        layer.k_cache, layer.v_cache = k_cache, v_cache
+        layer.attach_cache(k_cache, v_cache)
     return kv_cache
+
+
+def detach_kv_cache(model: nn.Module) -> None:
+    """The layers let go of the KV cache; until the next one they store nothing."""
+    for layer in attention_layers(model):
+        layer.attach_cache(torch.empty(0), torch.empty(0))
 
 
 def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ other rank (``distributed/pushed_sums.py``; on the CPU they are computed at once
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from nanovllm.core import PrefillBatch
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import Decoder, added_to
 from nanovllm.runner.device import select_dtype
 from nanovllm.runner.inputs import prefill_inputs, to_device
 from nanovllm.runner.prefill_graphs import layer_weights
@@ -103,7 +102,7 @@ def part(arrays: Arrays, begin: int, end: int) -> Arrays:
 
 
 class Summed:
-    """A sum that was computed at once; the twin of ``PendingSum``."""
+    """A sum that was computed at once; the reference of ``PendingSum``."""
 
     def __init__(self, total: torch.Tensor):
         self._total = total
@@ -117,11 +116,12 @@ class Summed:
 class PostNormed:
     """A sum whose norm is added to the residual once it is there."""
 
-    def __init__(self, pending: Any, post_norm: RMSNorm, residual: torch.Tensor):
-        self._pending, self._post_norm, self._residual = pending, post_norm, residual
+    def __init__(self, pending: Any, residual: torch.Tensor, post_norm: RMSNorm, context: Context):
+        self._pending, self._args = pending, (post_norm, context)
+        self._residual = residual
 
     def wait(self) -> torch.Tensor:
-        return self._post_norm.add_to(self._residual, self._pending.total())
+        return added_to(self._residual, self._pending.total(), *self._args)
 
 
 def poll(condition: Callable[[], bool]) -> None:
@@ -169,29 +169,18 @@ class MicroBatches:
 
     def forward(self, model: Decoder, inputs: list[tuple[torch.Tensor, Context]]) -> torch.Tensor:
         """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""
-        contexts = [replace(context, leaves_sums=True) for _, context in inputs]
         sums: list[Any] = [Summed(model.embed_tokens(input_ids)) for input_ids, _ in inputs]
-        layers: list[Any] = [*model.layers]
-        for i, layer in enumerate(layers):
-            is_last = i == len(layers) - 1
-            for half, context in enumerate(contexts):
-                residual, indices = sums[half].wait(), context.logits_indices if is_last else None
-                y = layer.self_attn(residual, layer.input_layernorm, context, indices)
-                residual = residual if indices is None else residual[indices]
-                sums[half] = self._begin(y, half, is_last, layer.self_attn, residual)
-            for half, context in enumerate(contexts):
-                residual = sums[half].wait()
-                y = layer.mlp(residual, layer.post_attention_layernorm, context)
-                sums[half] = self._begin(y, half, is_last, layer.mlp, residual)
+        for i, layer in enumerate(model.layers):
+            is_last = i == len(model.layers) - 1
+            at_once = self._sums is None or is_last  # its tokens are few
+            for sublayer, norm, post_norm in layer.sublayers:  # type: ignore[union-attr]
+                for half, (_, context) in enumerate(inputs):
+                    residual = sums[half].wait()
+                    y = sublayer(residual, norm, context if is_last else context.all_tokens())
+                    pending = Summed(self._tp.all_reduce(y)) if at_once else self._sums.begin(y, half)  # type: ignore[union-attr]
+                    sums[half] = pending if post_norm is None else PostNormed(pending, residual, post_norm, context)
             self._limit_queue()
         return torch.cat([model.norm(total.wait()) for total in sums])
-
-    def _begin(self, y: torch.Tensor, half: int, is_last: bool, block: Any, residual: Any) -> Any:
-        """Sum up the ranks' summands of a block; in the last layer, whose tokens are few, at once."""
-        at_once = self._sums is None or is_last
-        pending: Any = Summed(self._tp.all_reduce(y)) if at_once else self._sums.begin(y, half)  # type: ignore[union-attr]
-        post_norm = getattr(block, "post_norm", None)  # experts have none
-        return pending if post_norm is None else PostNormed(pending, post_norm, residual)
 
     def _limit_queue(self) -> None:
         """Wait until the device is at most MAX_LAYERS_AHEAD layers behind; without blocking in the driver."""

@@ -10,8 +10,9 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Workers
 from nanovllm.layers.context import Context
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import cascade_sizes
 from nanovllm.runner.device import model_defaults, translate_oom
@@ -19,7 +20,6 @@ from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.micro_batches import MIN_TOKENS
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.utils.loader import init_dummy_weights, load_model
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
-from nanovllm.runner.kv_scales import FP8, calibrate
-from nanovllm.runner.memory import attention_layers
-from nanovllm.utils.loader import WeightFiller
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.models.loader import WeightFiller
+from nanovllm.runner.kv_scales import calibrate
+from nanovllm.runner.memory import detach_kv_cache
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -115,7 +116,7 @@ class Weights:
         halves = filler.missing & {other_half(name) for name in filler.filled - before.keys()}
         self.missing = {name: why for name, why in before.items() if name not in filler.filled}
         self.missing |= dict.fromkeys(halves, "an FP8 weight got its data or its scale alone")
-        self._needs_calibration = self._runner.kv_dtype == FP8
+        self._needs_calibration = self._runner.kv_dtype == E4M3
         return filler.filled
 
     def _parts(self, weights: Any) -> Generator[Any, None, None]:
@@ -209,8 +210,7 @@ class Weights:
 
     def _drop_kv_cache(self) -> None:
         self._runner.kv_cache = None
-        for layer in attention_layers(self._runner.model):
-            layer.k_cache = layer.v_cache = torch.empty(0)
+        detach_kv_cache(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""

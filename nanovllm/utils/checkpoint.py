@@ -1,20 +1,27 @@
-"""Locates a checkpoint and reads its small JSON files. ``utils/loader.py`` reads the tensors."""
+"""Locates a checkpoint and reads its small JSON files. ``models/loader.py`` reads the tensors."""
 
 import json
 import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.model_config import TOKEN_IDS, ModelConfig
 from nanovllm.sampling_params import RULES as SAMPLING_RULES
-from nanovllm.validation import check
+from nanovllm.validation import Rule, at_least, check, list_of
+
+if TYPE_CHECKING:
+    from nanovllm.models.config import ModelConfig
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+ID = at_least(0)
+IDS = list_of(ID, "a token id or a list of them")
+TOKEN_IDS = Rule(
+    IDS.allowed, lambda x: ID.accepts(x) or IDS.accepts(x), lambda x: IDS.convert([x] if ID.accepts(x) else x)
+)
 # sampling defaults in generation_config.json: their name there -> in SamplingParams. As in vLLM do_sample is not one.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -81,14 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(model_path: str) -> ModelConfig:
-    raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
-    if modelopt.is_file() and not raw.get("quantization_config"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
-    return ModelConfig.from_json(raw)
-
-
-def read_eos_token_ids(model_path: str, config: ModelConfig) -> list[int]:
+def read_eos_token_ids(model_path: str, config: "ModelConfig") -> list[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path, raw = _read_generation_config(model_path)
     eos = raw.get("eos_token_id")

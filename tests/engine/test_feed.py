@@ -1,5 +1,6 @@
 """Requests that become sequences while others run: nobody can tell, except by the time of the first launch."""
 
+import weakref
 from random import Random
 
 import pytest
@@ -205,6 +206,42 @@ def test_a_request_is_aborted_before_it_is_queued(make_llm, request_id):
         llm.generate([[9, i] for i in range(6)], greedy(3), use_tqdm=OnFirstUpdate(abort))
     assert seen == [3, 3] and llm.is_finished()
     assert llm.metrics()["request_success"] == {"stop": 0, "length": 5, "abort": 1, "error": 0}
+
+
+def test_finished_requests_are_freed_during_a_call(make_llm, monkeypatch):
+    """A call of a million prompts need not hold their sequences until its end."""
+    llm, made, alive = make_llm(max_num_seqs=2), [], []
+    make = InputProcessor.make_sequences
+
+    def recorded(self, request):
+        made.append(weakref.ref(request))
+        return make(self, request)
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def update(self, _=0):
+            alive.append(sum(ref() is not None for ref in made))
+
+        close = refresh = update
+
+    monkeypatch.setattr(InputProcessor, "make_sequences", recorded)
+    llm.generate([[9, i] for i in range(40)], greedy(3), use_tqdm=Bar)
+    assert len(made) == 40 and max(alive) <= 4 + 2 + 2
+
+
+def test_a_loop_of_steps_within_a_call(make_llm, reference):
+    """It ends with what is queued; the call around it goes on to queue the others."""
+    llm = make_llm(max_num_seqs=2)
+
+    def run_to_end():
+        while not llm.is_finished():
+            llm.step()
+
+    prompts = [[9, i] for i in range(9)]
+    outputs = llm.generate(prompts, greedy(3), use_tqdm=OnFirstUpdate(run_to_end))
+    assert tokens_of(outputs) == [reference(prompt, 3) for prompt in prompts]
 
 
 def test_interrupted_while_requests_are_made(make_llm, monkeypatch):

@@ -15,11 +15,11 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from nanovllm.kernels.sampling import filters, gumbel, mask_stop_ids, reference  # noqa: E402
+from nanovllm.kernels.sampling import filters, gumbel, logits, reference  # noqa: E402
 from nanovllm.kernels.sampling.reference import SamplingState  # noqa: E402
 
 KERNELS = SimpleNamespace(
-    mask_stop_ids=mask_stop_ids.mask_stop_ids,
+    mask_stop_ids=logits.mask_stop_ids,
     filter_thresholds=filters.filter_thresholds,
     gumbel_argmax=gumbel.gumbel_argmax,
     pick_and_advance=gumbel.pick_and_advance,

@@ -365,7 +365,9 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     cache, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
     sizes = []
 
-    def run_twin(kernel, grid, q, k, v, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs, *_, **__):
+    def run_twin(
+        kernel, grid, q, k, v, kv_scale, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs, *_, **__
+    ):  # fmt: skip
         sizes.append(num_seqs)
         cu_seqlens = cu_seqlens[: num_seqs + 1]
         new = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
@@ -376,7 +378,7 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
     monkeypatch.setattr(prefill_sm90, "launch", run_twin)
     out = torch.full(expected.shape, torch.nan, dtype=cache.dtype, device=DEVICE)
-    assert prefill_sm90.prefill_attention_sm90(*args, 3, 0, out) is out
+    assert prefill_sm90.prefill_attention_sm90(*args, 3, 0, None, out) is out
     assert sizes == [256, 256, 88]
     check(cache, out, expected)
 

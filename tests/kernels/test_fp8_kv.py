@@ -16,14 +16,15 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from nanovllm.kernels.attention import decode, prefill, reference  # noqa: E402
+from nanovllm.kernels.fp8 import E4M3  # noqa: E402
 from nanovllm.kernels.linear import dispatch, norm_rope_store  # noqa: E402
 from nanovllm.kernels.linear import reference as linear_reference  # noqa: E402
-from nanovllm.kernels.linear.reference import FP8, QKVEpilogue, Weight, quantize  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, Weight, quantize  # noqa: E402
 
 from .test_attention import SM90_SPANS, PagedCache, check, oracle  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-E4M3 = torch.arange(256, dtype=torch.uint8).view(FP8)
+ALL_E4M3 = torch.arange(256, dtype=torch.uint8).view(E4M3)
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +139,7 @@ def test_needle_in_a_long_context(op, context):
     v = torch.full_like(k, torch.nan)
     k[needle, 0, 0], v[:context, 0] = 448.0, others[:, None]
     v[needle, 0, :] = -3.0
-    k, v = (x.to(DEVICE).to(FP8).view(-1, block_size, 1, D) for x in (k, v))
+    k, v = (x.to(DEVICE).to(E4M3).view(-1, block_size, 1, D) for x in (k, v))
     kv_scale = torch.tensor([[0.5], [2.0]], device=DEVICE)
     q = torch.zeros(2, 2, D, device=DEVICE, dtype=torch.float16)
     q[:, :, 0] = 1.0
@@ -180,9 +181,9 @@ def test_prefill_at_size(spans, group, head_size, window, dtype):
 @pytest.mark.gpu
 def test_every_stored_value_is_read_as_it_is():
     """All 254 finite bytes through the conversions of the decode kernel: keys of one channel, values alone."""
-    values = E4M3[E4M3.float().isfinite()].to(DEVICE)
+    values = ALL_E4M3[ALL_E4M3.float().isfinite()].to(DEVICE)
     n = len(values)
-    k = torch.zeros(n, 16, 1, 128, dtype=FP8, device=DEVICE)
+    k = torch.zeros(n, 16, 1, 128, dtype=E4M3, device=DEVICE)
     v = torch.zeros_like(k)
     v.view(torch.uint8)[:, 0, 0] = values.view(torch.uint8)[:, None].roll(1, 0).expand(n, 128)
     v.view(torch.uint8)[:, 0, 0, 1] = values.view(torch.uint8)
@@ -215,7 +216,7 @@ def stored(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True)
     results = []
     for op in (norm_rope_store.norm_rope_store, linear_reference.norm_rope_store):
         shape = (num_tokens // 16 + 3, 16, num_kv_heads, head_dim)
-        caches = [torch.full(shape, torch.nan, device=DEVICE).to(FP8) for _ in range(2)]
+        caches = [torch.full(shape, torch.nan, device=DEVICE).to(E4M3) for _ in range(2)]
         q = op(
             qkv.clone().flatten(1), *weights, 1e-6, cos_sin, positions, slots, *caches, num_heads, num_kv_heads,
             uneven_scales(num_kv_heads),
@@ -275,7 +276,7 @@ def test_qkv_linear_at_size(num_tokens, num_heads, num_kv_heads, head_dim, has_n
     scales = uneven_scales(num_kv_heads)
     results = []
     for op in (dispatch.qkv_linear, linear_reference.qkv_linear):
-        caches = torch.full((2, num_tokens // 16 + 3, 16, num_kv_heads, head_dim), torch.nan, device=DEVICE).to(FP8)
+        caches = torch.full((2, num_tokens // 16 + 3, 16, num_kv_heads, head_dim), torch.nan, device=DEVICE).to(E4M3)
         epilogue = QKVEpilogue(
             *qk_weights, 1e-6, cos_sin, positions, slots, *caches, num_heads, num_kv_heads, scales
         )

@@ -14,13 +14,13 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from nanovllm.kernels.fp8 import E4M3  # noqa: E402
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
-from nanovllm.kernels.linear import dispatch, fp8, gemv, gemv_fp8, norm, reference  # noqa: E402
+from nanovllm.kernels.linear import dispatch, gemv, norm, reference  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, QuantizedTokens, Weight  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
 
 EPS = 1e-6
-E4M3 = torch.float8_e4m3fn
 OPTIONS = [
     dict(),
     dict(norm=True, bias=True),
@@ -83,7 +83,7 @@ def assert_quantized(actual, expected):
 
 def test_the_twin_of_quantization_rounds_to_the_nearest_e4m3():
     x = torch.tensor([[896.0, -2.0, 100.0, 0.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
-    data, scale = reference.quantize_tokens(x)
+    data, _, scale = reference.quantize_tokens(x)
     assert data.float().tolist() == [[448.0, -1.0, 48.0, 0.0], [0.0] * 4]  # 50 lies half way: to even
     assert scale[0] == 2 and scale[1] > 0
 
@@ -165,31 +165,12 @@ def test_qkv_linear(num_tokens, num_groups):
         assert_near(actual, exact, 1e-5)
 
 
-def test_fp8_is_chosen_by_device_and_shape(monkeypatch):
-    x, weight = randn(4, 256, dtype=torch.bfloat16), make_weight(64, 256, 2)
-    assert DEVICE == "cuda" or (fp8.supports(x[:1], weight) and not fp8.supports(x, weight))
-    monkeypatch.setattr(fp8, "is_sm90", lambda device: True)
-    has_gluon = fp8.decode_gemm_sm90 is not None
-    assert fp8.supports(x, weight) == has_gluon
-    assert not fp8.supports(x.float(), weight)
-    assert not fp8.supports(x[:, :192], make_weight(64, 192, 1))
-    many = x.expand(300, 4, 256)[:, 0]
-    assert fp8.supports(many, make_weight(64, 256, 1)) and not fp8.supports(many, weight)
-    assert fp8.supports(many, make_weight(256, 256, 2, 128)) == has_gluon
-    assert not fp8.supports(many, make_weight(384, 256, 2, 128))  # no whole tiles
-    if has_gluon:
-        monkeypatch.setattr(fp8, "num_sms", lambda device: 132)
-        assert fp8.supports_w8a8(x[:2], weight) and not fp8.supports_w8a8(x[:2].float(), weight)
-        assert fp8.supports(x[:1], weight) and not fp8.supports_w8a8(x[:1], weight)
-        assert fp8.decode_config(x, weight) is not None and fp8.decode_config(many, make_weight(64, 256, 1)) is None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, E4M3])
 def test_the_prefill_gemm_takes_numbers_of_16_and_8_bits(dtype, monkeypatch):
     prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
     monkeypatch.setattr(prefill_gemm_sm90, "is_sm90", lambda device: True)
-    x, weight = (torch.zeros(size, 256, device=DEVICE, dtype=dtype) for size in (2048, 512))
-    assert prefill_gemm_sm90.supports(x, weight) == (dtype != torch.float32)
+    x, data = (torch.zeros(size, 256, device=DEVICE, dtype=dtype) for size in (2048, 512))
+    assert prefill_gemm_sm90.supports(Tokens(x, dtype), Weight(data)) == (dtype != torch.float32)
 
 
 # Gluon, on Hopper.
@@ -210,12 +191,9 @@ def check_decode_gemm(config, num_tokens, num_features, num_channels, num_groups
     x = randn(num_tokens, num_channels, dtype=dtype) * torch.exp2(torch.arange(num_tokens, device=DEVICE) % 5)[:, None]
     x = x.to(dtype)
     weight = make_weight(num_features, num_channels, num_groups)
-    data, scale = reference.quantize_tokens(x)
-    expected = reference.fused_linear(values(QuantizedTokens(data, scale)), weight, **widened(options))
-    y = decode_gemm_sm90.decode_gemm(
-        config, data, weight.data, options["bias"], options["residual"], options["act_mul"],
-        weight_scale=weight.scale, x_scale=scale, dtype=dtype,
-    )  # fmt: skip
+    quantized = reference.quantize_tokens(x)
+    expected = reference.fused_linear(values(quantized), weight, **widened(options))
+    y = decode_gemm_sm90.decode_gemm(config, quantized, weight, **options)
     if isinstance(y, SplitKPartials):
         dispatch.rms_norm(y, torch.ones(num_features, dtype=dtype, device=DEVICE), EPS)
         y = y.residual
@@ -305,9 +283,7 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
             quantized = reference.quantize_tokens(randn(num_tokens, num_channels, dtype=dtype))
             expected = reference.fused_linear(values(quantized), weight, **widened(options))
             del options["norm_weight"], options["eps"]
-            y = prefill_gemm_sm90.prefill_gemm(
-                quantized.data, weight.data, **options, weight_scale=weight.scale, x_scale=quantized.scale, dtype=dtype
-            )
+            y = prefill_gemm_sm90.prefill_gemm(quantized, weight, **options)
             assert y.dtype == dtype and (options["residual"] is None or y is options["residual"])
             assert_near(y, expected, 8e-3)
 
@@ -324,13 +300,13 @@ def test_gemv_of_one_token(num_features, num_channels, num_groups, dtype, size):
     x[:, 3] *= 1000 if dtype == torch.bfloat16 else 10
     x[:, 16:32] = 0
     x = x.to(dtype)
-    assert gemv_fp8.supports(x, weight) or not fp8.has_e4m3(x.device)
+    assert gemv.multiplies_in_fp16(x, weight, None) or not dispatch.has_e4m3(x.device)
     # A norm's eps would hide tiny tokens, and the squares of huge ones are infinite.
     others = (dict(norm=True, act_mul="silu"), dict(bias=True, residual=True)) if 1e-5 < size < 1e10 else ()
     for more in (dict(), *others):
         options = make_options(1, num_features, num_channels, dtype, **more)
         expected = reference.fused_linear(x.float(), weight, **widened(options))
-        y = gemv_fp8.gemv_fp8(
+        y = gemv.gemv(
             x, weight, options["bias"], options["norm_weight"], EPS, options["residual"], options["act_mul"]
         )
         assert_near(y, expected, 6e-3)
@@ -355,7 +331,7 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_size
         exact = twin_of_qkv(x, weight, bias, norm_weight, epilogue)
         rounded = values(reference.quantize_tokens(reference.rms_norm(x, norm_weight, EPS)))
         quantized = twin_of_qkv(rounded, weight, bias, None, epilogue)
-        assert fp8.supports_w8a8(x, weight, epilogue) or num_tokens == 1 or not is_sm90(x.device)
+        assert dispatch.supports_w8a8(x, weight, epilogue) or num_tokens == 1 or not is_sm90(x.device)
         q = dispatch.qkv_linear(x, weight, bias, norm_weight, EPS, epilogue)
         for actual, *twins in zip((q, epilogue.k_cache, epilogue.v_cache), exact, quantized, strict=True):
             errors = [((actual.float() - twin).square().mean() / twin.square().mean()).sqrt().item() for twin in twins]

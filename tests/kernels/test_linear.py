@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
 from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, reference, silu_and_mul  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, Weight  # noqa: E402
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -79,6 +79,14 @@ def test_rms_norm_twin_agrees_with_hugging_face():
         layer.weight.data.uniform_(0.5, 1.5)
         x = randn(7, 96, dtype=dtype)
         assert torch.equal(reference.rms_norm(x, layer.weight.data, EPS), layer(x).detach())
+
+
+def test_add_post_norm_twin_agrees_with_hugging_face():
+    olmo2 = pytest.importorskip("transformers.models.olmo2.modeling_olmo2")
+    layer = olmo2.Olmo2RMSNorm(40, EPS)
+    layer.weight.data.normal_()
+    x, residual = torch.randn(2, 3, 40)
+    torch.testing.assert_close(reference.add_post_norm(x, layer.weight, EPS, residual), residual + layer(x))
 
 
 def test_rotary_twin_agrees_with_hugging_face():
@@ -180,6 +188,43 @@ def test_rms_norm_reduces_split_k_partials_into_their_residual(split_k, num_toke
     assert torch.equal(packed[:, num_channels:], padding)
     last = torch.tensor([num_tokens - 1], device=DEVICE)
     assert torch.equal(x[last], residual[last])
+
+
+# a weight in fp32: an offset was added to it
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
+def test_add_post_norm(num_tokens, num_channels, weight_dtype, dtype):
+    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
+    residual, padding = packed[:, :num_channels], packed[:, num_channels:].clone()
+    x = 3 * randn(num_tokens, num_channels + 2, dtype=dtype)[:, 1:-1]
+    weight = rand(num_channels, dtype=weight_dtype)
+    expected = reference.add_post_norm(x, weight, EPS, residual)
+    y = norm.add_post_norm(x, weight, EPS, residual)
+    assert y.data_ptr() == residual.data_ptr() and expected.dtype == dtype
+    assert_close(y, expected, scale=3)  # three roundings of numbers up to 4
+    assert torch.equal(packed[:, num_channels:], padding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, q_size, k_size", [(0, 64, 64), (1, 64, 32), (5, 96, 32), (3, 1024, 1024)])
+@pytest.mark.parametrize("given", [False, True])
+def test_qk_rms_norm(num_tokens, q_size, k_size, given, dtype):
+    """``given``: the mean squares are those of more heads than this rank's."""
+    total = q_size + 2 * k_size
+    packed = randn(num_tokens, total + 5, dtype=dtype)
+    padding, qkv = packed[:, total:].clone(), packed[:, :total]
+    weights = randn(q_size, dtype=dtype), randn(k_size, dtype=dtype)
+    mean_squares = 1 + randn(2, num_tokens).square() if given else None
+    expected = reference.qk_rms_norm(qkv, *weights, EPS, mean_squares)
+    q, k, v = qkv.split([q_size, k_size, k_size], dim=1)
+    if not given:
+        alone = [reference.rms_norm(x, weight, EPS) for x, weight in zip((q, k), weights, strict=True)]
+        assert_close(expected, torch.cat([*alone, v], dim=1), scale=3)
+    y = norm.qk_rms_norm(qkv, *weights, EPS, mean_squares)
+    assert y.data_ptr() == qkv.data_ptr()
+    assert_close(y, expected, scale=3)
+    assert torch.equal(packed[:, total:], padding)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -333,7 +378,7 @@ def test_decode_gemm(num_tokens, num_features, num_channels, dtype):
                 config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, num_warps)
 
                 def run(x, weight, bias, residual, act_mul, config=config, **_):
-                    return decode_gemm_sm90.decode_gemm(config, x, weight.data, bias, residual, act_mul)
+                    return decode_gemm_sm90.decode_gemm(config, Tokens(x, dtype), weight, bias, residual, act_mul)
 
                 check_fused_linear(*shape, run=run, residual=True)
                 if split_k == 1:
@@ -352,7 +397,7 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
     prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
 
     def run(x, weight, act_mul, **_):
-        return prefill_gemm_sm90.prefill_gemm(x, weight.data, act_mul)
+        return prefill_gemm_sm90.prefill_gemm(Tokens(x, dtype), weight, act_mul)
 
     for act in ACTS:
         check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=act, run=run)
@@ -421,6 +466,11 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_dim,
         unfused.clear()
 
 
+def empty_operands(num_tokens, num_features, num_channels):
+    x, data = (torch.empty(size, num_channels, device="meta") for size in (num_tokens, num_features))
+    return Tokens(x, x.dtype), Weight(data)
+
+
 def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(monkeypatch):
     prefill_gemm_sm90 = pytest.importorskip("nanovllm.kernels.linear.prefill_gemm_sm90", exc_type=ImportError)
     monkeypatch.setattr(prefill_gemm_sm90, "num_sms", lambda device: 132)
@@ -429,7 +479,7 @@ def test_qkv_epilogue_of_many_tokens_where_the_last_tiles_leave_few_sms_idle(mon
         (2048, 4608, 3584, 977),  # 288 tiles in three
         (16384, 4608, 3584, 109),
     ):
-        x, weight = torch.empty(num_tokens, num_channels), torch.empty(num_features, num_channels)
+        x, weight = empty_operands(num_tokens, num_features, num_channels)
         assert round(prefill_gemm_sm90.idle_channels(x, weight)) == expected
 
 
@@ -444,47 +494,8 @@ def test_gate_and_up_of_few_tokens_where_each_sm_has_one_tile(monkeypatch):
         (256, 24576, False),  # 192
         (256, 12288, False),  # 96
     ):
-        x, weight = torch.empty(num_tokens, 64), torch.empty(num_features, 64)
+        x, weight = empty_operands(num_tokens, num_features, 64)
         assert prefill_gemm_sm90.fills_one_wave(x, weight) == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_norm, has_bias", [(True, False), (False, True)])
-@pytest.mark.parametrize("num_tokens", [33, 65, 128, 200])
-@pytest.mark.parametrize("D", [64, 128])
-def test_decode_gemm_with_qkv_epilogue(num_tokens, D, has_norm, has_bias, dtype):
-    """Steps that all have a stage and steps that share them; tokens that fill no tile, and some that go to no slot."""
-    decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
-    H, K, num_channels = 6, 4, 512
-    x = randn(num_tokens, num_channels, dtype=dtype)
-    weight = (randn((H + 2 * K) * D, num_channels) / num_channels**0.5).to(dtype)
-    bias = randn(len(weight), dtype=dtype) if has_bias else None
-    q_weight, k_weight = (randn(2, D) / 4 + 1).to(dtype) if has_norm else (None, None)
-    cos_sin = randn(512, D)
-    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
-    slots[::7] = -1
-
-    def twin(dtype, x, weight, bias, *qk_weights):
-        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
-        epilogue = QKVEpilogue(*qk_weights, EPS, cos_sin, positions, slots, *caches, H, K)
-        return reference.qkv_linear(x, Weight(weight), bias, None, EPS, epilogue), caches
-
-    tensors = (x, weight, bias, q_weight, k_weight)
-    (expected, expected_caches), (exact, exact_caches) = twin(dtype, *tensors), twin(torch.float32, *widened(*tensors))
-    tiles = [(64, 128, 4, 4), (64, 128, 3, 4), (128, 128, 2, 8)]
-    if D == 64:
-        tiles += [(64, 64, 4, 4), (64, 64, 3, 4)]
-    for block_m, block_n, stages, num_warps in tiles:
-        config = decode_gemm_sm90.DecodeGemmConfig(block_m, block_n, 128, 1, stages, num_warps)
-        caches = torch.full((2, 2, 256, K, D), 7.0, device=DEVICE, dtype=dtype)
-        epilogue = QKVEpilogue(q_weight, k_weight, EPS, cos_sin, positions, slots, *caches, H, K)
-        assert decode_gemm_sm90.supports_qkv(config, D) and dispatch.qkv_epilogue_sm90.supports(x, weight, epilogue)
-        torch.cuda.synchronize()
-        q = decode_gemm_sm90.decode_gemm(config, x, weight, bias, epilogue=epilogue)
-        assert_as_accurate(q, exact, expected)
-        assert_as_accurate(caches, exact_caches, expected_caches)
 
 
 @pytest.mark.gpu

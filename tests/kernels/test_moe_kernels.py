@@ -24,8 +24,8 @@ from nanovllm.kernels.linear.reference import rms_norm  # noqa: E402
 from nanovllm.kernels.moe import dispatch, reference  # noqa: E402
 from nanovllm.kernels.moe.reference import Routing  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
-from nanovllm.layers.moe import SparseMoE  # noqa: E402
-from nanovllm.model_config import MoEConfig  # noqa: E402
+from nanovllm.models.config import MoEConfig  # noqa: E402
+from nanovllm.models.moe import SparseMoE  # noqa: E402
 
 EPS = 1e-6
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result

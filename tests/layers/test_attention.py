@@ -42,7 +42,7 @@ def test_flash_attn_needs_16_bits():
 
 
 @pytest.mark.parametrize("device_type, name", [("cpu", "auto"), ("cpu", "sdpa"), ("cuda", "sdpa")])
-def test_plain_twins_are_the_backend_without_kernels(device_type, name):
+def test_references_are_the_backend_without_kernels(device_type, name):
     backend = select_backend(name, device_type, torch.float32)
     assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
 

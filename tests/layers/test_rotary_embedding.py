@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.kernels.linear import reference
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
-from nanovllm.rope import RopeScaling
+from nanovllm.models.rope import RopeScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -37,7 +37,7 @@ def parameters(rope, theta, head_dim):
 
 def cos_sin(rope, theta, head_dim, num_positions):
     scaling = RopeScaling.from_json({"rope_parameters": parameters(rope, theta, head_dim)})
-    return RotaryEmbedding(head_dim, num_positions, scaling.for_length(num_positions)).cos_sin
+    return RotaryEmbedding(head_dim, num_positions, *scaling.for_length(num_positions).frequencies(head_dim)).cos_sin
 
 
 def hf_cos_sin(rope, theta, head_dim, num_positions):
@@ -96,9 +96,9 @@ def test_permuted_heads_have_the_same_scores(share, interleaved, padded):
     def ordered(x, order):
         return x if order is None else torch.cat((x, torch.zeros(20, 1)), 1)[:, order]
 
-    order, v_order = head_orders(size, padded, rope, interleaved)
+    order, v_order = head_orders(size, padded, r, interleaved)
     assert (order is None) == (padded == size and (share == 0 or (share == 1 and not interleaved)))
-    table = RotaryEmbedding(size, 20, rope, padded).cos_sin.chunk(2, dim=-1)
+    table = RotaryEmbedding(padded, 20, *(rope.frequencies(size) if rope else ())).cos_sin.chunk(2, dim=-1)
     permuted = [reference.rotate(ordered(x, order), *table) for x in (q, k)]
     assert permuted[0].shape == (20, padded)
     torch.testing.assert_close(torch.einsum("id,jd->ij", *permuted), rotated(q) @ rotated(k).T)
@@ -106,5 +106,5 @@ def test_permuted_heads_have_the_same_scores(share, interleaved, padded):
 
 
 def test_no_positions():
-    assert torch.equal(RotaryEmbedding(4, 3, None).cos_sin, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))
-    assert head_orders(4, 4, None, interleaved=True) == (None, None)
+    assert torch.equal(RotaryEmbedding(4, 3).cos_sin, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))
+    assert head_orders(4, 4, 0, interleaved=True) == (None, None)

@@ -9,10 +9,19 @@ tokens, batches, and one decode step per token. Logits have a standard deviation
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import Reference, generate_with_logits, gpu_param
+from torch import nn
+
+from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.layers.context import Context
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.models import decoder
+from nanovllm.models.config import read_model_config
+from nanovllm.models.loader import init_dummy_weights
 
 NUM_DECODED = 31  # the first by the prefill, 30 by decode steps
 LENGTHS = (1, 5, 16, 17, 33, 100)  # one token, a block's boundary, more than one chunk of 64
@@ -80,6 +89,37 @@ def test_fp32_on_the_cpu(shape, make_checkpoint, make_llm):
     completions = check_fp32(make_llm(model=path, max_model_len=256), path)
     if not SHAPES[shape].get("attention_bias"):  # with biases the model repeats itself
         assert len({token for completion in completions for token in completion}) > 10
+
+
+class Shift(nn.Module):
+    """A mixer by which each token sees the one before it."""
+
+    name = "shift_attn"
+
+    def __init__(self, config, layer, rope, backend, tp):
+        super().__init__()
+        self.in_proj = ReplicatedLinear(config.hidden_size, config.hidden_size)
+
+    def forward(self, residual, norm, context):
+        return residual + self.in_proj(residual, norm).roll(1, 0)
+
+
+@torch.inference_mode()
+def test_a_mixer_for_each_kind_of_layer(make_checkpoint, monkeypatch):
+    """A layer of another kind needs a mixer in the table, and a name in checkpoints; nothing else knows it."""
+    monkeypatch.setitem(decoder.MIXERS, "shift", Shift)
+    config = read_model_config(make_checkpoint())
+    layers = tuple(replace(layer, mixer="shift") for layer in config.layers)
+    model = decoder.CausalLM(replace(config, layers=layers), None, SINGLE_RANK)
+    init_dummy_weights(model, 0)
+    assert dict(model.named_parameters()).keys() >= {f"model.layers.{i}.shift_attn.in_proj.weight" for i in range(2)}
+    ids = torch.arange(5, dtype=torch.int32)
+    context = Context(ids, ids, ids[:1], ids[:1], ids[None], 5)
+    x = model.model.embed_tokens(ids)
+    for layer in model.model.layers:
+        x = x + layer.shift_attn.in_proj(layer.input_layernorm(x)).roll(1, 0)
+        x = layer.mlp(x, layer.post_attention_layernorm, context)
+    torch.testing.assert_close(model(ids, context), model.model.norm(x))
 
 
 BF16_SHAPES = ("2-layers-untied-gqa2", "4-layers-tied-bias-gqa8")

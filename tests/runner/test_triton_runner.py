@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 from nanovllm import SamplingParams, kernels  # noqa: E402
-from nanovllm.layers.attention import PagedBackend  # noqa: E402
+from nanovllm.layers.attention_backends import PagedBackend  # noqa: E402
 from nanovllm.runner import model_runner  # noqa: E402
 
 PROMPTS = [[5, 6, 7] * 7, [5, 6, 7] * 6, [400]]

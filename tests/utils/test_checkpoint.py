@@ -9,11 +9,11 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
+from nanovllm.models.config import read_model_config
 from nanovllm.utils.checkpoint import (
     DEMO_MODEL,
     read_eos_token_ids,
     read_generation_config,
-    read_model_config,
     resolve_model,
 )
 

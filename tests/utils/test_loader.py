@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.context import Context
+from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.checkpoint import read_model_config
-from nanovllm.utils.loader import init_dummy_weights, load_model
+from nanovllm.models.loader import init_dummy_weights, load_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 BIASED = {**HEADS, "attention_bias": True}
@@ -269,7 +270,10 @@ def test_the_shards_of_the_ranks_make_up_the_checkpoint(tied, size, make_checkpo
 class NoReduce(TPGroup):
     """A rank whose partial sums are left to the test."""
 
+    num_sums = 0
+
     def all_reduce(self, x):
+        NoReduce.num_sums += 1
         return x
 
 
@@ -300,6 +304,15 @@ def test_the_ranks_results_add_up(size, make_checkpoint):
             out = on_every_rank(path, size, lambda model, layer=layer, shards=shards, residual=residual: layer(model)(
                 next(shards), residual=None if residual is None else residual.clone()))  # fmt: skip
             torch.testing.assert_close(sum(out), layer(alone)(x) + (0 if residual is None else residual))
+
+
+def test_sums_over_ranks(make_checkpoint, monkeypatch):
+    """Each costs microseconds: one for the embeddings, two a layer."""
+    model = loaded(make_checkpoint(**BIASED), NoReduce(0, 2))
+    monkeypatch.setattr(NoReduce, "num_sums", 0)
+    ids = torch.arange(5, dtype=torch.int32)
+    model(ids, Context(ids, ids - 1, ids[:1], ids[:1], ids[:1, None], 5, ids[:2], ids[:2], 5))
+    assert NoReduce.num_sums == 1 + 2 * 2
 
 
 # -------------------------------------------------------------------- damaged checkpoints

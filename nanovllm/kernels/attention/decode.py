@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3
 from ..launch import (
     has_inline_asm,
     launch,
@@ -404,7 +405,7 @@ def paged_decode_attention(
     partial_shape = (num_splits + num_seqs, num_kv_heads, gqa_group)
     partial_acc = torch.empty((*partial_shape, head_size), dtype=torch.float32, device=q.device)
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
-    is_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    is_fp8 = k_cache.dtype == E4M3
     options = launch_options(q.device, pdl)
     if config.max_registers is not None:  # an option that not every backend knows
         options = {**options, "maxnreg": config.max_registers}

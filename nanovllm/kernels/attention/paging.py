@@ -6,9 +6,10 @@ Legend: T packed query tokens, B sequences of a decode batch, S sequences of a p
 K KV heads, GQA_GROUP = H / K, D head size, NB blocks of BS tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
+
+from ..fp8 import E4M3
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)  # initial running maximum, finite: -inf minus -inf would be NaN
@@ -20,7 +21,7 @@ def attention_shape(q, k_cache, v_cache):
     _, block_size, num_kv_heads, _ = k_cache.shape
     gqa_group = num_heads // num_kv_heads
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == q.stride(2) == 1
-    assert k_cache.dtype == v_cache.dtype in (q.dtype, torch.float8_e4m3fn)
+    assert k_cache.dtype == v_cache.dtype in (q.dtype, E4M3)
     assert block_size % 16 == 0 and gqa_group * num_kv_heads == num_heads and gqa_group <= 16
     return num_kv_heads, gqa_group, head_size, block_size
 

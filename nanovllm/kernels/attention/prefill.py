@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
 from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
 
 try:
-    from . import prefill_fp8_sm90, prefill_sm90
+    from . import prefill_sm90
 except ImportError:  # a Triton version whose Gluon was not tested
-    prefill_fp8_sm90 = prefill_sm90 = None  # type: ignore[assignment]
+    prefill_sm90 = None  # type: ignore[assignment]
 
 
 @triton.jit
@@ -171,10 +172,6 @@ def paged_prefill_attention(
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q):
         return prefill_sm90.prefill_attention_sm90(
-            q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
-        )
-    if prefill_fp8_sm90 is not None and prefill_fp8_sm90.supports(q, k_cache, max_seqlen_q):
-        return prefill_fp8_sm90.prefill_attention_fp8_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window,
             kv_scale, out,
         )  # fmt: skip
@@ -184,7 +181,7 @@ def paged_prefill_attention(
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out,
-        kv_scale if k_cache.dtype == torch.float8_e4m3fn else None, num_kv_heads, scale * LOG2_E,
+        kv_scale if k_cache.dtype == E4M3 else None, num_kv_heads, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: 16 bits, D 64 or 128. Legend: paging.py.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: D 64 or 128. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
@@ -7,14 +7,22 @@ arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs
                               and loads its K and V tiles of BLOCK_N tokens by TMA into rings of STAGES slots
     consumer 0, 1 (4 warps)   64 rows each: WGMMA, online softmax in registers
 
+With an FP8 KV cache the MMAs are in fp16, q and P too. The producer's rings are then of e4m3, with RAW_STAGES slots:
+
+    converter (4 warps)       each tile to fp16 in the rings of STAGES slots, in the order in which it was loaded
+
+The converter pops the work items too. Towards the producer it is the only consumer, towards the consumers the producer.
+Scales of keys are applied to the scores, those of values at the end.
+
 A work item is a query tile of one KV head: 128 rows (token, head of the group), cut at positions that are multiples of
 TOKENS = 128 // GQA_GROUP; with 7 heads to a group 126 rows are used. One consumer's WGMMA runs during the other's
 softmax, and P V of a tile during the softmax of the next. Key tiles go from last to first. Where BLOCK_N is a multiple
 of TOKENS, only the last tile needs the causal mask. A window cuts the first tiles; those before it are not read.
 
 Use n of a ring of R slots is slot n % R. A full barrier takes 1 arrival (the producer, plus the bytes of K or V), an
-empty barrier 2 (the consumers). The producer waits for `empty` with the opposite parity, which a new barrier satisfies.
-All sides count the same uses: a work item takes as many slots of K and of V as `key_tiles` says.
+empty barrier 2 (the consumers), that of a work item one more with a converter, those of e4m3 tiles 1. The producer
+waits for `empty` with the opposite parity, which a new barrier satisfies. All sides count the same uses: a work item
+takes as many slots of K and of V as `key_tiles` says.
 """
 
 from triton.experimental import gluon
@@ -22,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..fp8 import E4M3
 from ..gluon_compat import (
     async_load,
     commit_group,
@@ -35,9 +44,76 @@ from ..gluon_compat import (
 )
 from ..launch import is_sm90, launch, launch_options, num_sms, zero_counters
 from .paging import LOG2_E, LOWEST
-from .prefill_items_sm90 import ITEM_FIELDS, ITEM_STAGES, ROWS, holds_token, key_tiles, part_range, pop_work_item
 
 MAX_SEQS = gl.constexpr(256)  # per launch
+ROWS = gl.constexpr(64)  # per consumer
+# KV head (-1: end of work), token of row 0, the sequence's first token and end, position of row 0
+ITEM_FIELDS = gl.constexpr(5)
+ITEM_STAGES = gl.constexpr(2)
+
+
+
+@gluon.jit
+def key_tiles(p0, token0, q_begin, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(last key tile, number of key tiles) of a work item, p0 the position of its row 0."""
+    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
+    last = p0 // BLOCK_N
+    if BLOCK_N % TOKENS != 0:  # the rows may end in a later tile than they begin in, but not beyond the context
+        last = (p0 + gl.minimum(q_end - token0, TOKENS) - 1) // BLOCK_N
+    num_tiles = last + 1
+    if WINDOW > 0:
+        # From the window of the first row that holds a token: blocks before it may be gone, and 0 * NaN is NaN.
+        num_tiles -= gl.maximum(p0 + gl.maximum(q_begin - token0, 0) - WINDOW + 1, 0) // BLOCK_N
+    return last, num_tiles
+
+
+@gluon.jit
+def part_range(
+    PART: gl.constexpr, p0, last, num_tiles, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Tiles begin .. end - 1, counted down from the last one, of a part of a consumer's key loop."""
+    TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
+    begin = 1
+    if BLOCK_N % TOKENS != 0:  # before it, tiles with keys after p0
+        begin = gl.maximum(last - (p0 + 1) // BLOCK_N + 1, 1)
+    end = num_tiles
+    if WINDOW > 0:  # from it on, tiles with keys that the last row does not attend
+        cut = (gl.maximum(p0 + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        end = gl.maximum(gl.minimum(last - cut + 1, num_tiles), begin)
+    if PART == 0:
+        begin, end = 1, gl.minimum(begin, num_tiles)
+    if PART == 2:
+        begin, end = end, num_tiles
+    return begin, end
+
+
+@gluon.jit
+def _load_field(work_items, index):
+    return gl.sum(work_items.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def pop_work_item(work_items, item_full, item_empty, t):
+    """Use t of the ring: read the work item, then release its slot."""
+    slot = t % ITEM_STAGES
+    mbarrier.wait(item_full.index(slot), (t // ITEM_STAGES) & 1)
+    kv_head = _load_field(work_items, slot * ITEM_FIELDS)
+    token0 = _load_field(work_items, slot * ITEM_FIELDS + 1)
+    q_begin = _load_field(work_items, slot * ITEM_FIELDS + 2)
+    q_end = _load_field(work_items, slot * ITEM_FIELDS + 3)
+    p0 = _load_field(work_items, slot * ITEM_FIELDS + 4)
+    thread_barrier()
+    mbarrier.arrive(item_empty.index(slot))
+    return kv_head, token0, q_begin, q_end, p0
+
+
+@gluon.jit
+def holds_token(m, token, q_begin, q_end, GQA_GROUP: gl.constexpr):
+    """Which rows m of a work item hold a token of the sequence."""
+    is_token = (token >= q_begin) & (token < q_end)
+    if 2 * ROWS % GQA_GROUP != 0:  # the rows left over are those of the next work item
+        is_token &= m < 2 * ROWS // GQA_GROUP * GQA_GROUP
+    return is_token
 
 
 @gluon.jit
@@ -56,12 +132,13 @@ def _load_tile(desc, row, column, ring, full, empty, n, BYTES: gl.constexpr, STA
 
 @gluon.jit
 def producer(
-    rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs,
-    num_kv_heads, stride_table,
+    rings, k_desc, v_desc, batch,
     GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
+    (cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs, num_kv_heads,
+     stride_table) = batch  # fmt: skip
     TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
     BYTES: gl.constexpr = BLOCK_N * HEAD_SIZE * (ks.dtype.primitive_bitwidth // 8)
     seqs: gl.constexpr = gl.BlockedLayout([MAX_SEQS // 32], [32], [1], [0])
@@ -307,11 +384,62 @@ def consumer(
         kv_head, token0, q_begin, q_end, p0 = next_head, next_token0, next_begin, next_end, next_p0
 
 
+@gluon.jit
+def convert_tile(raw, raw_full, raw_empty, ring, full, empty, n, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
+                 RAW_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Use n of both rings: e4m3 tile [BLOCK_N, HEAD_SIZE] to fp16."""
+    ROWS_AT_ONCE: gl.constexpr = 32  # bounds the registers
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // HEAD_SIZE, HEAD_SIZE // 16], [4, 1], [1, 0])
+    raw_slot = n % RAW_STAGES
+    slot = n % STAGES
+    mbarrier.wait(raw_full.index(raw_slot), (n // RAW_STAGES) & 1)
+    mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+    for i in gl.static_range(BLOCK_N // ROWS_AT_ONCE):
+        x = raw.index(raw_slot).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE).load(layout)
+        ring.index(slot).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE).store(x.to(gl.float16))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(raw_empty.index(raw_slot))
+    mbarrier.arrive(full.index(slot))
+
+
+@gluon.jit
+def converter(raw_rings, rings, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
+              BLOCK_N: gl.constexpr, RAW_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    _, raw_ks, raw_vs, work_items, raw_k_full, raw_k_empty, raw_v_full, raw_v_empty, item_full, item_empty = raw_rings
+    _, ks, vs, _, k_full, k_empty, v_full, v_empty, _, _ = rings
+    t = 0  # use of the ring of work items
+    n = 0  # use of the rings of K and V
+    kv_head, token0, q_begin, q_end, p0 = pop_work_item(work_items, item_full, item_empty, t)
+    while kv_head >= 0:
+        _last, num_tiles = key_tiles(p0, token0, q_begin, q_end, WINDOW, GQA_GROUP, BLOCK_N)
+        for tile in range(0, num_tiles):
+            convert_tile(raw_ks, raw_k_full, raw_k_empty, ks, k_full, k_empty, n,
+                         BLOCK_N, HEAD_SIZE, RAW_STAGES, STAGES)  # fmt: skip
+            if tile > 0:
+                convert_tile(raw_vs, raw_v_full, raw_v_empty, vs, v_full, v_empty, n - 1,
+                             BLOCK_N, HEAD_SIZE, RAW_STAGES, STAGES)  # fmt: skip
+            n += 1
+        convert_tile(raw_vs, raw_v_full, raw_v_empty, vs, v_full, v_empty, n - 1,
+                     BLOCK_N, HEAD_SIZE, RAW_STAGES, STAGES)  # fmt: skip
+        t += 1
+        kv_head, token0, q_begin, q_end, p0 = pop_work_item(work_items, item_full, item_empty, t)
+
+
+@gluon.jit
+def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
 @gluon.jit(do_not_specialize=["num_seqs", "num_kv_heads"])
 def prefill_kernel(
     q_ptr,  # [T, H, D]
     k_desc,  # [NB * BS, K * D]
     v_desc,  # [NB * BS, K * D]
+    kv_scale_ptr,  # fp32 [2, K], None unless the cache is e4m3
     cu_seqlens_ptr,  # i32[S + 1]
     req_indices_ptr,  # i32[S]
     context_lens_ptr,  # i32[S]
@@ -323,58 +451,76 @@ def prefill_kernel(
     GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """Registers per thread: 40 for the producer, which leaves 232 for each consumer."""
+    """Registers per thread: 40 for the producer, which leaves 232 for each consumer; or 208, and 56 for a converter."""
     if USE_PDL:
         gdc_launch_dependents()
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    IS_FP8: gl.constexpr = kv_scale_ptr is not None
+    dtype: gl.constexpr = gl.float16 if IS_FP8 else k_desc.dtype  # of the MMAs
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    qs = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_SIZE], shared)
+    qs = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, HEAD_SIZE], shared)
     ks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], shared)
     vs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], shared)
+    if IS_FP8:
+        RAW_STAGES: gl.constexpr = STAGES // 2
+        raw_shared: gl.constexpr = gl.NVMMASharedLayout(HEAD_SIZE, 8, 2)
+        raw_ks = gl.allocate_shared_memory(k_desc.dtype, [RAW_STAGES, BLOCK_N, HEAD_SIZE], raw_shared)
+        raw_vs = gl.allocate_shared_memory(k_desc.dtype, [RAW_STAGES, BLOCK_N, HEAD_SIZE], raw_shared)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work_items = gl.allocate_shared_memory(gl.int32, [ITEM_STAGES * ITEM_FIELDS, 1], plain)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    item_full = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
-    item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(ITEM_STAGES):
-        mbarrier.init(item_full.index(i), count=1)
-        mbarrier.init(item_empty.index(i), count=2)
+    k_full, v_full = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    k_empty, v_empty = make_barriers(STAGES, 2), make_barriers(STAGES, 2)
+    if IS_FP8:
+        raw_k_full, raw_v_full = make_barriers(RAW_STAGES, 1), make_barriers(RAW_STAGES, 1)
+        raw_k_empty, raw_v_empty = make_barriers(RAW_STAGES, 1), make_barriers(RAW_STAGES, 1)
+    item_full, item_empty = make_barriers(ITEM_STAGES, 1), make_barriers(ITEM_STAGES, 3 if IS_FP8 else 2)
     fence_async_shared()
     if USE_PDL:
         gdc_wait()
 
     tensors = (
-        q_ptr, out_ptr, None, num_kv_heads, scale_log2e, stride_q_token, stride_q_head, stride_out_token,
+        q_ptr, out_ptr, kv_scale_ptr, num_kv_heads, scale_log2e, stride_q_token, stride_q_head, stride_out_token,
         stride_out_head,
     )  # fmt: skip
     rings = (qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty)
+    batch = (
+        cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr, num_seqs, num_kv_heads, stride_table
+    )  # fmt: skip
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (consumer, (tensors, rings, ZERO, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
-            (consumer, (tensors, rings, ONE, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
-            (producer, (
-                rings, k_desc, v_desc, cu_seqlens_ptr, req_indices_ptr, context_lens_ptr, tables_ptr, counter_ptr,
-                num_seqs, num_kv_heads, stride_table, GQA_GROUP, HEAD_SIZE, BLOCK_SIZE, WINDOW, BLOCK_N, STAGES,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if IS_FP8:
+        raw_rings = (
+            qs, raw_ks, raw_vs, work_items, raw_k_full, raw_k_empty, raw_v_full, raw_v_empty, item_full, item_empty
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer, (tensors, rings, ZERO, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
+                (consumer, (tensors, rings, ONE, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
+                (converter, (raw_rings, rings, WINDOW, GQA_GROUP, HEAD_SIZE, BLOCK_N, RAW_STAGES, STAGES)),
+                (producer, (
+                    raw_rings, k_desc, v_desc, batch, GQA_GROUP, HEAD_SIZE, BLOCK_SIZE, WINDOW, BLOCK_N, RAW_STAGES
+                )),
+            ],
+            [4, 4, 1],
+            [208, 56, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (tensors, rings, ZERO, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
+                (consumer, (tensors, rings, ONE, GQA_GROUP, HEAD_SIZE, WINDOW, BLOCK_N, STAGES)),
+                (producer, (rings, k_desc, v_desc, batch, GQA_GROUP, HEAD_SIZE, BLOCK_SIZE, WINDOW, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
 
 
-def tiling(max_seqlen_q, head_size):
-    """(BLOCK_N, STAGES): short tiles mask fewer scores, long ones cost less each. Figures: docs/experiments.md."""
-    block_n = 128 if max_seqlen_q >= 1024 else 64
+def tiling(max_seqlen_q, head_size, is_fp8):
+    """(BLOCK_N, STAGES): short tiles mask fewer scores, long ones cost less each. Figures: docs/experiments.md.
+
+    With a converter and heads of 128 a consumer's registers hold the scores of 64 keys, not of 128.
+    """
+    block_n = 128 if max_seqlen_q >= 1024 and not (is_fp8 and head_size == 128) else 64
     return block_n, (256 // block_n) * (128 // head_size)
 
 
@@ -382,40 +528,39 @@ def supports(q, k_cache, max_seqlen_q):
     """Whether the kernel can run and is faster than prefill.py's, which wins where sequences have few rows."""
     _, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
-    block_n, _ = tiling(max_seqlen_q, head_size) if head_size in (64, 128) else (0, 0)
     return (
         is_sm90(q.device)
         and q.element_size() == 2
-        and q.dtype == k_cache.dtype
+        and k_cache.dtype in (q.dtype, E4M3)
         and head_size in (64, 128)
         and gqa_group <= 16
         and max_seqlen_q * gqa_group > 64
-        and block_size % block_n == 0
+        and block_size % tiling(max_seqlen_q, head_size, k_cache.dtype == E4M3)[0] == 0
         and k_cache.is_contiguous()
         and q.stride(0) % 16 == q.stride(1) % 16 == q.data_ptr() % 16 == 0
     )
 
 
 def prefill_attention_sm90(
-    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, out
+    q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, kv_scale,
+    out,
 ):  # fmt: skip
     """`paged_prefill_attention` for inputs that it `supports`, in launches of at most MAX_SEQS sequences."""
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
-    block_n, stages = tiling(max_seqlen_q, head_size)
+    is_fp8 = k_cache.dtype == E4M3
+    block_n, stages = tiling(max_seqlen_q, head_size, is_fp8)
     shape, strides = [num_blocks * block_size, num_kv_heads * head_size], [num_kv_heads * head_size, 1]
-    k_desc, v_desc = (
-        TensorDescriptor(cache, shape, strides, [block_n, head_size], gl.NVMMASharedLayout(128, 16, 2))
-        for cache in (k_cache, v_cache)
-    )
+    layout = gl.NVMMASharedLayout(head_size, 8, 2) if is_fp8 else gl.NVMMASharedLayout(128, 16, 2)
+    k_desc, v_desc = (TensorDescriptor(x, shape, strides, [block_n, head_size], layout) for x in (k_cache, v_cache))
     tokens = 128 // gqa_group
     for first in range(0, req_indices.shape[0], MAX_SEQS.value):
         num_seqs = min(MAX_SEQS.value, req_indices.shape[0] - first)
         max_items = num_seqs * num_kv_heads * ((max_seqlen_q + 2 * tokens - 2) // tokens)
         launch(
             prefill_kernel, (min(num_sms(q.device), max_items),),
-            q, k_desc, v_desc, cu_seqlens_q[first:], req_indices[first:], context_lens[first:], block_tables, out,
-            zero_counters(1, q.device), num_seqs, num_kv_heads, scale * LOG2_E,
+            q, k_desc, v_desc, kv_scale if is_fp8 else None, cu_seqlens_q[first:], req_indices[first:],
+            context_lens[first:], block_tables, out, zero_counters(1, q.device), num_seqs, num_kv_heads, scale * LOG2_E,
             q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0), out.stride(1),
             GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, WINDOW=window,
             BLOCK_N=block_n, STAGES=stages, num_warps=4, **launch_options(q.device),

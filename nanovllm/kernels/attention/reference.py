@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..fp8 import E4M3
+
 SHARED_TOKENS = 128  # shared prefixes are multiples of it, and it of every tile of the decode kernel
 
 
@@ -181,7 +183,7 @@ def _gather_contexts(
             else cache[last : last + 1, :num_last]
             for cache in (k_cache, v_cache)
         )
-        if k.dtype == torch.float8_e4m3fn:
+        if k.dtype == E4M3:
             assert kv_scale is not None
             k, v = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
         yield i, k.transpose(1, 2), v.transpose(1, 2)

@@ -7,13 +7,10 @@ flight; the stages take nearly all shared memory of an SM. With few tokens most 
 wave of programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share
 the channels of a tile and write fp32 partials.
 
-Where a tile is one head of q, k or v, or two heads of 64, norm_rope_store may be the epilogue. Its positions, slots,
-cosines, sines and norm weight are loaded before the wait, after the weight is requested: only arithmetic and stores
-follow the last MMA.
-
-M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul; H query heads, K KV heads.
+M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -22,24 +19,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_compat import async_load, commit_group, hopper, thread_barrier, wait_group
+from ..gluon_compat import async_load, commit_group, hopper, wait_group
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import activate
 from .norm import SplitKPartials
-from .qkv_epilogue_sm90 import (
-    epilogue_arguments,
-    join_halves,
-    load_cos_sin,
-    load_norm_weight,
-    load_positions,
-    norm_rope,
-    quantize,
-    split_halves,
-)
 
 PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
+MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
+MIN_STAGES = 4  # of each of them
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -54,31 +43,57 @@ class DecodeGemmConfig(NamedTuple):
 
 
 def decode_gemm_config(x, weight, allow_split_k):
-    """The smallest tiles that fit the device in one wave, and read little; None where cuBLAS is faster (H200)."""
-    (num_tokens, num_channels), num_features, max_programs = x.shape, len(weight), num_sms(x.device)
-    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
-    is_16_bit = x.element_size() == 2 and x.dtype == weight.dtype
-    block_c = 128 if num_channels % 128 == 0 else 64
-    if not (is_sm90(x.device) and is_aligned and is_16_bit and weight.is_contiguous() and num_channels % block_c == 0):
+    """The smallest tiles that fit the device in one wave, and read little; None where another kernel is faster (H200).
+
+    In e4m3, where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs; with more
+    tokens only where no other kernel multiplies such a weight.
+    """
+    (num_tokens, num_channels), num_features, max_programs = x.data.shape, len(weight.data), num_sms(x.data.device)
+    is_fp8 = weight.scale is not None
+    unit = 128 if num_channels % 128 == 0 else 64  # channels of a stage
+    if not supports(x.data, weight.data) or num_channels % unit != 0:
         return None
+    num_units = num_channels // unit
     splits = (4, 2, 1) if allow_split_k else (1,)
     min_block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     for block_m, block_n in ((min_block_m, 64), (min_block_m, 128), (128, 128)):
         num_programs = triton.cdiv(num_tokens, block_m) * triton.cdiv(num_features, block_n)
-        if num_programs > max_programs:
-            continue
-        split_k = next(n for n in splits if n * num_programs <= max_programs and num_channels % (n * block_c) == 0)
-        split_c = num_channels // split_k
-        if num_tokens <= 64 or (block_m + block_n) * split_c * 2 <= MAX_PROGRAM_BYTES:
-            stages = min(split_c // block_c, PIPELINE_BYTES // ((block_m + block_n) * block_c * 2))
-            return DecodeGemmConfig(block_m, block_n, block_c, split_k, stages, 4 if block_m * block_n <= 8192 else 8)
-    return None
+        per_sm = triton.cdiv(num_programs, max_programs)
+        split_k = next(n for n in splits if n * num_programs <= max_programs * per_sm and num_units % n == 0)
+        program_bytes = (block_m + block_n) * (num_channels // split_k) * x.data.element_size()
+        reads_little = is_fp8 or num_tokens <= 64 or program_bytes <= MAX_PROGRAM_BYTES
+        if (per_sm == 1 and reads_little) or (is_fp8 and num_tokens <= 64 and block_n == 128):
+            break
+    else:
+        if not is_fp8 or (weight.has_whole_blocks() and num_features % 256 == 0):
+            return None
+    if is_fp8 and allow_split_k and split_k == 1 and num_tokens > 64 and num_channels >= 2 * num_features:
+        # Larger tiles of half the channels read less of x and weight; the next norm reads two partials.
+        for large_m in (64, 128):
+            num_programs = 2 * triton.cdiv(num_tokens, large_m) * triton.cdiv(num_features, 128)
+            if num_programs <= max_programs and num_channels % 256 == 0:
+                block_m, block_n, split_k = large_m, 128, 2
+                break
+    split_c = num_channels // split_k
+    # 256 channels in e4m3: half as many steps; with more tokens registers run out.
+    is_wide = is_fp8 and weight.scale.shape[1] == 1 and split_c % 256 == 0 and block_m < 64
+    channel_bytes = (block_m + block_n) * x.data.element_size()
+    if is_fp8 and weight.scale.shape[1] > 1:
+        channel_bytes += block_n // 32
+    programs_per_sm = range(min(per_sm, MAX_PROGRAMS_PER_SM), 0, -1)
+    for programs, block_c in itertools.product(programs_per_sm, (256, 128) if is_wide else (unit,)):
+        stages = PIPELINE_BYTES // programs // (channel_bytes * block_c)
+        if stages >= MIN_STAGES:
+            break
+    num_warps = 4 if block_m * block_n <= 8192 else 8
+    return DecodeGemmConfig(block_m, block_n, block_c, split_k, min(stages, split_c // block_c), num_warps)
 
 
-def supports_qkv(config, head_size):
-    """Whether norm_rope_store can be the epilogue: a tile is one head or two, a warp holds whole rows."""
-    is_whole_heads = head_size in (config.block_n, config.block_n // 2)
-    return config.split_k == 1 and is_whole_heads and config.block_m == 16 * config.num_warps
+def supports(x, weight):
+    """Whether `decode_gemm` runs with these data of Tokens and of a Weight."""
+    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
+    is_narrow = x.element_size() <= 2 and x.dtype == weight.dtype
+    return is_sm90(x.device) and is_aligned and is_narrow and weight.is_contiguous()
 
 
 @gluon.jit
@@ -110,14 +125,26 @@ def mma(weight_smem, x_smem, stage, acc, SWAP_AB: gl.constexpr, ACCUMULATE: gl.c
 
 
 @gluon.jit
-def promote(total, product, scale_smem, stage, NUM_GROUPS: gl.constexpr, SWAP_AB: gl.constexpr):
-    """total + the product of one stage times the scales of its group of channels."""
-    if NUM_GROUPS > 1:
-        if SWAP_AB:
-            product *= scale_smem.index(stage).load(gl.SliceLayout(1, product.type.layout))[:, None]
-        else:
-            product *= scale_smem.index(stage).load(gl.SliceLayout(0, product.type.layout))[None, :]
-    return total + product
+def along(vector_smem, layout: gl.constexpr, AXIS: gl.constexpr):
+    """A vector in shared memory, to be broadcast along dimension AXIS of a tensor in `layout`."""
+    vector = vector_smem.load(gl.SliceLayout(1 - AXIS, layout))
+    if AXIS == 0:
+        return vector[:, None]
+    else:
+        return vector[None, :]
+
+
+@gluon.jit
+def act_and_mul(acc, ACT_MUL: gl.constexpr, SWAP_AB: gl.constexpr):
+    """act(gate) * up of accumulators in the order of `output_features`."""
+    if SWAP_AB:
+        pairs = acc.reshape((acc.shape[0] // 16, 2, 8, acc.shape[1])).permute((0, 2, 3, 1))
+        gate, up = gl.split(pairs)
+        return (activate(gate, ACT_MUL) * up).reshape((acc.shape[0] // 2, acc.shape[1]))
+    else:
+        pairs = acc.reshape((acc.shape[0], acc.shape[1] // 16, 2, 8)).permute((0, 1, 3, 2))
+        gate, up = gl.split(pairs)
+        return (activate(gate, ACT_MUL) * up).reshape((acc.shape[0], acc.shape[1] // 2))
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
@@ -128,14 +155,7 @@ def decode_gemm_kernel(
     weight_scale_ptr,  # fp32 [N, NUM_GROUPS]
     bias_ptr,  # [N], only with HAS_BIAS
     residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
-    y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I], or q [M, H * HEAD_SIZE] with HEAD_SIZE; written here
-    q_weight_ptr, k_weight_ptr,  # [HEAD_SIZE] each, only with HAS_NORM
-    eps,
-    cos_sin_ptr,  # fp32 [max_position, HEAD_SIZE]; this and the next four only with HEAD_SIZE
-    positions_ptr,  # [M]
-    slot_mapping_ptr,  # i32[M]
-    k_cache_ptr, v_cache_ptr,  # [slots, K, HEAD_SIZE], written here
-    kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
+    y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I]; written here
     num_tokens,
     num_outputs,
     x_stride,
@@ -150,12 +170,8 @@ def decode_gemm_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,  # 0: no QKV epilogue
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    HAS_NORM: gl.constexpr,
     USE_PDL: gl.constexpr,
-):  # fmt: skip
+):
     """One program: BLOCK_M tokens, BLOCK_N output features, C / SPLIT_K channels."""
     if USE_PDL:
         gdc_launch_dependents()
@@ -171,6 +187,8 @@ def decode_gemm_kernel(
     BUFFERS: gl.constexpr = STEPS if RESIDENT else STAGES
     # wgmma has M = 64 and N = 8 to 256: with fewer than 64 tokens the weight is operand A.
     SWAP_AB: gl.constexpr = BLOCK_M < 64
+    FEATURES: gl.constexpr = 0 if SWAP_AB else 1  # dimensions of the accumulator
+    TOKENS: gl.constexpr = 1 - FEATURES
     MMA_M: gl.constexpr = BLOCK_N if SWAP_AB else BLOCK_M
     MMA_N: gl.constexpr = BLOCK_M if SWAP_AB else BLOCK_N
     WARPS_M: gl.constexpr = 4 * min(WARPS // 4, MMA_M // 64)
@@ -185,14 +203,10 @@ def decode_gemm_kernel(
     x_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_M, BLOCK_C], smem_layout)
     scale_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     scale_smem_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale_smem = weight_smem  # replaced if there are scales
     if IS_FP8:
         SCALE_BUFFERS: gl.constexpr = BUFFERS if NUM_GROUPS > 1 else 1
         scale_smem = gl.allocate_shared_memory(gl.float32, [SCALE_BUFFERS, BLOCK_N], scale_smem_layout)
         x_scale_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], scale_smem_layout)
-    VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
-    store_layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
 
     tile = gl.program_id(1)
     first_token = gl.program_id(0) * BLOCK_M
@@ -214,25 +228,6 @@ def decode_gemm_kernel(
     token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, load_layout))
     x_ptrs = x_ptr + token.to(gl.int64)[:, None] * x_stride + c[None, :]
     x_mask = (token < num_tokens)[:, None] & (c < NUM_CHANNELS)[None, :]
-    if HEAD_SIZE > 0:
-        gl.static_assert(WARPS_M == WARPS and SPLIT_K == 1)
-        Q_TILES: gl.constexpr = NUM_HEADS * HEAD_SIZE // BLOCK_N
-        KV_TILES: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // BLOCK_N
-        is_q, has_rope = tile < Q_TILES, tile < Q_TILES + KV_TILES
-        thread_barrier()  # keeps ptxas from sinking the weight loads below the next loads, or even below their uses
-        position = load_positions(positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE, BLOCK_M, WARPS)
-        y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
-        is_y_token = y_token < num_tokens
-        # Destination of a token's head: a token of q or a slot of the cache; -1: not stored.
-        dest = gl.load(slot_mapping_ptr + y_token, mask=is_y_token & ~is_q, other=gl.where(is_y_token, y_token, -1))
-        head_norm_weight = None
-        if HAS_NORM:
-            head_norm_weight = load_norm_weight(gl.where(is_q, q_weight_ptr, k_weight_ptr), HEAD_SIZE, WARPS)
-        cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
-        if kv_scale_ptr is not None:
-            channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, store_layout))
-            # those of v follow those of k
-            kv_scale = gl.load(kv_scale_ptr + (gl.maximum(tile - Q_TILES, 0) * BLOCK_N + channel) // HEAD_SIZE)
     if USE_PDL:
         gdc_wait()
     if IS_FP8:
@@ -243,18 +238,30 @@ def decode_gemm_kernel(
         commit_group()
 
     acc = gl.zeros((MMA_M, MMA_N), gl.float32, layout=acc_layout)
-    if IS_FP8:
-        # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
-        product = acc
+    if RESIDENT and not IS_FP8:
+        for step in gl.static_range(STEPS):
+            wait_group(STEPS - 1 - step)
+            acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
+        acc = hopper.warpgroup_mma_wait(0, [acc])
+    else:
+        if IS_FP8:
+            product = acc
+        else:
+            acc = hopper.warpgroup_mma_init(acc)
         weight_ptrs += PREFETCH * BLOCK_C
         x_ptrs += PREFETCH * BLOCK_C
         if NUM_GROUPS > 1:
             scale_ptrs += PREFETCH
         for step in range(STEPS):
-            # As below; the previous step has waited for its MMA. With RESIDENT nothing is loaded.
+            # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
+            if not IS_FP8:
+                acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, [acc]))
             wait_group(PREFETCH - 1)
-            pending = mma(weight_smem, x_smem, step % BUFFERS, product, SWAP_AB, ACCUMULATE=False)
-            if step + PREFETCH < STEPS:
+            if IS_FP8:
+                pending = mma(weight_smem, x_smem, step % BUFFERS, product, SWAP_AB, ACCUMULATE=False)
+            else:
+                acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
+            if step + PREFETCH < STEPS:  # never with RESIDENT
                 stage = (step + PREFETCH) % BUFFERS
                 async_load(weight_smem.index(stage), weight_ptrs)
                 async_load(x_smem.index(stage), x_ptrs, mask=x_mask)
@@ -264,123 +271,65 @@ def decode_gemm_kernel(
                     async_load(scale_smem.index(stage), scale_ptrs)
                     scale_ptrs += 1
             commit_group()
-            product = hopper.warpgroup_mma_wait(0, [pending])
-            acc = promote(acc, product, scale_smem, step % BUFFERS, NUM_GROUPS, SWAP_AB)
-    elif RESIDENT:
-        for step in gl.static_range(STEPS):
-            wait_group(STEPS - 1 - step)
-            acc = mma(weight_smem, x_smem, step, acc, SWAP_AB)
-    else:
-        acc = hopper.warpgroup_mma_init(acc)
-        weight_ptrs += PREFETCH * BLOCK_C
-        x_ptrs += PREFETCH * BLOCK_C
-        for step in range(STEPS):
-            # All warps have finished the previous MMA, so its stage may be overwritten; this step's copies have landed.
-            acc = hopper.warpgroup_mma_init(hopper.warpgroup_mma_wait(0, [acc]))
-            wait_group(PREFETCH - 1)
-            acc = mma(weight_smem, x_smem, step % BUFFERS, acc, SWAP_AB)
-            if step + PREFETCH < STEPS:
-                stage = (step + PREFETCH) % BUFFERS
-                async_load(weight_smem.index(stage), weight_ptrs)
-                async_load(x_smem.index(stage), x_ptrs, mask=x_mask)
-                weight_ptrs += BLOCK_C
-                x_ptrs += BLOCK_C
-            commit_group()
-    if not IS_FP8:
-        acc = hopper.warpgroup_mma_wait(0, [acc])
+            if IS_FP8:
+                # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
+                product = hopper.warpgroup_mma_wait(0, [pending])
+                if NUM_GROUPS > 1:
+                    acc += product * along(scale_smem.index(step % BUFFERS), acc_layout, FEATURES)
+                else:
+                    acc += product
+        if not IS_FP8:
+            acc = hopper.warpgroup_mma_wait(0, [acc])
 
     if NUM_GROUPS == 1:
-        if SWAP_AB:
-            acc *= scale_smem.index(0).load(gl.SliceLayout(1, acc_layout))[:, None]
-        else:
-            acc *= scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
+        acc *= along(scale_smem.index(0), acc_layout, FEATURES)
     if IS_FP8:
-        if SWAP_AB:
-            acc *= x_scale_smem.index(0).load(gl.SliceLayout(0, acc_layout))[None, :]
-        else:
-            acc *= x_scale_smem.index(0).load(gl.SliceLayout(1, acc_layout))[:, None]
+        acc *= along(x_scale_smem.index(0), acc_layout, TOKENS)
     if HAS_BIAS:
-        bias_layout: gl.constexpr = gl.SliceLayout(1, acc_layout) if SWAP_AB else gl.SliceLayout(0, acc_layout)
-        bias = gl.load(bias_ptr + output_features(tile, num_outputs, ACT_MUL, BLOCK_N, bias_layout)).to(gl.float32)
-        if SWAP_AB:
-            acc += bias[:, None]
-        else:
-            acc += bias[None, :]
+        bias_features = output_features(tile, num_outputs, ACT_MUL, BLOCK_N, gl.SliceLayout(TOKENS, acc_layout))
+        acc += gl.expand_dims(gl.load(bias_ptr + bias_features).to(gl.float32), TOKENS)
     if ACT_MUL is not None:
-        if SWAP_AB:
-            pairs = acc.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1))
-            gate, up = gl.split(pairs)
-            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_I, BLOCK_M))
-        else:
-            pairs = acc.reshape((BLOCK_M, BLOCK_N // 16, 2, 8)).permute((0, 1, 3, 2))
-            gate, up = gl.split(pairs)
-            acc = (activate(gate, ACT_MUL) * up).reshape((BLOCK_M, BLOCK_I))
+        acc = act_and_mul(acc, ACT_MUL, SWAP_AB)
     if SWAP_AB:
         acc = acc.permute((1, 0))
-    if HEAD_SIZE > 0:
-        y_dtype: gl.constexpr = y_ptr.dtype.element_ty
-        left, right = split_halves(acc)
-        if has_rope:
-            left, right = norm_rope(left, right, head_norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, y_dtype)
-        acc = gl.convert_layout(join_halves(left.to(y_dtype), right.to(y_dtype)), store_layout)
-        head_ptr = gl.where(has_rope, k_cache_ptr, v_cache_ptr)
-        if kv_scale_ptr is None:
-            head_ptr = gl.where(is_q, y_ptr, head_ptr)
-        head_ptr += gl.where(is_q, tile, (tile - Q_TILES) % KV_TILES) * BLOCK_N
-        offs = dest.to(gl.int64) * (gl.where(is_q, Q_TILES, KV_TILES) * BLOCK_N)
-        d = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, store_layout))
-        mask = (dest >= 0)[:, None] & (d < BLOCK_N)[None, :]
-        if kv_scale_ptr is None:
-            gl.store(head_ptr + offs[:, None] + d[None, :], acc, mask=mask)
-        elif is_q:
-            gl.store(y_ptr + tile * BLOCK_N + offs[:, None] + d[None, :], acc, mask=mask)
-        else:
-            gl.store(head_ptr + offs[:, None] + d[None, :], quantize(acc, kv_scale[None, :]), mask=mask)
-    else:
-        acc = gl.convert_layout(acc, store_layout)
-        y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
-        i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, store_layout))
-        mask = (y_token < num_tokens)[:, None] & (i < num_outputs)[None, :]
-        if HAS_RESIDUAL:
-            residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
-            acc += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
-        offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_outputs + i[None, :]
-        gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    VECTOR: gl.constexpr = 16 // (y_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    STORE_LANES: gl.constexpr = min(32, BLOCK_I // VECTOR)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // STORE_LANES, STORE_LANES], [WARPS, 1], [1, 0])
+    acc = gl.convert_layout(acc, store_layout)
+    y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
+    i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, store_layout))
+    mask = (y_token < num_tokens)[:, None] & (i < num_outputs)[None, :]
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
+        acc += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
+    offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_outputs + i[None, :]
+    gl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None, epilogue=None, weight_scale=None,
-                x_scale=None, dtype=None):  # fmt: skip
-    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I]; weight [N, C] of x's dtype.
+def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None):
+    """[residual +] [act_and_mul] (x W^T [+ bias]), [M, I], of Tokens and a Weight, both in e4m3 or of one dtype.
 
-    x and weight in e4m3: x_scale fp32 [M], weight_scale fp32 [N, G], and a result of `dtype`.
-
-    With config.split_k > 1: SplitKPartials of residual + x W^T. With a QKVEpilogue, where `supports_qkv`:
-    reference.norm_rope_store of the product, unrounded; q [M, H, D]. Positions and slots are read before the PDL wait.
+    With config.split_k > 1: SplitKPartials of residual + x W^T.
     """
+    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     num_outputs = num_features // 2 if act_mul else num_features
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]
-    dtype = x.dtype if x_scale is None else dtype
-    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
-    head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if config.split_k > 1:
         assert residual is not None and bias is None and act_mul is None
         y = torch.empty((config.split_k, num_tokens, num_outputs), dtype=torch.float32, device=x.device)
     else:
-        shape = (num_tokens, num_outputs) if epilogue is None else (num_tokens, num_heads, head_size)
-        y = torch.empty(shape, dtype=dtype, device=x.device)
+        y = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x.device)
     assert weight_scale is None or weight_scale.is_contiguous()
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     adds_residual = residual is not None and config.split_k == 1
     launch(
         decode_gemm_kernel,
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
-        x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y, *epilogue_args, kv_scale,
+        x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
         NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual,
         ACT_MUL=act_mul, SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_C=config.block_c, STAGES=config.stages, HEAD_SIZE=head_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HAS_NORM=epilogue_args[0] is not None, num_warps=config.num_warps, **launch_options(x.device),
+        BLOCK_C=config.block_c, STAGES=config.stages, num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return SplitKPartials(residual, y) if config.split_k > 1 else y

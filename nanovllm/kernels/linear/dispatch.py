@@ -1,104 +1,166 @@
 """Linear layers with the norm before and the activation, the residual or the rotary embedding after fused in.
 
-Owns `fused_linear` and `qkv_linear`: the choice of kernel by the number of tokens. Knows nothing of layers or shards.
-The twins are in reference.py.
+Owns `fused_linear` and `qkv_linear`: the choice of kernel by precision, device and number of tokens. Knows nothing of
+layers or shards; reference.py says what is computed.
 
-    1             gemv.py, the norm fused
-    2 to 256      decode_gemm_sm90.py on Hopper, where it beats cuBLAS; split-K where too few programs fill the device
-    1,024 and up  prefill_gemm_sm90.py on Hopper, where its epilogue saves a kernel (QKV: 2,048 and up,
-                  where few SMs idle during the last tiles; gate and up: 129 to 256 too, where each SM has one tile)
-    otherwise     cuBLAS between separate kernels
+    tokens       16 bits                          e4m3 with scales per feature      e4m3 with scales of blocks
+    1            gemv.py                          gemv.py                           gemv.py
+    2 to 256     decode_gemm_sm90.py, where it    decode_gemm_sm90.py; from 65 on   likewise
+                 beats cuBLAS                     only in one wave
+    otherwise    prefill_gemm_sm90.py, where its  prefill_gemm_sm90.py from 65 on   prefill_gemm_sm90.py
+                 epilogue saves a kernel
+    otherwise    cuBLAS between separate kernels  torch._scaled_mm between them     dequantized, as 16 bits
 
-A weight with scales goes to fp8.py, which multiplies it with a single token, and on Hopper with more in e4m3; otherwise
-it is dequantized at each call, which is right, and slow.
+With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
+quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
+(docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
+right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
+128 x 128, as when a rank's shard cuts blocks.
 """
 
 import torch
 import torch.nn.functional as F
 
-from ..launch import compile_only
-from . import fp8
+from ..launch import compile_only, is_sm90
+from .dequantize import dequantized, has_e4m3
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
 from .norm_rope_store import norm_rope_store
+from .reference import Tokens
 from .silu_and_mul import act_and_mul
 
 try:
-    from . import decode_gemm_sm90, prefill_gemm_sm90, qkv_epilogue_sm90
+    from . import decode_gemm_sm90, prefill_gemm_sm90
 except ImportError:  # an untested version of Triton, see gluon_compat.py
-    decode_gemm_sm90 = prefill_gemm_sm90 = qkv_epilogue_sm90 = None  # type: ignore[assignment]
+    decode_gemm_sm90 = prefill_gemm_sm90 = None  # type: ignore[assignment]
 
-# Below, cuBLAS and a separate epilogue are faster (H200, docs/experiments.md).
-MIN_TOKENS_PREFILL = 1024
-MIN_TOKENS_PREFILL_QKV = 2048
-# Likewise above: the QKV epilogue saves a pass over T x N, and SMs without a tile in the last wave lose more than that.
+MAX_TOKENS_DECODE = 256
+# Precision -> epilogue of the prefill GEMM -> the fewest tokens with which it beats the library's product and a
+# separate kernel (H200, docs/experiments.md).
+MIN_TOKENS_PREFILL = {
+    "16 bits": {"act_mul": 1024, "qkv": 2048},
+    "e4m3": {"act_mul": 65, "qkv": 65, "plain": 65},
+}
+# In 16 bits the QKV epilogue saves a pass over T x N, and SMs without a tile in the last wave lose more than that.
 MAX_IDLE_CHANNELS_QKV = 400
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
-    if weight.scale is not None:
-        if fp8.supports(x, weight):
-            return fp8.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
-        weight = fp8.dequantized(weight, fp8.dtype_of(x))
-    weight = weight.data
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if len(x) == 1:
-        return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    adds_residual_only = residual is not None and bias is None and act_mul is None
-    config = decode_config(x, weight, allow_split_k and adds_residual_only)
-    if config is not None:
-        return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, act_mul)
-    if act_mul and bias is residual is None and supports_prefill_gemm(x, weight):
-        return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul)
-    if adds_residual_only:
-        return torch.addmm(residual, x, weight.t(), out=residual)  # beta = 1: the addition is free
-    y = F.linear(x, weight, bias)
-    if act_mul:
-        y = act_and_mul(y, act_mul)
-    return y if residual is None else residual + y
+        return multiply_token(x, weight, bias, norm_weight, eps, residual, act_mul)
+    x, weight = prepare(x, weight, norm_weight, eps)
+    return multiply(x, weight, bias, residual, act_mul, allow_split_k)
 
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
+    if len(x) == 1:
+        y = multiply_token(x, weight, bias, norm_weight, eps)
+    else:
+        x, weight = prepare(x, weight, norm_weight, eps, epilogue)
+        is_fused = takes_prefill_gemm(x, weight, "qkv") and prefill_gemm_sm90.supports_qkv(x, weight, epilogue)
+        if is_fused and decode_config(x, weight) is None:
+            return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias, epilogue=epilogue)
+        y = multiply(x, weight, bias)
+    return norm_rope_store(y, *epilogue)
+
+
+def multiply_token(x, weight, bias, norm_weight, eps, residual=None, act_mul=None):
+    """fused_linear of one token."""
     if weight.scale is not None:
-        if fp8.supports(x, weight, epilogue):
-            return fp8.qkv_linear(x, weight, bias, norm_weight, eps, epilogue)
-        weight = fp8.dequantized(weight, fp8.dtype_of(x))
-    data = weight.data
-    if len(x) > 1:
-        if norm_weight is not None:
-            x, norm_weight = rms_norm(x, norm_weight, eps), None
-        if qkv_epilogue_sm90 is not None and qkv_epilogue_sm90.supports(x, data, epilogue):
-            config = decode_config(x, data)
-            head_size = len(data) // (epilogue.num_heads + 2 * epilogue.num_kv_heads)
-            if config is not None and decode_gemm_sm90.supports_qkv(config, head_size):
-                return decode_gemm_sm90.decode_gemm(config, x, data, bias, epilogue=epilogue)
-            if supports_prefill_qkv(x, data):
-                return prefill_gemm_sm90.prefill_gemm(x, data, bias=bias, epilogue=epilogue)
-    return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
+        num_channels, num_groups = weight.data.shape[1], weight.scale.shape[1]
+        is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
+        if not (has_e4m3(weight.data.device) and is_whole_groups):
+            weight = dequantized(weight, x.dtype)
+    return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
+
+
+def prepare(x, weight, norm_weight, eps, epilogue=None):
+    """Tokens of x after its norm, if it has one, and the weight: both in e4m3, or both in x's dtype."""
+    if weight.scale is not None and supports_w8a8(x, weight, epilogue):
+        return rms_norm(x, norm_weight, eps, quantized=True), weight
+    weight = dequantized(weight, x.dtype)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    return Tokens(x, x.dtype), weight
+
+
+def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False):
+    """fused_linear of two Tokens or more, or of none."""
+    adds_residual_only = residual is not None and bias is None and act_mul is None
+    config = decode_config(x, weight, allow_split_k and adds_residual_only)
+    if config is not None:
+        return decode_gemm_sm90.decode_gemm(config, x, weight, bias, residual, act_mul)
+    if act_mul is None:
+        is_fused = is_tma_aligned(residual) and takes_prefill_gemm(x, weight, "plain")
+    else:
+        is_fused = bias is residual is None and takes_prefill_gemm(x, weight, "act_mul")
+    if is_fused:
+        return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul, bias, residual=residual)
+    if adds_residual_only and weight.scale is None:
+        return torch.addmm(residual, x.data, weight.data.t(), out=residual)  # beta = 1: the addition is free
+    y = product(x, weight, bias)
+    if act_mul:
+        y = act_and_mul(y, act_mul)
+    return y if residual is None else residual.add_(y)
+
+
+def product(x, weight, bias):
+    """x W^T + bias [T, N] by a library, or where it has none for the scales by the prefill GEMM."""
+    if weight.scale is None:
+        return F.linear(x.data, weight.data, bias)
+    if weight.scale.shape[1] > 1:
+        return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias)
+    # torch before 2.10 writes nothing but bf16 here
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    return torch._scaled_mm(
+        x.data, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale.t(), bias=bias,
+        out_dtype=torch.bfloat16,
+    ).to(x.dtype)  # fmt: skip
+
+
+def supports_w8a8(x, weight, epilogue=None):
+    """Whether the FP8 tensor cores multiply these: two tokens or more, on Hopper; with an epilogue for `qkv_linear`."""
+    (num_features, num_channels), num_groups, device = weight.data.shape, weight.scale.shape[1], weight.data.device
+    if not (len(x) > 1 and is_sm90(device) and weight.data.is_contiguous() and weight.scale.is_contiguous()):
+        return False
+    if x.dtype.itemsize != 2 or num_channels % 128 or num_groups not in (1, num_channels // 128):
+        return False
+    if decode_gemm_sm90 is not None and len(x) <= MAX_TOKENS_DECODE:
+        return True
+    if num_groups == 1:
+        return num_features % 16 == 0
+    if prefill_gemm_sm90 is None:
+        return False
+    is_qkv = epilogue is not None and prefill_gemm_sm90.supports_qkv(x, weight, epilogue)
+    return weight.block_n % 128 == num_features % (128 if is_qkv else 256) == 0
 
 
 def decode_config(x, weight, allow_split_k=False):
-    """The tiling of a decode GEMM; None where the kernel does not run or is slower than cuBLAS."""
-    if decode_gemm_sm90 is None or not 2 <= len(x) <= 256:
+    """The tiling of a decode GEMM; None where the kernel does not run or another one is faster."""
+    if decode_gemm_sm90 is None or not 2 <= len(x.data) <= MAX_TOKENS_DECODE:
         return None
     return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
 
 
-def supports_prefill_gemm(x, weight):
-    """Of gate and up."""
-    if prefill_gemm_sm90 is None or not prefill_gemm_sm90.supports(x, weight):
+def takes_prefill_gemm(x, weight, epilogue):
+    """Whether the prefill GEMM runs with an epilogue ("plain", "act_mul" or "qkv") and is faster than without."""
+    min_tokens = MIN_TOKENS_PREFILL["16 bits" if weight.scale is None else "e4m3"]
+    if epilogue not in min_tokens or prefill_gemm_sm90 is None:
         return False
-    return len(x) >= MIN_TOKENS_PREFILL or prefill_gemm_sm90.fills_one_wave(x, weight)
-
-
-def supports_prefill_qkv(x, weight):
-    if prefill_gemm_sm90 is None or len(x) < MIN_TOKENS_PREFILL_QKV:
+    if not prefill_gemm_sm90.supports(x, weight, epilogue == "qkv"):
         return False
+    is_enough = len(x.data) >= min_tokens[epilogue]
+    if weight.scale is not None:
+        return is_enough
+    if epilogue == "act_mul":
+        return is_enough or prefill_gemm_sm90.fills_one_wave(x, weight)
     # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
-    is_busy = compile_only.get() or prefill_gemm_sm90.idle_channels(x, weight) <= MAX_IDLE_CHANNELS_QKV
-    return is_busy and prefill_gemm_sm90.supports(x, weight, is_qkv=True)
+    return is_enough and (compile_only.get() or prefill_gemm_sm90.idle_channels(x, weight) <= MAX_IDLE_CHANNELS_QKV)
+
+
+def is_tma_aligned(y):
+    return y is None or (y.stride(1) == 1 and y.stride(0) * y.element_size() % 16 == y.data_ptr() % 16 == 0)

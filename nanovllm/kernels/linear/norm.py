@@ -1,8 +1,9 @@
-"""Triton: RMSNorm, and the reduction of split-K partials into the residual before it; quantization of tokens to e4m3.
+"""Triton: RMSNorm before a linear layer, of its result, and over all heads of q or k; quantization of tokens to e4m3.
 
-Owns `rms_norm`, `quantize_tokens` and `SplitKPartials`. Knows nothing of layers. The twins are in reference.py.
+Owns `rms_norm`, `quantize_tokens`, `SplitKPartials`, whose sum a norm adds to the residual before, `add_post_norm` and
+`qk_rms_norm`. Knows nothing of layers.
 
-T tokens, C channels, S programs that shared the channels of a split-K GEMM.
+T tokens, C channels, S programs that shared the channels of a split-K GEMM; H query heads, K KV heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -11,18 +12,39 @@ import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3, E4M3_MAX
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from .reference import QuantizedTokens
+from .reference import Tokens
+
+LARGEST = tl.constexpr(E4M3_MAX)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Saturated. NaN stays NaN."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def quantize(x, AXIS: tl.constexpr):
     """x along AXIS as e4m3, and the scales: the largest magnitude becomes 448."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), 1e-12)
-    all_nan: tl.constexpr = tl.PropagateNan.ALL
-    scaled = tl.maximum(x * (448.0 / amax), -448.0, propagate_nan=all_nan)
-    scaled = tl.minimum(scaled, 448.0, propagate_nan=all_nan)
-    return scaled.to(tl.float8e4nv), amax / 448.0
+    return to_e4m3(x * (LARGEST / amax)), amax / LARGEST
+
+
+@triton.jit
+def normalized(x, weight, mean_square, eps):
+    """x / sqrt(mean_square + eps) * weight, rounded to the type of x after each step, as in the reference."""
+    rounded = (x.to(tl.float32) * tl.rsqrt(mean_square + eps)).to(x.dtype)
+    return (rounded.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def mean_square(x, size, KEEP_DIMS: tl.constexpr = False):
+    """Over the last dimension."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=len(x.shape) - 1, keep_dims=KEEP_DIMS) / size
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -50,10 +72,7 @@ def rms_norm_kernel(
     pdl_wait(USE_PDL)
     y = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
     if HAS_NORM:
-        wide = y.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / num_channels + eps)
-        normalized = (wide * rstd).to(y.dtype)
-        y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(y.dtype)
+        y = normalized(y, weight, mean_square(y, num_channels, KEEP_DIMS=True), eps)
     if QUANTIZE:
         y, scale = quantize(y.to(tl.float32), 1)
         tl.store(scale_ptr + token, scale, mask=token < num_tokens)
@@ -91,10 +110,7 @@ def add_rms_norm_kernel(
         total += tl.load(partials_ptrs + split * partials_stride, mask=mask, other=0.0)
     residual = (before.to(tl.float32) + total).to(before.dtype)
     tl.store(residual_ptrs, residual, mask=mask)
-    wide = residual.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / NUM_CHANNELS + eps)
-    normalized = (wide * rstd).to(before.dtype)
-    y = (normalized.to(tl.float32) * weight.to(tl.float32)).to(before.dtype)
+    y = normalized(residual, weight, mean_square(residual, NUM_CHANNELS), eps)
     if QUANTIZE:
         y, scale = quantize(y.to(tl.float32), 0)
         tl.store(scale_ptr + token + tl.arange(0, 1), scale)
@@ -117,55 +133,126 @@ class SplitKPartials:
     def __getitem__(self, tokens):
         return self.residual[tokens]
 
+    @property
+    def dtype(self):
+        return self.residual.dtype
+
 
 def rms_norm(x, weight, eps, quantized=False):
     """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`.
 
-    `quantized`: the result as QuantizedTokens.
+    `quantized`: the result as e4m3 Tokens; without a weight those of x itself.
     """
-    if isinstance(x, SplitKPartials):
-        return add_rms_norm(x.partials, x.residual, weight, eps, quantized)
-    assert weight.is_contiguous()
-    return _rms_norm(x, weight, eps, quantized)
+    partials, x = (x.partials, x.residual) if isinstance(x, SplitKPartials) else (None, x)
+    num_tokens, num_channels = x.shape
+    assert x.stride(1) == 1 and (weight is None or weight.is_contiguous())
+    y = torch.empty((num_tokens, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)
+    scale = torch.empty(num_tokens, dtype=torch.float32, device=x.device) if quantized else None
+    block_c = triton.next_power_of_2(num_channels)
+    options = dict(QUANTIZE=quantized, BLOCK_C=block_c, **launch_options(x.device))
+    if partials is None:
+        block_t = max(1, 1024 // block_c)
+        launch(
+            rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
+            x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
+            BLOCK_T=block_t, num_warps=min(16, max(4, block_t * block_c // 1024)), **options,
+        )  # fmt: skip
+    else:
+        assert partials.is_contiguous()
+        launch(
+            add_rms_norm_kernel, (num_tokens,),
+            partials, x, weight, y, scale, num_tokens * num_channels, x.stride(0), eps, NUM_CHANNELS=num_channels,
+            SPLIT_K=len(partials), num_warps=min(16, max(1, block_c // 128)), **options,
+        )  # fmt: skip
+    return Tokens(y, x.dtype, scale) if quantized else y
 
 
 def quantize_tokens(x):
     """See reference.quantize_tokens; x [T, C]."""
-    return _rms_norm(x, None, 0.0, quantized=True)
+    return rms_norm(x, None, 0.0, quantized=True)
 
 
-def _rms_norm(x, weight, eps, quantized):
+@triton.jit
+def post_norm_kernel(
+    x_ptr,  # [T, C], tokens strided, written by the projection
+    weight_ptr,  # [C]
+    residual_ptr,  # [T, C], tokens strided; the norm of x is added to it here
+    x_stride,
+    residual_stride,
+    eps,
+    NUM_CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask = offs_c < NUM_CHANNELS
+    weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
+    residual_ptrs = residual_ptr + token * residual_stride + offs_c
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
+    residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+    y = normalized(x, weight, mean_square(x, NUM_CHANNELS), eps)
+    tl.store(residual_ptrs, (residual.to(tl.float32) + y.to(tl.float32)).to(residual.dtype), mask=mask)
+
+
+def add_post_norm(x, weight, eps, residual):
+    """See reference.add_post_norm. Adds to `residual` in place."""
     num_tokens, num_channels = x.shape
-    assert x.stride(1) == 1
-    y, scale = _result(x, num_tokens, num_channels, quantized)
-    block_c = triton.next_power_of_2(num_channels)
-    block_t = max(1, 1024 // block_c)
-    launch(
-        rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
-        x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
-        QUANTIZE=quantized, BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=min(16, max(4, block_t * block_c // 1024)), **launch_options(x.device),
-    )  # fmt: skip
-    return QuantizedTokens(y, scale) if quantized else y
-
-
-def add_rms_norm(partials, residual, weight, eps, quantized=False):
-    """residual += partials.sum(0), in place; returns rms_norm(residual), with `quantized` as QuantizedTokens."""
-    split_k, num_tokens, num_channels = partials.shape
-    assert residual.stride(1) == 1 and partials.is_contiguous() and weight.is_contiguous()
-    y, scale = _result(residual, num_tokens, num_channels, quantized)
+    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
     block_c = triton.next_power_of_2(num_channels)
     launch(
-        add_rms_norm_kernel, (num_tokens,),
-        partials, residual, weight, y, scale, num_tokens * num_channels, residual.stride(0), eps, QUANTIZE=quantized,
-        NUM_CHANNELS=num_channels, SPLIT_K=split_k, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 128)),
-        **launch_options(residual.device),
+        post_norm_kernel, (num_tokens,), x, weight, residual, x.stride(0), residual.stride(0), eps,
+        NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
+        **launch_options(x.device),
     )  # fmt: skip
-    return QuantizedTokens(y, scale) if quantized else y
+    return residual
 
 
-def _result(x, num_tokens, num_channels, quantized):
-    if not quantized:
-        return torch.empty((num_tokens, num_channels), dtype=x.dtype, device=x.device), None
-    data = torch.empty((num_tokens, num_channels), dtype=torch.float8_e4m3fn, device=x.device)
-    return data, torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+@triton.jit(do_not_specialize=["num_tokens"])
+def qk_rms_norm_kernel(
+    qkv_ptr,  # [T, (H + 2K) * D], tokens strided, written by the projection; q and k are overwritten here
+    q_weight_ptr,  # [H * D]
+    k_weight_ptr,  # [K * D]
+    mean_squares_ptr,  # fp32 [2, T], only with HAS_SQUARES
+    qkv_stride,
+    num_tokens,
+    eps,
+    Q_SIZE: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: q or k of one token."""
+    pdl_launch_dependents(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    is_k = tl.program_id(1)
+    offs = tl.arange(0, BLOCK)
+    q_size, k_size = Q_SIZE * (1 - is_k), K_SIZE * is_k  # one of them is 0
+    size = q_size + k_size
+    mask = offs < size
+    q_weight = tl.load(q_weight_ptr + offs, mask=offs < q_size, other=0.0)
+    k_weight = tl.load(k_weight_ptr + offs, mask=offs < k_size, other=0.0)
+    weight = q_weight.to(tl.float32) + k_weight.to(tl.float32)
+    ptrs = qkv_ptr + token * qkv_stride + is_k * Q_SIZE + offs
+    pdl_wait(USE_PDL)
+    x = tl.load(ptrs, mask=mask, other=0.0)
+    squares = tl.load(mean_squares_ptr + is_k * num_tokens + token) if HAS_SQUARES else mean_square(x, size)
+    tl.store(ptrs, normalized(x, weight, squares, eps), mask=mask)
+
+
+def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
+    """See reference.qk_rms_norm. Overwrites q and k in `qkv`."""
+    q_size, k_size = len(q_weight), len(k_weight)
+    assert qkv.stride(1) == 1 and q_weight.is_contiguous() and k_weight.is_contiguous()
+    assert q_weight.dtype == k_weight.dtype and (mean_squares is None or mean_squares.is_contiguous())
+    block = triton.next_power_of_2(max(q_size, k_size))
+    launch(
+        qk_rms_norm_kernel, (len(qkv), 2), qkv, q_weight, k_weight, mean_squares, qkv.stride(0), len(qkv), eps,
+        Q_SIZE=q_size, K_SIZE=k_size, HAS_SQUARES=mean_squares is not None, BLOCK=block,
+        num_warps=min(16, max(1, block // 256)), **launch_options(qkv.device),
+    )  # fmt: skip
+    return qkv

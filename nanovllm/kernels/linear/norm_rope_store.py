@@ -1,26 +1,22 @@
 """Triton: per-head RMSNorm, rotary embedding and KV-cache store of packed q, k and v in one launch.
 
-Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences. The twin is
-in reference.py.
+Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences.
 
 T tokens, H query heads, K KV heads, D head size.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from ..fp8 import E4M3
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-
-FP8_MAX = tl.constexpr(448.0)
+from .norm import to_e4m3
 
 
 @triton.jit
 def quantize(x, scale):
-    """x / scale as e4m3, saturated. NaN stays NaN."""
-    x = x.to(tl.float32) * (1.0 / scale)
-    x = tl.maximum(x, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    """x / scale as e4m3, saturated."""
+    return to_e4m3(x.to(tl.float32) * (1.0 / scale))
 
 
 @triton.jit
@@ -72,7 +68,7 @@ def norm_rope_store_kernel(
     x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
     if HAS_NORM:
         rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        # Rounded to the storage type after each step, as in the twin.
+        # Rounded to the storage type after each step, as in the reference.
         x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
         x_2 = ((x_2 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_2, k_weight_2)).to(dtype)
         x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
@@ -117,7 +113,7 @@ def norm_rope_store(
     assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
     assert (q_weight is None) == (k_weight is None)
     assert not has_cache or (k_cache.is_contiguous() and v_cache.is_contiguous())
-    is_fp8 = has_cache and k_cache.dtype == torch.float8_e4m3fn
+    is_fp8 = has_cache and k_cache.dtype == E4M3
     # Few tokens: small programs, for latency. Many: large ones, for throughput.
     block_h, num_warps = (4, 1) if num_tokens <= 64 else (16, 4)
     launch(

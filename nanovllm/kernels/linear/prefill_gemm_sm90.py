@@ -13,7 +13,8 @@ MMAs.
 
 In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
-or two of 64 each, whose own halves the rotation pairs. So only a head's sum of squares crosses threads.
+or two of 64 each, whose own halves [tokens, D / 2] the rotation pairs. So only a head's sum of squares crosses threads.
+The QKV epilogue rounds as reference.norm_rope_store does, but for the product itself, which stays in fp32.
 
 x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper
 sums e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in
@@ -31,19 +32,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..fp8 import E4M3
 from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import sigmoid_argument
-from .qkv_epilogue_sm90 import (
-    UNIT,
-    epilogue_arguments,
-    load_cos_sin,
-    load_norm_weight,
-    load_positions,
-    norm_rope,
-    quantize,
-    split_halves,
-)
 
 NUM_CONSUMERS = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(4)
@@ -52,6 +44,7 @@ BLOCK_M = gl.constexpr(NUM_CONSUMERS.value * CONSUMER_M.value)
 BLOCK_N = gl.constexpr(256)
 LINE_BYTES = gl.constexpr(128)  # of the channels of a stage: a line of the swizzled layout
 STORE_N = gl.constexpr(64)  # columns of a TMA store
+UNIT = gl.constexpr(128)  # features of q, k or v that the QKV epilogue finishes at a time: a head of 128, or two of 64
 SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -115,6 +108,15 @@ def store_output(y_desc, staging, token, column, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def split_halves(x):
+    """The left and right half of accumulators x. A thread holds the same columns of both: no data movement."""
+    width: gl.constexpr = x.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], x.type.layout.warps_per_cta, [16, width, 16])
+    left, right = gl.split(x.reshape([x.shape[0], 2, width]).permute((0, 2, 1)))
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
 def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features,
            NUM_GROUPS: gl.constexpr, HAS_BIAS: gl.constexpr):  # fmt: skip
     """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
@@ -154,6 +156,72 @@ def add_residual(x, residual, first_token, first_column, num_tokens):
 
 
 @gluon.jit
+def load_positions(positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE: gl.constexpr):
+    """Positions [CONSUMER_M] in the layout of a head's halves; -1 past the last token and without has_rope."""
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, HEAD_SIZE // 2, 16])
+    token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, half_layout))
+    return gl.load(positions_ptr + token, mask=(token < num_tokens) & has_rope, other=-1)
+
+
+@gluon.jit
+def load_cos_sin(cos_sin_ptr, position, HEAD_SIZE: gl.constexpr):
+    """(cos, sin), [tokens, HEAD_SIZE / 2]; undefined where the position is -1."""
+    HALF: gl.constexpr = HEAD_SIZE // 2
+    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, position.type.layout.parent))
+    ptrs = cos_sin_ptr + (position.to(gl.int64) * HEAD_SIZE)[:, None] + d[None, :]
+    mask = (position >= 0)[:, None] & (d < HALF)[None, :]
+    return gl.load(ptrs, mask=mask), gl.load(ptrs + HALF, mask=mask)
+
+
+@gluon.jit
+def load_norm_weight(weight_ptr, HEAD_SIZE: gl.constexpr):
+    """Both halves of a norm weight, [HEAD_SIZE / 2] each."""
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, HEAD_SIZE // 2, 16])
+    d = gl.arange(0, HEAD_SIZE // 2, layout=gl.SliceLayout(0, half_layout))
+    return gl.load(weight_ptr + d), gl.load(weight_ptr + HEAD_SIZE // 2 + d)
+
+
+@gluon.jit
+def norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+                   dtype: gl.constexpr):  # fmt: skip
+    """QK-norm and rotation of a head's halves, rounded to dtype after each step of the norm."""
+    if HAS_NORM:
+        weight_1 = norm_weight[0].to(gl.float32)[None, :]
+        weight_2 = norm_weight[1].to(gl.float32)[None, :]
+        rstd = gl.rsqrt(gl.sum(x_1 * x_1 + x_2 * x_2, 1) / HEAD_SIZE + eps)[:, None]
+        x_1 = ((x_1 * rstd).to(dtype).to(gl.float32) * weight_1).to(dtype).to(gl.float32)
+        x_2 = ((x_2 * rstd).to(dtype).to(gl.float32) * weight_2).to(dtype).to(gl.float32)
+    return x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+
+
+@gluon.jit
+def norm_rope_whole_head(x, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+                         dtype: gl.constexpr):  # fmt: skip
+    x_1, x_2 = split_halves(x)
+    x_1, x_2 = norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    joined = gl.join(x_1, x_2).permute((0, 2, 1)).reshape([x.shape[0], x.shape[1]])
+    return gl.convert_layout(joined, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+              dtype: gl.constexpr):  # fmt: skip
+    """QK-norm and rotation of the halves of a unit: of one head, or a head each."""
+    if left.shape[1] == HEAD_SIZE:
+        left = norm_rope_whole_head(left, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+        right = norm_rope_whole_head(right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    else:
+        left, right = norm_rope_head(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    return left, right
+
+
+@gluon.jit
+def quantize(x, scale):
+    """x / scale as e4m3; the conversion saturates. NaN stays NaN."""
+    return (x.to(gl.float32) * (1.0 / scale)).to(gl.float8e4nv)
+
+
+@gluon.jit
 def qkv_epilogue(
     units, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
     CONSUMER: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
@@ -176,7 +244,7 @@ def qkv_epilogue(
                 weight_ptr = q_weight_ptr
                 if unit >= Q_UNITS:
                     weight_ptr = k_weight_ptr
-                norm_weight = load_norm_weight(weight_ptr, HEAD_SIZE, CONSUMER_WARPS)
+                norm_weight = load_norm_weight(weight_ptr, HEAD_SIZE)
             left, right = norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, staging.dtype)
         stage_output(staging, left, right, CONSUMER)
         if unit < Q_UNITS:
@@ -228,9 +296,7 @@ def consume(
         first_token = (tile_m * NUM_CONSUMERS + CONSUMER) * CONSUMER_M
         if HEAD_SIZE > 0:
             has_rope = 2 * tile_n < (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE // UNIT
-            position = load_positions(
-                positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE, CONSUMER_M, CONSUMER_WARPS
-            )
+            position = load_positions(positions_ptr, first_token, num_tokens, has_rope, HEAD_SIZE)
         if IS_FP8:
             total_1 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
             total_2 = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=fp8_layout)
@@ -398,10 +464,13 @@ def prefill_gemm_kernel(
 
 
 def supports(x, weight, is_qkv=False):
-    """Whether `prefill_gemm` runs with these: whole tiles, or whole units with the QKV epilogue."""
+    """Whether `prefill_gemm` runs with these Tokens and Weight: whole tiles, or whole units with the QKV epilogue."""
+    has_blocks = weight.scale is None or weight.has_whole_blocks()
+    x, weight = x.data, weight.data
     num_features, num_channels = weight.shape
     return (
-        is_sm90(x.device)
+        has_blocks
+        and is_sm90(x.device)
         and (x.element_size() == 2 or (x.element_size() == 1 and num_channels % LINE_BYTES.value == 0))
         and x.dtype == weight.dtype
         and num_channels % (LINE_BYTES.value // 2) == num_features % (UNIT if is_qkv else BLOCK_N).value == 0
@@ -411,31 +480,45 @@ def supports(x, weight, is_qkv=False):
     )
 
 
+def supports_qkv(x, weight, epilogue):
+    """Whether norm_rope_store can be the epilogue: q, k and v are whole units, and k and v go to contiguous caches."""
+    num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
+    head_size = len(weight.data) // (num_heads + 2 * num_kv_heads)
+    k_cache, v_cache = epilogue.k_cache, epilogue.v_cache
+    if k_cache is None or k_cache.numel() == 0 or head_size not in (64, 128):
+        return False
+    if num_heads * head_size % UNIT.value or num_kv_heads * head_size % UNIT.value:
+        return False
+    is_contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and epilogue.cos_sin.is_contiguous()
+    return is_contiguous and k_cache.dtype == v_cache.dtype and k_cache.dtype in (x.dtype, E4M3)
+
+
 def idle_channels(x, weight):
     """What an SM idles on average while the last tiles run, in channels of its tile."""
-    num_tiles = triton.cdiv(len(x), BLOCK_M.value) * triton.cdiv(len(weight), BLOCK_N.value)
-    waves = num_tiles / num_sms(x.device)
-    return (math.ceil(waves) - waves) / math.ceil(waves) * x.shape[1]
+    num_tiles = triton.cdiv(len(x.data), BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
+    waves = num_tiles / num_sms(x.data.device)
+    return (math.ceil(waves) - waves) / math.ceil(waves) * x.data.shape[1]
 
 
 def fills_one_wave(x, weight):
     """Whether there are tiles of two rows, about as many as SMs."""
-    num_tiles = 2 * triton.cdiv(len(weight), BLOCK_N.value)
-    return BLOCK_M.value < len(x) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.device) <= 1
+    num_tiles = 2 * triton.cdiv(len(weight.data), BLOCK_N.value)
+    return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 
 
-def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, weight_scale=None, x_scale=None,
-                 dtype=None):  # fmt: skip
-    """act_and_mul(x W^T), [M, I], with intermediate results in fp32; weight [N, C], where `supports`.
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None):
+    """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
 
-    x and weight in e4m3: x_scale fp32 [M] and weight_scale fp32 [N, G], with G > 1 equal for each 128 features, and a
-    result of `dtype`; without act_mul and epilogue the product [+ bias] [+ residual], which it overwrites.
+    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites.
     """
+    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue_arguments(epilogue)
+    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue or (None,) * 8 + (0, 0, None)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
+    if epilogue is not None and epilogue.k_cache.dtype != E4M3:
+        kv_scale = None
     assert act_mul is None or bias is residual is epilogue is None
     assert x_scale is not None or (residual is None and (act_mul is None) == (epilogue is not None))
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
@@ -443,7 +526,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     block_c = LINE_BYTES.value // x.element_size()
     y = residual
     if residual is None:
-        y = torch.empty((num_tokens, num_outputs), dtype=x.dtype if x_scale is None else dtype, device=x.device)
+        y = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),

@@ -1,7 +1,7 @@
-"""PyTorch twins of the linear-layer kernels: the CPU backend and the oracle of the kernels' tests.
+"""PyTorch references of the linear-layer kernels: the CPU backend and the oracle of the kernels' tests.
 
 Owns the meaning of each operation and the values `Weight` and `QKVEpilogue`. Knows nothing of layers or devices. The
-twins round to x.dtype after each step and leave their inputs alone; some kernels work in place, so use the result.
+references round to x.dtype after each step and leave their inputs alone; some kernels work in place, so use the result.
 
 T packed tokens, C input channels, N output features, H query heads, K KV heads, D head size, NB KV blocks of BS tokens.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+from ..fp8 import E4M3, E4M3_MAX
 
 
 class Weight(NamedTuple):
@@ -21,6 +21,10 @@ class Weight(NamedTuple):
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
+
+    def has_whole_blocks(self):
+        """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
+        return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
         """[N, C] in `dtype`; without a scale, `data` as it is."""
@@ -32,17 +36,18 @@ class Weight(NamedTuple):
 
 def widened(data):
     """A copy in fp32. torch's own conversion of e4m3 takes 10 ns a number on the CPU, a table 2."""
-    if data.dtype != torch.float8_e4m3fn or data.device.type != "cpu":
+    if data.dtype != E4M3 or data.device.type != "cpu":
         return data.to(torch.float32, copy=True)
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(data.dtype).float()
     return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
-class QuantizedTokens(NamedTuple):
-    """Tokens x = data * scale[:, None] for the FP8 tensor cores."""
+class Tokens(NamedTuple):
+    """The input of a matrix product, x = data * scale[:, None]."""
 
-    data: torch.Tensor  # e4m3 [T, C]
-    scale: torch.Tensor  # fp32 [T]
+    data: torch.Tensor  # [T, C]; with a scale e4m3
+    dtype: torch.dtype  # of the product, and of x without a scale
+    scale: torch.Tensor | None = None  # fp32 [T]
 
 
 class QKVEpilogue(NamedTuple):
@@ -92,10 +97,14 @@ def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
 
 
 def quantize_tokens(x):
-    """x [T, C] as QuantizedTokens: each token's largest magnitude becomes 448, the largest of e4m3."""
+    """x [T, C] as e4m3 Tokens: each token's largest magnitude becomes 448, the largest of e4m3."""
     amax = x.float().abs().amax(-1).clamp(min=1e-12)
-    data = (x.float() * (448 / amax)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return QuantizedTokens(data, amax / 448)
+    return Tokens(to_e4m3(x.float() * (E4M3_MAX / amax)[:, None]), x.dtype, amax / E4M3_MAX)
+
+
+def to_e4m3(x):
+    """Saturated; torch's own conversion gives NaN beyond 448. NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def act_and_mul(x, act="silu"):
@@ -139,7 +148,7 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scale=None):
     """Write k, v [T, K, D] to slots of the caches [NB, BS, K, D]; slot = block * BS + offset, -1: not stored."""
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    if k_cache.dtype == FP8:
+    if k_cache.dtype == E4M3:
         k, v = (quantize(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scale, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)  # torch copies no e4m3 by index
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k[stored])
@@ -147,8 +156,8 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scale=None):
 
 
 def quantize(x, scale):
-    """x [T, K, D] as e4m3 of x / scale, scale fp32 [K]. Saturates: beyond 448 torch gives NaN."""
-    return (x.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    """x [T, K, D] as e4m3 of x / scale, saturated; scale fp32 [K]."""
+    return to_e4m3(x.float() * scale.reciprocal()[:, None])
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):

@@ -1,4 +1,4 @@
-"""Triton: act(gate) * up of packed [gate, up], where it is not the epilogue of a GEMM. The twin is in reference.py."""
+"""Triton: act(gate) * up of packed [gate, up], where it is not the epilogue of a GEMM."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """A mixture of experts with the norm before it fused in.
 
-Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards. The twin is in
-reference.py.
+Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards; reference.py
+says what is computed.
 
     1 to 4     gemv.py, row by row
     5 and up   grouped_gemm.py, rows grouped by expert
@@ -15,8 +15,7 @@ from ..linear.norm import SplitKPartials, rms_norm
 from ..linear.reference import Weight
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, sum_rows
-from .route import group_rows, route
-from .router import router_partials
+from .route import group_rows, route, router_partials
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4

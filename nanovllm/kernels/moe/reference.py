@@ -1,4 +1,4 @@
-"""PyTorch twins of the mixture-of-experts kernels: the CPU backend and the oracle of the kernels' tests.
+"""PyTorch references of the mixture-of-experts kernels: the CPU backend and the oracle of the kernels' tests.
 
 Owns the meaning of each operation and the value `Routing`. Knows nothing of layers, shards or devices.
 

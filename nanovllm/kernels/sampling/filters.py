@@ -1,6 +1,6 @@
 """Triton: top-k, top-p and min-p as one threshold per sequence, without a sort.
 
-Owns `filter_thresholds`; the plain twin in reference.py defines the filters. Does not know how tokens are drawn.
+Owns `filter_thresholds`; the reference in reference.py defines the filters. Does not know how tokens are drawn.
 
 The threshold is found by bisection over keys: integers in the order of the floats they encode. The fp32 form of a bf16
 logit has 16 zero bits, so its key is the upper half. Few logits are candidates: the maxima of chunks of 32 logits give

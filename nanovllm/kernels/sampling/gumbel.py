@@ -1,10 +1,9 @@
 """Triton: draws one token per sequence with the Gumbel-max trick, without a softmax.
 
-Owns `gumbel_argmax` and `pick_and_advance`; the plain twins in reference.py define the noise. Does not know the
+Owns `gumbel_argmax` and `pick_and_advance`; the references in reference.py define the noise. Does not know the
 filters: they arrive as one threshold per sequence.
 
-B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, two quads. One Philox block has the upper 16 bits
-of their random numbers, coarse ones, which suffice to prune; another has the lower 16 bits.
+B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, whose random bits are two Philox blocks.
 """
 
 import torch
@@ -14,10 +13,8 @@ from triton.language.extra import libdevice
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
-# Of all sequences together: about as many programs as the largest GPUs run at once. Each starts without a best score,
-# so more programs prune less.
-_MAX_CHUNKS = 4096
-_MAX_UNPRUNED = 32  # largest batch for which scoring every id is faster than pruning (docs/experiments.md, "Sampling")
+_MAX_CHUNKS = 4096  # of all sequences together: about as many programs as the largest GPUs run at once
+_BLOCK = 1024  # ids per iteration
 
 
 @triton.jit
@@ -37,10 +34,10 @@ def wide_product(a, b: tl.constexpr):
 
 
 @triton.jit
-def random_words(key_low, key_high, octets, length, FINE: tl.constexpr):
-    """Philox4x32-7: four 32-bit words per octet, of the coarse bits or the fine ones; see reference.random_bits."""
+def random_words(key_low, key_high, octets, length, PART: tl.constexpr):
+    """Philox4x32-7: four 32-bit words per octet, of the upper 16 bits of its ids (part 0) or of the lower ones (1)."""
     c0 = octets.to(tl.uint32)
-    c2 = tl.full(c0.shape, 1 if FINE else 0, tl.uint32)
+    c2 = tl.full(c0.shape, PART, tl.uint32)
     c3 = tl.zeros_like(c0)
     c1 = c3 + length.to(tl.uint32)
     for _ in tl.static_range(7):
@@ -53,27 +50,19 @@ def random_words(key_low, key_high, octets, length, FINE: tl.constexpr):
 
 
 @triton.jit
-def smallest_coarse_bits(w0, w1, w2, w3):
-    """Of each half of some octets, [quads]; arguments: their coarse words."""
-    upper = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)) >> 16
-    lower = tl.minimum(tl.minimum(w0 & 0xFFFF, w1 & 0xFFFF), tl.minimum(w2 & 0xFFFF, w3 & 0xFFFF))
-    return tl.reshape(tl.join(upper, lower), (2 * w0.shape[0],))
-
-
-@triton.jit
 def random_bits(key_low, key_high, octets, length):
-    """32 random bits for each id of some octets, [ids]."""
-    w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
-    f0, f1, f2, f3 = random_words(key_low, key_high, octets, length, FINE=True)
-    # The upper halves belong to ids 0 to 3, the lower ones to 4 to 7. Joined so that the flattened ones are in order.
-    b0, b1, b2, b3 = with_fine_bits(w0, f0), with_fine_bits(w1, f1), with_fine_bits(w2, f2), with_fine_bits(w3, f3)
+    """32 random bits for each id of some octets, [ids]; see reference.random_bits."""
+    u0, u1, u2, u3 = random_words(key_low, key_high, octets, length, PART=0)
+    l0, l1, l2, l3 = random_words(key_low, key_high, octets, length, PART=1)
+    # Upper halves of words belong to ids 0 to 3, lower halves to 4 to 7. Joined so that they flatten in order.
+    b0, b1, b2, b3 = two_ids(u0, l0), two_ids(u1, l1), two_ids(u2, l2), two_ids(u3, l3)
     return tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), (8 * octets.shape[0],))
 
 
 @triton.jit
-def with_fine_bits(word, fine):
-    """Coarse and fine bits of two ids, [..., 2]."""
-    return tl.join((word & 0xFFFF0000) | (fine >> 16), (word << 16) | (fine & 0xFFFF))
+def two_ids(upper, lower):
+    """The bits of two ids, [..., 2], from a word of either part."""
+    return tl.join((upper & 0xFFFF0000) | (lower >> 16), (upper << 16) | (lower & 0xFFFF))
 
 
 @triton.jit
@@ -88,130 +77,6 @@ def gumbel_noise(bits, COMPILED: tl.constexpr):
     return -fast_log(tl.where(is_lower & (tail < 0.03125), series, exponential), COMPILED)
 
 
-@triton.jit
-def noise_bound(coarse, COMPILED: tl.constexpr):
-    """Upper bound of gumbel_noise(bits), decreasing in coarse = bits >> 16: -log(-log(1 - u)) < -log(u), and
-    u > coarse / 2**16.
-
-    16 log(2) - log(coarse), plus 1e-4 for the errors of the logarithms on both sides (each below 1e-5).
-    """
-    bound = 11.09046 - fast_log(tl.maximum(coarse, 1).to(tl.float32), COMPILED)
-    return tl.where(coarse > 0, bound, 23.0)  # 33 log(2) = 22.9 is the most
-
-
-@triton.jit
-def load_ids(ptr, ids, vocab_start, vocab_size):
-    """Logits of `ids`; -inf outside vocab_start .. vocab_start + vocab_size - 1."""
-    offs = ids - vocab_start
-    return tl.load(ptr + offs, mask=(offs >= 0) & (offs < vocab_size), other=-float("inf"))
-
-
-@triton.jit
-def quad_max(logits, COMPILED: tl.constexpr):
-    """fp32 maximum of every four logits. The hardware's max ignores NaN; the interpreter's does not."""
-    x = tl.reshape(logits.to(tl.float32), (logits.shape[0] // 4, 4))
-    if not COMPILED:
-        x = tl.where(x == x, x, -float("inf"))
-    return tl.max(x, axis=1)
-
-
-@triton.jit
-def gumbel_argmax_octet(
-    logits_ptr, octet, vocab_start, vocab_size, threshold,
-    is_random, scale, key_low, key_high, length, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Best score and its id of an octet; (-inf, 2**31 - 1) if none is allowed."""
-    place = tl.arange(0, 8)
-    ids = 8 * octet + place
-    x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
-    score = x
-    if is_random:
-        bits = random_bits(key_low, key_high, octet + tl.zeros((1,), tl.int32), length)
-        score = x * scale + gumbel_noise(bits, COMPILED)
-    allowed = (x >= threshold) & (score > -float("inf"))  # NaN fails either comparison
-    value = tl.max(tl.where(allowed, score, -float("inf")))
-    return value, tl.min(tl.where(allowed & (score == value), ids, 2**31 - 1))
-
-
-@triton.jit
-def gumbel_argmax_chunk(
-    logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
-    is_random, scale, key_low, key_high, length, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Best score and its id in first_id .. last_id - 1, every id scored; (-inf, 2**31 - 1) if none is allowed."""
-    best = tl.full((BLOCK,), -float("inf"), tl.float32)
-    best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
-    for first in range(first_id, last_id, BLOCK):
-        ids = first + tl.arange(0, BLOCK)
-        x = load_ids(logits_ptr, ids, vocab_start, vocab_size).to(tl.float32)
-        score = x
-        if is_random:
-            bits = random_bits(key_low, key_high, first // 8 + tl.arange(0, BLOCK // 8), length)
-            score = x * scale + gumbel_noise(bits, COMPILED)
-        # Strict: on a tie the lowest id stays. NaN fails either comparison.
-        better = (x >= threshold) & (score > best)
-        best = tl.where(better, score, best)
-        best_id = tl.where(better, ids, best_id)
-    value = tl.max(best)
-    return value, tl.min(tl.where(best == value, best_id, 2**31 - 1))
-
-
-@triton.jit
-def gumbel_argmax_pruned(
-    logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
-    is_random, temperature, scale, key_low, key_high, length, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """The result of gumbel_argmax_chunk, bit for bit, from few scores. One warp: branches cost no barrier.
-
-    Noise is expensive, so upper bounds of the score, logit / temperature + noise, prune first:
-    - a tile, if its largest logit with the largest possible noise stays below the best score so far;
-    - a quad, if its largest logit with the noise bound of its smallest coarse bits does.
-    The octets of the remaining quads are scored in descending order of their bounds.
-
-    A bound is the same FMA `logit * scale + noise` with more noise, and rounding is monotonic: an id is pruned only if
-    its score is below the best, or equal to it with a higher id.
-    """
-    no_id = 2**31 - 1
-    best = -3.4028234663852886e38  # lowest finite fp32: -inf never wins
-    best_id = no_id
-    min_logit = threshold  # a smaller logit cannot win
-    logits = load_ids(logits_ptr, first_id + tl.arange(0, BLOCK), vocab_start, vocab_size)
-    largest = quad_max(logits, COMPILED)
-    for first in range(first_id, last_id, BLOCK):
-        # Prefetch; the last one belongs to the next chunk, or lies past the vocabulary, and is not used.
-        logits = load_ids(logits_ptr, first + BLOCK + tl.arange(0, BLOCK), vocab_start, vocab_size)
-        can_win = largest >= min_logit
-        if tl.max(can_win.to(tl.int32)) > 0:
-            quads = first // 4 + tl.arange(0, BLOCK // 4)
-            bounds = largest
-            if is_random:
-                octets = first // 8 + tl.arange(0, BLOCK // 8)
-                w0, w1, w2, w3 = random_words(key_low, key_high, octets, length, FINE=False)
-                bounds = largest * scale + noise_bound(smallest_coarse_bits(w0, w1, w2, w3), COMPILED)
-            bounds = tl.where(can_win, bounds, -float("inf"))
-            bound = tl.max(bounds)
-            while bound >= best:
-                octet = tl.min(tl.where(bounds == bound, quads, no_id)) // 2
-                value, token = gumbel_argmax_octet(
-                    logits_ptr, octet, vocab_start, vocab_size, threshold,
-                    is_random, scale, key_low, key_high, length, COMPILED,
-                )  # fmt: skip
-                if (value > best) | ((value == best) & (token < best_id)):
-                    best = value
-                    best_id = token
-                    if is_random:
-                        # The noise is at most 33 * log(2) = 22.9; the rest covers rounding.
-                        base = tl.minimum(best * (1 - 1e-6), best * (1 + 1e-6)) - 24.0
-                        min_logit = tl.maximum(threshold, base * temperature)
-                    else:
-                        min_logit = tl.maximum(threshold, best)
-                is_done = (quads // 2 == octet) | ((bounds == best) & (4 * quads > best_id))
-                bounds = tl.where(is_done, -float("inf"), bounds)
-                bound = tl.max(bounds)
-        largest = quad_max(logits, COMPILED)
-    return tl.where(best_id == no_id, -float("inf"), best), best_id
-
-
 @triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
 def gumbel_argmax_kernel(
     logits_ptr,  # [B, V], written by the LM head
@@ -220,9 +85,9 @@ def gumbel_argmax_kernel(
     thresholds_ptr,  # f32[B], written by filter_thresholds, or -inf
     values_ptr, tokens_ptr,  # f32, i32[B, chunks], written here: best score of each chunk, its id
     vocab_start, vocab_size, tiles_per_chunk, logits_stride, temperature_stride, seed_stride, length_stride,
-    SCORE_ALL: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, B): one chunk of ids of one sequence, in tiles of BLOCK."""
+    """Grid (chunks, B): one chunk of ids of one sequence, in tiles of BLOCK; (-inf, 2**31 - 1) if none is allowed."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     chunk = tl.program_id(0)
@@ -239,16 +104,22 @@ def gumbel_argmax_kernel(
         scale = 1.0 / tl.where(is_random, temperature, 1.0)
         first_id = (vocab_start // 8) * 8 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside an octet
         last_id = first_id + tiles_per_chunk * BLOCK
-        if SCORE_ALL:
-            value, token = gumbel_argmax_chunk(
-                logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
-                is_random, scale, key_low, key_high, length, BLOCK, COMPILED,
-            )  # fmt: skip
-        else:
-            value, token = gumbel_argmax_pruned(
-                logits_ptr, first_id, last_id, vocab_start, vocab_size, threshold,
-                is_random, temperature, scale, key_low, key_high, length, BLOCK, COMPILED,
-            )  # fmt: skip
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
+        for first in range(first_id, last_id, BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            offs = ids - vocab_start
+            x = tl.load(logits_ptr + offs, mask=(offs >= 0) & (offs < vocab_size), other=-float("inf")).to(tl.float32)
+            score = x
+            if is_random:
+                bits = random_bits(key_low, key_high, first // 8 + tl.arange(0, BLOCK // 8), length)
+                score = x * scale + gumbel_noise(bits, COMPILED)
+            # Strict: on a tie the lowest id stays. NaN fails either comparison.
+            better = (x >= threshold) & (score > best)
+            best = tl.where(better, score, best)
+            best_id = tl.where(better, ids, best_id)
+        value = tl.max(best)
+        token = tl.min(tl.where(best == value, best_id, 2**31 - 1))
         num_chunks = tl.num_programs(0)
         tl.store(values_ptr + sequence * num_chunks + chunk, value)
         tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
@@ -303,9 +174,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         value, token = candidates[0].view(torch.float32), candidates[1]
     if batch_size == 0:
         return value, token
-    score_all = batch_size <= _MAX_UNPRUNED
-    block = 1024 if score_all else 512
-    num_tiles = triton.cdiv(vocab_size + vocab_start % 8, block)
+    num_tiles = triton.cdiv(vocab_size + vocab_start % 8, _BLOCK)
     tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
@@ -316,7 +185,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         logits, req_indices, state.temperature, state.seed, state.length, thresholds, values, tokens,
         vocab_start, vocab_size, tiles_per_chunk,
         logits.stride(0), state.temperature.stride(0), state.seed.stride(0), state.length.stride(0),
-        SCORE_ALL=score_all, BLOCK=block, COMPILED=device.type == "cuda", num_warps=4 if score_all else 1, **options,
+        BLOCK=_BLOCK, COMPILED=device.type == "cuda", num_warps=4, **options,
     )  # fmt: skip
     last_token, new_length, sampled_tokens = advance if advance is not None else (state.length, state.length, tokens)
     launch(

@@ -1,6 +1,6 @@
 """Triton: log-probabilities of one token per row and of the most probable ones, in one pass over the logits.
 
-Owns `token_logprobs`; the plain twin in reference.py defines it, and runs where many tokens are asked for.
+Owns `token_logprobs`; the reference in reference.py defines it, and runs where many tokens are asked for.
 
 The pass leaves per block the sum of exponentials, and per group of 128 logits their maximum. Then one program per row
 takes the most probable tokens one by one: each lies in the group with the largest maximum left, so only that group is
@@ -19,7 +19,7 @@ from .filters import from_key, to_key
 
 _BLOCK = 4096  # logits per program of the pass
 _GROUP = 128  # logits per maximum
-_MAX_TOP = 32  # for more the twin's topk is faster than a round for each
+_MAX_TOP = 32  # for more the reference's topk is faster than a round for each
 
 
 @triton.jit

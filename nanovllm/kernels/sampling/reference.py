@@ -1,4 +1,4 @@
-"""Plain twins of the sampling kernels, in PyTorch; they define masks, adjustments, filters, noise, draw and logprobs.
+"""References of the sampling kernels, in PyTorch; they define masks, adjustments, filters, noise, draw and logprobs.
 
 B sequences, V vocabulary, R request slots, F stop ids per request, W entries of an adjustment table.
 """
@@ -168,20 +168,20 @@ def gumbel_noise(seed, length, ids):
 
 
 def random_bits(seed, length, ids):
-    """32 random bits (int64) per sequence and id, [B, N]: 16 coarse bits, then 16 fine ones.
+    """32 random bits (int64) per sequence and id, [B, N].
 
-    Id 8q + 4h + i has those of half h (0: the upper one) of word i of the Philox blocks (q, length, 0, 0) and
-    (q, length, 1, 0). So one block for eight ids bounds their noise closely enough to leave most of them out.
+    The upper 16 bits of id 8q + 4h + i are half h (0: the upper one) of word i of the Philox block (q, length, 0, 0);
+    the lower 16 bits are those of (q, length, 1, 0).
     """
     key = seed.long().unsqueeze(1)  # [B, 1, 2]
     first, last = int(ids[0]), int(ids[-1])  # ids are consecutive
     octets = torch.arange(first // 8, last // 8 + 1, device=ids.device).unsqueeze(0)  # [1, N / 8]
-    is_fine = torch.arange(2, device=ids.device).view(2, 1, 1)
-    counter = octets, length.long().unsqueeze(1), is_fine, torch.zeros_like(octets)
+    part = torch.arange(2, device=ids.device).view(2, 1, 1)
+    counter = octets, length.long().unsqueeze(1), part, torch.zeros_like(octets)
     bits = torch.empty(len(seed), octets.shape[1], 8, dtype=torch.int64, device=ids.device)
-    for i, (coarse, fine) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
-        bits[..., i] = (coarse & 0xFFFF0000) | (fine >> 16)
-        bits[..., 4 + i] = (coarse & 0xFFFF) << 16 | (fine & 0xFFFF)
+    for i, (upper, lower) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
+        bits[..., i] = (upper & 0xFFFF0000) | (lower >> 16)
+        bits[..., 4 + i] = (upper & 0xFFFF) << 16 | (lower & 0xFFFF)
     return bits.flatten(1)[:, first % 8 : first % 8 + last - first + 1]
 
 

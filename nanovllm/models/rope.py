@@ -1,13 +1,17 @@
-"""Rotary positions as ``config.json`` describes them: every field is honoured or refused. Imports no torch.
+"""Rotary positions and their scalings: the fields of ``config.json``, all honoured or refused, and the frequencies.
 
-``layers/rotary_embedding.py`` makes the tables of cosines and sines.
+``layers/rotary_embedding.py`` makes the tables of cosines and sines. Importing this imports no torch.
 """
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, number, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, number, optional
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_MAX_POSITION = 32768  # of a config.json without max_position_embeddings
 SIZE = at_least(1)
@@ -16,31 +20,21 @@ FRACTION = optional(number("a number in (0, 1]", lambda x: 0 < x <= 1))
 FACTORS = Rule("a list of positive numbers", lambda x: isinstance(x, (list, tuple)) and all(map(POSITIVE.accepts, x)),
                list_of(POSITIVE, "").convert)  # fmt: skip
 COMMON = {"rope_theta": POSITIVE, "partial_rotary_factor": FRACTION}
+ORIGINAL = {"original_max_position_embeddings": optional(SIZE)}
 ROPE_RULES = {  # rope_type -> its fields
     "default": COMMON,
     "linear": COMMON | {"factor": POSITIVE},
-    "llama3": COMMON | {
-        "factor": POSITIVE,
-        "low_freq_factor": POSITIVE,
-        "high_freq_factor": POSITIVE,
-        "original_max_position_embeddings": optional(SIZE),
-    },
-    "yarn": COMMON | {
-        "rope_theta": number("a number > 1", lambda x: x > 1),
-        "factor": POSITIVE,
-        "original_max_position_embeddings": optional(SIZE),
-        "beta_fast": optional(POSITIVE),
-        "beta_slow": optional(POSITIVE),
-        "attention_factor": optional(POSITIVE),
-        "truncate": optional(BOOLEAN),
-    },
-    "longrope": COMMON | {
-        "short_factor": FACTORS,
-        "long_factor": FACTORS,
-        "factor": optional(POSITIVE),
-        "original_max_position_embeddings": optional(SIZE),
-        "attention_factor": optional(POSITIVE),
-    },
+    "llama3": COMMON | ORIGINAL | by_field(("factor low_freq_factor high_freq_factor", POSITIVE)),
+    "yarn": COMMON | ORIGINAL | by_field(
+        ("rope_theta", number("a number > 1", lambda x: x > 1)),
+        ("factor", POSITIVE),
+        ("beta_fast beta_slow attention_factor", optional(POSITIVE)),
+        ("truncate", optional(BOOLEAN)),
+    ),
+    "longrope": COMMON | ORIGINAL | by_field(
+        ("short_factor long_factor", FACTORS),
+        ("factor attention_factor", optional(POSITIVE)),
+    ),
 }  # fmt: skip
 
 
@@ -131,6 +125,41 @@ class RopeScaling:
     def for_length(self, max_model_len: int) -> "RopeScaling":
         """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
         return replace(self, is_long=self.kind == "longrope" and max_model_len > self.original_max_position)
+
+    def frequencies(self, head_dim: int) -> tuple["torch.Tensor", float]:
+        """Inverse frequencies of a head's r rotated dimensions, fp32 [r/2] on the CPU; scale of cosines and sines."""
+        import torch
+
+        r = self.rotated_dims(head_dim)
+        base = 1.0 / self.theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
+        original, scale = self.original_max_position, self.attention_factor
+        if self.kind == "linear":
+            return base / self.factor, 1.0
+        if self.kind == "llama3":  # as yarn, with a ramp over the rotations within the original context
+            rotations = original * base / (2 * math.pi)
+            low, high = self.low_freq_factor, self.high_freq_factor
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
+            return base * (kept + (1 - kept) / self.factor), 1.0
+        if self.kind == "longrope":
+            divisors = torch.tensor(self.long_factor if self.is_long else self.short_factor, device="cpu")
+            if scale is None:
+                scale = math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
+            return base / divisors, scale
+        if self.kind == "yarn":  # high frequencies stay, low ones are interpolated, in between a ramp over dimensions
+
+            def dimension_of(rotations: float) -> float:
+                """The dimension that turns this often within the original context."""
+                return r * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+            low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, r - 1)
+            ramp = ((torch.arange(r // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
+            if scale is None:
+                scale = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+            return base / self.factor * ramp + base * (1 - ramp), scale
+        return base, 1.0
 
 
 def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The sparse MLP of a mixture of experts: a router, the experts, and with some families a shared expert.
 
-Owns how experts are sharded: each rank holds its part of every expert's intermediate units, as if each were an MLP. All
-ranks route alike; a layer's one all-reduce sums experts, shared expert and residual. ``kernels/moe/reference.py`` says
-what is computed.
+Owns how experts are sharded: each rank holds its part of every expert's intermediate features, as if each were an MLP.
+All ranks route alike; one all-reduce of the decoder layer sums experts, shared expert and residual.
+``kernels/moe/reference.py`` says what is computed.
 
-Legend: T packed tokens, C hidden size, E experts, I intermediate units of an expert.
+Legend: T packed tokens, C hidden size, E experts, I intermediate size of an expert.
 """
 
 import torch
@@ -17,8 +17,8 @@ from nanovllm.kernels.moe.reference import Routing
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.model_config import ModelConfig, MoEConfig
-from nanovllm.utils.loader import CheckpointTensor, copy_checked
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.models.config import ModelConfig, MoEConfig
 
 
 class Router(nn.Module):
@@ -43,27 +43,25 @@ class Experts(nn.Module):
     def __init__(self, moe: MoEConfig, hidden_size: int, tp: TPGroup):
         super().__init__()
         self.tp = tp
-        units = moe.expert_size // tp.size
-        self.gate_up_proj = nn.Parameter(torch.empty(moe.num_experts, 2 * units, hidden_size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(moe.num_experts, hidden_size, units), requires_grad=False)
+        E, I, C = moe.num_experts, moe.expert_size // tp.size, hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(E, C, I), requires_grad=False)
         self.gate_up_proj.weight_loader = self.load_gate_up  # type: ignore[attr-defined]
         self.down_proj.weight_loader = self.load_down  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int] | None) -> None:
         """``shard_id``: expert, and 0 for its gate, 1 for up."""
-        units, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
+        n, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
         if shard_id is None:
             for i in (0, 1):  # [E, 2I, C]: the up rows of all ranks come after their gate rows
-                rows = param[:, i * units : (i + 1) * units]
-                copy_checked(rows, loaded, dim=1, start=(i * size + rank) * units, total=2 * size)
+                copy_shard(param[:, i * n : (i + 1) * n], loaded, 1, i * size + rank, 2 * size)
         else:
             expert, i = shard_id
-            copy_checked(param[expert, i * units : (i + 1) * units], loaded, dim=0, start=rank * units, total=size)
+            copy_shard(param[expert, i * n : (i + 1) * n], loaded, 0, rank, size)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, None] | None) -> None:
         target = param if shard_id is None else param[shard_id[0]]
-        dim, units = target.dim() - 1, param.shape[2]
-        copy_checked(target, loaded, dim=dim, start=self.tp.rank * units, total=self.tp.size)
+        copy_shard(target, loaded, target.dim() - 1, self.tp.rank, self.tp.size)
 
 
 class SharedExpert(nn.Module):
@@ -73,7 +71,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [moe.shared_size] * 2, tp=tp)
         self.act = act
-        self.down_proj = RowParallelLinear(moe.shared_size, hidden_size, tp=tp, all_reduce=False)
+        self.down_proj = RowParallelLinear(moe.shared_size, hidden_size, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x, act=self.act))
@@ -98,7 +96,7 @@ class SparseMoE(nn.Module):
         self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if moe.has_shared_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
-        """residual [T, C] -> residual + moe(norm(residual)), [T, C]."""
+        """residual [T, C] -> this rank's summand of residual + moe(norm(residual)), [T, C]."""
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
@@ -114,6 +112,4 @@ class SparseMoE(nn.Module):
             self.experts.gate_up_proj, self.experts.down_proj, self.routing, slot_mapping, self.act,
             add_residual=self.tp.rank == 0, allow_split_k=self.tp.size == 1 and shared is None,
         )  # fmt: skip
-        if shared is not None:
-            y = y + shared
-        return y if self.tp.size == 1 or context.leaves_sums else self.tp.all_reduce(y)
+        return y if shared is None else y + shared

@@ -1,17 +1,27 @@
 """The model's shape and switches, read from ``config.json``. Imports no torch.
 
-Every field that would change the computation is honoured or refused, never ignored. ``families.py`` has what
-``config.json`` does not say.
+Every field that would change the computation is honoured or refused, never ignored. ``MODELS`` has what ``config.json``
+does not say.
 """
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.families import FAMILIES, SWITCHES, Family
-from nanovllm.quantization import NO_EXPERTS, FP8Weights
-from nanovllm.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
-from nanovllm.validation import BOOLEAN, Rule, at_least, check, check_all, choice, list_of, optional
+from nanovllm.models import MODELS
+from nanovllm.models.families import SWITCHES, Family
+from nanovllm.models.quantization_config import (
+    LINEARS,
+    NO_EXPERTS,
+    RENAMED_TENSORS,
+    UNUSED_TENSORS,
+    FP8Weights,
+    read_fp8,
+)
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, optional
 
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
@@ -24,12 +34,6 @@ def _supported(*allowed: Any) -> Rule:
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
-ID = at_least(0)
-IDS = list_of(ID, "a token id or a list of them")
-TOKEN_IDS = Rule(
-    IDS.allowed, lambda x: ID.accepts(x) or IDS.accepts(x), lambda x: IDS.convert([x] if ID.accepts(x) else x)
-)
-LAYERS = list_of(ID, "a list of layers")
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
 PATTERN = Rule(  # n: every n-th layer is global; converted to letters
@@ -38,84 +42,60 @@ PATTERN = Rule(  # n: every n-th layer is global; converted to letters
     lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
 )
 ARCHITECTURES = Rule(
-    f"one of {', '.join(FAMILIES)} (others are not supported)",
-    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in FAMILIES,
+    f"one of {', '.join(MODELS)} (others are not supported)",
+    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in MODELS,
 )
-RULES = {
-    "layer_types": list_of(
-        choice("full_attention", "sliding_attention"),
-        "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
-    ),
-    "hidden_act": _supported(*ACTIVATIONS),
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "num_hidden_layers": SIZE,
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": optional(SIZE),
-    "head_dim": optional(SIZE),
-    "max_position_embeddings": SIZE,
-    "rms_norm_eps": POSITIVE,
-    "tie_word_embeddings": FLAG,
-    "attention_bias": FLAG,
-    "attention_out_bias": optional(BOOLEAN),
-    "mlp_bias": FLAG,
-    "use_bias": FLAG,
-    "qkv_bias": optional(BOOLEAN),
-    "use_qk_norm": FLAG,
-    "dtype": _supported(*DTYPES),
-    "eos_token_id": TOKEN_IDS,
-    "rope_parameters": OBJECT,
-    "rope_scaling": OBJECT,
-    "rope_local_base_freq": optional(POSITIVE),
-    "sliding_window": COUNT,
-    "use_sliding_window": optional(BOOLEAN),
-    "max_window_layers": COUNT,
-    "sliding_window_pattern": PATTERN,
-    "no_rope_layers": optional(list_of(choice(0, 1), "a list of 0 and 1")),
-    "no_rope_layer_interval": optional(SIZE),
-    "query_pre_attn_scalar": optional(POSITIVE),
-    "attention_multiplier": optional(POSITIVE),
-    "embedding_multiplier": SCALE,
-    "residual_multiplier": SCALE,
-    "logits_scaling": SCALE,
-    "num_nextn_predict_layers": COUNT,
-}
-MOE_RULES = {
-    "num_experts": SIZE,
-    "num_experts_per_tok": SIZE,
-    "moe_intermediate_size": SIZE,
-    "norm_topk_prob": Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x),
-    "routed_scaling_factor": SCALE,
-    "n_group": optional(SIZE),
-    "topk_group": optional(SIZE),
-    "shared_expert_intermediate_size": COUNT,
-    "n_shared_experts": COUNT,
-    "first_k_dense_replace": COUNT,
-    "mlp_only_layers": LAYERS,
-    "decoder_sparse_step": optional(SIZE),
-    "scoring_func": optional(choice("softmax", "sigmoid")),
-}
+LAYER_TYPES = list_of(
+    choice("full_attention", "sliding_attention"),
+    "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
+)
+
+
+RULES = by_field(
+    ("layer_types", LAYER_TYPES),
+    ("hidden_act", _supported(*ACTIVATIONS)),
+    ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings", SIZE),
+    ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
+    ("rms_norm_eps", POSITIVE),
+    ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
+    ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
+    ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
+    ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
+    ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
+    ("dtype", _supported(*DTYPES)),
+    ("eos_token_id", TOKEN_IDS),
+    ("rope_parameters rope_scaling", OBJECT),
+    ("sliding_window_pattern", PATTERN),
+    ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
+)
+MOE_RULES = by_field(
+    ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
+    ("n_group topk_group decoder_sparse_step", optional(SIZE)),
+    ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),
+    ("norm_topk_prob", Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x)),
+    ("routed_scaling_factor", SCALE),
+    ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
+    ("scoring_func", optional(choice("softmax", "sigmoid"))),
+)
 # of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts in the layers outside ``dense_layers``.
+    """The mixture of experts of the sparse layers.
 
     Attributes:
         num_experts: routed experts of a layer.
         top_k: experts of a token.
-        expert_size: intermediate units of an expert.
+        expert_size: intermediate size of an expert.
         scoring: "softmax" over all experts, or "sigmoid".
         renormalize: the weights of the chosen experts sum to 1.
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        shared_size: intermediate units of the shared expert, which every token passes; 0: none.
+        shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
-        dense_layers: layers with an ordinary MLP.
     """
 
     num_experts: int
@@ -129,16 +109,9 @@ class MoEConfig:
     has_correction_bias: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
-    dense_layers: frozenset[int] = frozenset()
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any], family: Family) -> "MoEConfig":
-        """Read the fields of a mixture of experts, whose names differ between families."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((raw[name] for name in names if raw.get(name) is not None), None)
-        size = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
-        raw = {**raw, "num_experts": experts, "moe_intermediate_size": size}
-        given = check_all("config.json", raw, MOE_RULES, CheckpointError)
+    def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
         if given["scoring_func"] not in (None, family.experts):
             raise CheckpointError(
                 f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
@@ -149,15 +122,36 @@ class MoEConfig:
             raise CheckpointError(
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
-        layers, step = range(raw["num_hidden_layers"]), given["decoder_sparse_step"] or 1
-        dense = {i for i in layers if i < given["first_k_dense_replace"] or (i + 1) % step}
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
             given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.experts == "sigmoid",
             shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-            dense_layers=frozenset(dense | set(given["mlp_only_layers"])),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+        mixer: what lets tokens see others, a key of ``decoder.MIXERS``.
+        window: the tokens that a token attends, itself included; 0: all before it.
+        rope: None: positions are not rotated (NoPE).
+        is_sparse: a mixture of experts takes the place of the MLP.
+        fp8_linears: names of its FP8 linear layers; keys of ``LINEARS``.
+    """
+
+    mixer: str = "attention"
+    window: int = 0
+    rope: RopeScaling | None = None
+    is_sparse: bool = False
+    fp8_linears: frozenset[str] = frozenset()
+
+    def for_length(self, max_model_len: int) -> "LayerConfig":
+        """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
+        window = self.window if self.window < max_model_len else 0
+        return replace(self, window=window, rope=self.rope and self.rope.for_length(max_model_len))
 
 
 @dataclass(frozen=True)
@@ -169,8 +163,7 @@ class ModelConfig:
         qk_norm: see ``Family``.
         attention_scale: of the scores before the softmax.
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
-        windows: of each layer, the tokens that a token attends, itself included; 0: all before it.
-        ropes: of each layer; None: positions are not rotated (NoPE).
+        layers: of the decoder, from the first to the last.
         moe: None in a dense model.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
@@ -180,7 +173,6 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -196,8 +188,7 @@ class ModelConfig:
     embed_scale: float
     residual_scale: float
     logit_scale: float
-    windows: tuple[int, ...]
-    ropes: tuple[RopeScaling | None, ...]
+    layers: tuple[LayerConfig, ...]
     moe: MoEConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
@@ -207,33 +198,20 @@ class ModelConfig:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
-        (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
-        family = FAMILIES[name]
-        text = raw.get("text_config") or {}  # of a model that also has a vision tower
-        outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
-        raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        if raw.get("tie_word_embeddings") is None:
-            raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
-        raw |= {"dtype": dtype, "hidden_act": _activation(raw, family)}
-        for switch, neutral in SWITCHES.items():
-            value = raw.get(switch)
-            ignored = switch == "sliding_window" and raw.get("use_sliding_window") is False
-            if switch not in family.reads and value not in neutral and not ignored:
-                allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
-                raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
-        given = check_all("config.json", raw, RULES, CheckpointError)
+        family, raw = _normalized(raw)
+        given = check_all("config.json", raw, RULES | (MOE_RULES if family.experts else {}), CheckpointError)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
         head_dim = given["head_dim"] or hidden // heads
-        windows = _windows(given, family)
-        ropes = _ropes(raw, given, family, windows)
-        for rope in filter(None, dict.fromkeys(ropes)):
+        fp8, fp8_linears = read_fp8(raw, family)
+        layers = _layers(raw, given, family, fp8_linears)
+        ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
+        for rope in ropes:
             rope.check_head(head_dim)
         # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
-        stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope and rope.kind == "yarn"]
+        stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
         bias = given["attention_bias"] or given["use_bias"]
         qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
         o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
@@ -252,44 +230,58 @@ class ModelConfig:
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"],
-            "windows": windows,
-            "ropes": ropes,
-            "moe": MoEConfig.from_json(raw, family) if family.experts else None,
-            "fp8": _fp8(raw, family),
+            "layers": layers,
+            "moe": MoEConfig.from_fields(given, family) if family.experts else None,
+            "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
         }
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeScaling | None, ...]:
+        return tuple(layer.rope for layer in self.layers)
+
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """For requests of at most ``max_model_len`` tokens: windows that hold them all are none."""
-        return replace(
-            self,
-            windows=tuple(window if window < max_model_len else 0 for window in self.windows),
-            ropes=tuple(rope and rope.for_length(max_model_len) for rope in self.ropes),
-        )
+        """For requests of at most ``max_model_len`` tokens."""
+        return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
         if self.moe is not None:
             raise ConfigError(f"quantization='fp8' {NO_EXPERTS}.")
-        return self if self.fp8 else replace(self, fp8=FP8Weights.of_all(self.num_hidden_layers))
+        layers = tuple(replace(layer, fp8_linears=frozenset(LINEARS)) for layer in self.layers)
+        return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
 
-    def fp8_block(self, layer: int, name: str) -> int | None:
+    def fp8_block(self, layer: LayerConfig, name: str) -> int | None:
         """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
-        return self.fp8.block if self.fp8 and name in self.fp8.layers[layer] else None
+        return self.fp8.block if self.fp8 and name in layer.fp8_linears else None
+
+    def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
+        """(in the checkpoint, here) parts of tensor names, replaced in this order."""
+        return self.family.renamed + RENAMED_TENSORS * (self.fp8 is not None)
+
+    def unused_tensors(self) -> str:
+        """A regular expression of the tensors that checkpoints may hold and the model does without."""
+        unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
+        unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
+        unused += [UNUSED_TENSORS] * (self.fp8 is not None)
+        return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * self.tie_word_embeddings)  # a copy of the embedding
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
         """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
-        last, dense = self.num_hidden_layers - 1, self.moe.dense_layers if self.moe else frozenset()
-        fp8_layers = self.fp8.layers if self.fp8 else ((),) * self.num_hidden_layers
-        kinds = {(self.windows[i], i in dense, fp8_layers[i]): i for i in reversed(range(last))}
-        layers = [*sorted(kinds.values()), last]
-        moe = self.moe and replace(self.moe, dense_layers=frozenset(n for n, i in enumerate(layers) if i in dense))
-        return replace(
-            self, num_hidden_layers=len(layers), windows=tuple(self.windows[i] for i in layers),
-            ropes=tuple(self.ropes[i] for i in layers), moe=moe,
-            fp8=self.fp8 and replace(self.fp8, layers=tuple(self.fp8.layers[i] for i in layers)),
-        )  # fmt: skip
+        *others, last = self.layers
+        kinds: dict[LayerConfig, LayerConfig] = {}
+        for layer in others:
+            kinds.setdefault(replace(layer, rope=None), layer)
+        return replace(self, layers=(*kinds.values(), last))
 
     def check_padded_heads(self, padded: int) -> None:
         """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
@@ -298,8 +290,8 @@ class ModelConfig:
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
-        fp8_linears = frozenset().union(*self.fp8.layers) if self.fp8 and self.fp8.block else frozenset()
-        if any(name.startswith("self_attn.") for name in fp8_linears):
+        fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
+        if self.fp8 and self.fp8.block and any(name.startswith("self_attn.") for name in fp8_linears):
             raise ConfigError(
                 f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
                 "gives it a scale for each output feature), or use device='cpu', which pads nothing."
@@ -323,33 +315,62 @@ class ModelConfig:
             )
 
 
-def _fp8(raw: dict[str, Any], family: Family) -> FP8Weights | None:
-    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
-    if not quantization:
-        return None
-    fp8 = FP8Weights.from_json(quantization, raw["num_hidden_layers"], family.renamed)
+def read_model_config(model_path: str) -> ModelConfig:
+    """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
+    raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
+    if modelopt.is_file() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
+    return ModelConfig.from_json(raw)
+
+
+def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The row of the architecture, and the fields with the names of today and the values of absent ones.
+
+    Refuses fields that this architecture ignores, and that would change the numbers in others.
+    """
+    (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
+    family = MODELS[name]
+    text = raw.get("text_config") or {}  # of a model that also has a vision tower
+    outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
+    raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
+    raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if raw.get("tie_word_embeddings") is None:
+        raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
+    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
+    if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
+        raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
     if family.experts:
-        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
-    return fp8
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        raw["num_experts"] = next((raw[name] for name in names if raw.get(name) is not None), None)
+        raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
+    for switch, neutral in SWITCHES.items():
+        value = raw.get(switch)
+        is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
+        if switch not in family.reads and value not in neutral and not is_off:
+            allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+            raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
+    return family, raw
 
 
-def _activation(raw: dict[str, Any], family: Family) -> Any:
-    """Gemma's old files say "gelu", or nothing, and mean the tanh form."""
-    act, default = raw.get("hidden_activation") or raw["hidden_act"], family.defaults.get("hidden_act")
-    return default if default and act in (None, "gelu") else act
+def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
+            fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
+    windows = _windows(given, family)
+    ropes = _ropes(raw, given, family, windows)
+    sparse = [bool(family.experts) and _is_sparse(given, i) for i in range(len(windows))]
+    return tuple(
+        LayerConfig("attention", *of_layer) for of_layer in zip(windows, ropes, sparse, fp8_linears, strict=True)
+    )
 
 
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
     """The window of each layer, 0 without one."""
     num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
-    layers, pattern = range(num_layers), given["sliding_window_pattern"]
     if given["use_sliding_window"] is False:
         window = 0
-    if kinds and len(kinds) != num_layers:
-        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers.")
-    rotated = given["no_rope_layers"]
-    if rotated and len(rotated) != num_layers:
-        raise CheckpointError(f"config.json: no_rope_layers has {len(rotated)} entries for {num_layers} layers.")
+    for name in ("layer_types", "no_rope_layers"):
+        if given[name] and len(given[name]) != num_layers:
+            raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
+    pattern = given["sliding_window_pattern"]
     has_window = {
         "": lambda i: False,
         "all": lambda i: True,
@@ -357,7 +378,7 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
         "pattern": lambda i: pattern[i % len(pattern)] == "L",
         "unrotated": lambda i: not _is_rotated(given, i),
     }[family.windows]
-    slides = [window > 0 and has_window(i) for i in layers]
+    slides = [window > 0 and has_window(i) for i in range(num_layers)]
     if kinds:
         slides_by_kind = [kind == "sliding_attention" for kind in kinds]
         if any(slides_by_kind) and not window:
@@ -367,7 +388,12 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
                 f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
             )
         slides = slides_by_kind
-    return tuple(window if slides[i] else 0 for i in layers)
+    return tuple(window if slides_here else 0 for slides_here in slides)
+
+
+def _is_sparse(given: dict[str, Any], layer: int) -> bool:
+    is_dense = layer < given["first_k_dense_replace"] or layer in given["mlp_only_layers"]
+    return not is_dense and (layer + 1) % (given["decoder_sparse_step"] or 1) == 0
 
 
 def _is_rotated(given: dict[str, Any], layer: int) -> bool:

@@ -1,0 +1,170 @@
+"""FP8 weights of linear layers: their form, and how published ones and 16-bit ones are brought to it.
+
+A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
+G is 1, or the groups are those of published blocks, smaller where blocks would be cut: by the end of the tensor or by a
+shard of it. ``kernels/linear/reference.py`` says what is computed; ``models/quantization_config.py`` for which weights.
+
+Legend: N output features, C input channels, both of a checkpoint tensor.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.errors import CheckpointError
+from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
+from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
+
+MIN_SCALE = 1e-12  # of a group of zeros
+ROWS_BYTES = 64 << 20  # of fp32 values at once: an engine that runs has little room
+
+
+def new_weight(output_size: int, input_size: int, block: int | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Uninitialised data and scale of a linear layer; ``block`` as in ``FP8Weights``, None: a weight without a scale.
+
+    ``data.scale`` is the scale, ``scale.block`` the block. ``scale.group_size``: the channels of a scale, as many as
+    divide both a block and this rank's channels; 0: all of them.
+    """
+    if block is None:
+        return nn.Parameter(torch.empty(output_size, input_size), requires_grad=False), None
+    group_size = math.gcd(block, input_size) if block else 0
+    num_groups = input_size // group_size if group_size else 1
+    data = nn.Parameter(torch.empty(output_size, input_size, dtype=E4M3), requires_grad=False)
+    scale = nn.Parameter(torch.empty(output_size, num_groups, dtype=torch.float32), requires_grad=False)
+    data.scale, scale.group_size, scale.block = scale, group_size, block  # type: ignore[attr-defined]
+    return data, scale
+
+
+def shared_rows(block: int | None, parts: list[int]) -> int:
+    """How many consecutive output features of a rank's weight share their scales; 1 without blocks.
+
+    Known before the weights are, since kernels are chosen and CUDA graphs captured by it.
+
+    ``parts``: rows of this rank of each checkpoint tensor that the weight has one after the other; a shard begins at a
+    multiple of them. ``block`` as in ``FP8Weights``.
+    """
+    return math.gcd(block, *parts) if block else 1
+
+
+def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, C] -> data (e4m3) [n, C] and scale (fp32) [ceil(n / block), ceil(C / block)], or [n, 1] without a block.
+
+    scale = max|w| / 448 of each block or row, data = w / scale rounded to nearest.
+    """
+    n, C = weight.shape
+    height, width = (block, block) if block else (1, C)
+    data = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
+    scale = torch.empty(-(-n // height), -(-C // width), dtype=torch.float32, device=weight.device)
+    step = max(1, ROWS_BYTES // (4 * C * height))  # rows of scales
+    for i in range(0, len(scale), step):
+        rows = slice(i * height, (i + step) * height)
+        wide = weight[rows].float()
+        padded = F.pad(wide, (0, -C % width, 0, -len(wide) % height))
+        blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+        # not / E4M3_MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
+        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / E4M3_MAX)).clamp_(min=MIN_SCALE)
+        if block:
+            spread = spread.repeat_interleave(block, 0)[: len(wide)].repeat_interleave(block, 1)[:, :C]
+        data[rows] = (wide / spread).to(E4M3)
+    return data, scale
+
+
+def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
+    """What to load for a 16-bit tensor [N, C]: (FP8 data, its tensor) and (the scale, its tensor).
+
+    Rows are quantized as they are read: a rank reads and quantizes its own. Scales are those of the tensor's rows or
+    blocks whatever the shard, so ranks have the numbers of a single one.
+    """
+    if len(loaded.shape) != 2:
+        return [(param, loaded)]  # its shape will be refused
+    (N, C), name, block = loaded.shape, loaded.name, param.scale.block
+    height, width = (block, block) if block else (1, C)
+
+    @cache
+    def rows(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [first : last] of the scales, behind the data that they scale."""
+        weight = loaded.read((slice(first * height, last * height),))
+        check_dtype(weight, torch.bfloat16, name)
+        return quantize(weight.to(param.device), block)
+
+    def read_data(index: tuple[slice, ...]) -> torch.Tensor:
+        start, stop, _ = index[0].indices(N)
+        first = start // height
+        data, _ = rows(first, -(-stop // height))
+        return data[(slice(start - first * height, stop - first * height), *index[1:])]
+
+    def read_scale(index: tuple[slice, ...]) -> torch.Tensor:
+        start, stop, _ = index[0].indices(-(-N // height))
+        return rows(start, stop)[1][(slice(None), *index[1:])]
+
+    scale = CheckpointTensor(name, [-(-N // height), -(-C // width)], read_scale)
+    return [(param, CheckpointTensor(name, [N, C], read_data)), (param.scale, Scales.of_param(param.scale, scale))]
+
+
+@dataclass(frozen=True)
+class Scales(CheckpointTensor):
+    """Scales as checkpoints have them: one for the tensor; or one for each row, [N] or [N, 1]; or, with blocks,
+    [ceil(N / block), ceil(C / block)], of which the last may be partial. ``fit`` spreads them to those of a parameter.
+
+    Attributes:
+        group_size, block: see ``new_weight``.
+        part: (start, count, total): of rows ``[start : start + count]`` of ``total``; None: of all rows.
+    """
+
+    group_size: int = 0
+    block: int = 0
+    part: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of_param(cls, param: Any, loaded: CheckpointTensor) -> "Scales":
+        return cls(loaded.name, loaded.shape, loaded.read, param.group_size, param.block)
+
+    def rows(self, start: int, count: int, total: int) -> "Scales":
+        return replace(self, part=(start, count, total))
+
+    def fit(self, shape: list[int]) -> CheckpointTensor:
+        """As a tensor [N, number of groups over all ranks], fp32."""
+        start, count, total = self.part or (0, shape[0], shape[0])
+        if count != shape[0]:  # a part has another layer's rows
+            raise CheckpointError(f"tensor {self.name!r} scales {count} rows, expected {shape[0]}.")
+        group_size, block = self.group_size, self.block
+        forms: list[list[int]] = [[], [1], [1, 1]]
+        forms += [[-(-total // block), -(-shape[1] * group_size // block)]] if block else [[total], [total, 1]]
+        if self.shape not in forms:
+            hint = f", for quantization_config has blocks of {block} x {block}" if block else ""
+            raise CheckpointError(f"tensor {self.name!r} has shape {self.shape}, expected [1] or {forms[-1]}{hint}.")
+        height, is_one = block or 1, math.prod(self.shape) == 1
+
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            rows, groups = (range(*part.indices(n)) for part, n in zip((*index, slice(None)), shape, strict=False))
+            first, last = (0, 1) if is_one else ((start + rows.start) // height, -(-(start + rows.stop) // height))
+            grid = self.read((slice(first, last),) if self.shape else ...)
+            check_dtype(grid, torch.float32, self.name)
+            if is_one:
+                return grid.float().reshape(1, 1).expand(len(rows), len(groups))
+            row = torch.arange(start + rows.start, start + rows.stop, device=grid.device) // height - first
+            column = torch.arange(groups.start, groups.stop, device=grid.device) * group_size // (block or 1)
+            return grid.float().reshape(len(grid), -1)[row][:, column]
+
+        return CheckpointTensor(self.name, shape, read)
+
+
+def read_kv_scales(loaded: CheckpointTensor, num_kv_heads: int) -> torch.Tensor:
+    """Scales of an FP8 KV cache, fp32 [num_kv_heads]: one for all heads, or one for each.
+
+    Raises:
+        CheckpointError: the tensor has another shape, or numbers that are no scales.
+    """
+    if math.prod(loaded.shape) not in (1, num_kv_heads):
+        raise CheckpointError(f"tensor {loaded.name!r} has shape {loaded.shape}, expected [1] or [{num_kv_heads}].")
+    scales = loaded.read(...)
+    check_dtype(scales, torch.float32, loaded.name)
+    for number in scales.flatten().tolist():
+        if not 0 < number < math.inf:
+            raise CheckpointError(f"tensor {loaded.name!r} has {number}, expected positive numbers.")
+    return scales.float().reshape(-1).expand(num_kv_heads)

@@ -1,0 +1,107 @@
+"""From a checkpoint tensor to a parameter: what the ``weight_loader`` of a layer is made of.
+
+Owns the reading of parts, the order of a head's dimensions, and the checks of shape and dtype. A tensor is lazy: only
+the part that is indexed is read from disk. How it is sharded over ranks stands beside its layer; ``models/loader.py``
+finds the parameter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError
+from nanovllm.kernels.fp8 import E4M3
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A lazy tensor under its name in the checkpoint.
+
+    Attributes:
+        shape: of the whole tensor.
+        read: the part that an index selects: a slice for each of the first dimensions; or ``...``.
+    """
+
+    name: str
+    shape: list[int]
+    read: Callable[[Any], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, source: Any) -> "CheckpointTensor":
+        """``source``: safetensors' PySafeSlice of an open file, or a tensor."""
+        shape = source.shape if isinstance(source, torch.Tensor) else source.get_shape()
+        return cls(name, list(shape), source.__getitem__)
+
+    def is_fp8(self) -> bool:
+        return bool(self.shape) and self.read((slice(1),)).dtype == E4M3
+
+    def rows(self, start: int, count: int, total: int) -> "CheckpointTensor":
+        """Rows ``[start : start + count]`` of the ``total`` that it must have."""
+        self.fit([total, *self.shape[1:]])
+
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            begin, end, _ = index[0].indices(count)
+            return self.read((slice(start + begin, start + end), *index[1:]))
+
+        return CheckpointTensor(self.name, [count, *self.shape[1:]], read)
+
+    def fit(self, shape: list[int]) -> "CheckpointTensor":
+        """The tensor in this shape, or CheckpointError if it has another one."""
+        if self.shape != shape:
+            raise CheckpointError(f"tensor {self.name!r} has shape {self.shape}, expected {shape}.")
+        return self
+
+
+def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTensor]:
+    """The parts of a tensor that has several layers' rows one after the other.
+
+    Raises:
+        CheckpointError: the tensor has not as many rows as they.
+    """
+    ends = accumulate(sizes)
+    return [loaded.rows(end - size, size, sum(sizes)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,
+               order: list[int] | None = None) -> None:
+    """Copy part ``part`` of the ``total`` equal parts that ``loaded`` has along ``dim`` into ``param``.
+
+    Args:
+        order: of the dimensions of each head along ``dim``, -1 for zeros: heads in ``param`` are padded. None: as they
+            are.
+
+    Raises:
+        CheckpointError: the tensor has another shape, or is not of floats; or one of tensor and ``param`` is FP8.
+    """
+    if order is None:
+        size = param.shape[dim]
+        whole = [*param.shape[:dim], size * total, *param.shape[dim + 1 :]]
+        shard = loaded.fit(whole).read((slice(None),) * dim + (slice(part * size, (part + 1) * size),))
+        check_dtype(shard, param.dtype, loaded.name)
+        param.copy_(shard)
+        return
+    heads = param.unflatten(dim, (-1, len(order)))
+    head_dim = max(order) + 1  # in the checkpoint: every dimension of its heads is in the order
+    unordered = param.new_empty([*param.shape[:dim], heads.shape[dim] * head_dim, *param.shape[dim + 1 :]])
+    copy_shard(unordered, loaded, dim, part, total)
+    unordered = unordered.unflatten(dim, (-1, head_dim)).movedim(dim + 1, 0)  # [head_dim, ...]
+    with_zeros = torch.cat((unordered, torch.zeros_like(unordered[:1])))
+    heads.movedim(dim + 1, 0).copy_(with_zeros[order])
+
+
+def check_dtype(tensor: torch.Tensor, wanted: torch.dtype, name: str) -> None:
+    """Raise CheckpointError unless ``tensor`` can be copied to ``wanted``: e4m3 bits and numbers do not mix, and
+    integers (quantized otherwise) would be converted without an error.
+    """
+    dtype, is_float = tensor.dtype, tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    if dtype == wanted or (is_float and wanted != E4M3):
+        return
+    given, expected = (str(x).removeprefix("torch.") for x in (dtype, wanted))
+    expected = expected if wanted == E4M3 else "floats"
+    hint = " This layer is not FP8 here." if dtype == E4M3 else ""
+    if wanted == E4M3 and is_float:
+        hint = " quantization_config in config.json does not leave it out."
+    raise CheckpointError(f"tensor {name!r} is of {given}, expected {expected}.{hint}")

@@ -1,0 +1,101 @@
+"""What a row of ``MODELS`` can say: how the decoder of an architecture differs from Llama's. Imports no torch."""
+
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """How an architecture differs from Llama's: pre-norm, gated MLP, rotary halves, full attention.
+
+    Attributes:
+        qk_norm: RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or "".
+        qkv_bias, o_bias: biases of these projections; None: as ``attention_bias`` says.
+        pre_norm, post_norm: norms of the input of attention and MLP, and of their results before they are added.
+        norm_offset: added to the weight of every norm.
+        embed_scaled: embeddings are scaled by the square root of the hidden size.
+        interleaved: RoPE rotates the pairs (2i, 2i + 1) of a head, not (i, i + r / 2) of its r rotated dimensions.
+        windows: which layers slide where ``layer_types`` does not say it: "all", "late" (from ``max_window_layers``
+            on), "pattern" (all but every ``sliding_window_pattern``-th), "unrotated"; "" takes no window at all.
+        plain_window_rope: the scaling of RoPE is for layers without a window; those with one rotate by
+            ``rope_local_base_freq``, if there is one, else by ``rope_theta``.
+        rotates_windows_only: in a model with windows, layers without one have no RoPE.
+        experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
+        has_shared_gate: a sigmoid gate scales the shared expert.
+        reads: fields of ``SWITCHES`` that this family honours.
+        defaults: fields that published files leave out.
+        renamed: (in the checkpoint, here) parts of tensor names, replaced in this order.
+        skipped: regular expression of the names of tensors that are not part of the decoder.
+    """
+
+    qk_norm: str = ""
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_offset: float = 0.0
+    embed_scaled: bool = False
+    interleaved: bool = False
+    windows: str = ""
+    plain_window_rope: bool = False
+    rotates_windows_only: bool = False
+    experts: str = ""
+    has_shared_gate: bool = False
+    reads: tuple[str, ...] = ()
+    defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)
+    renamed: tuple[tuple[str, str], ...] = ()
+    skipped: str = ""
+
+
+# Fields that change the numbers in some families -> values without effect. Elsewhere any other value is refused.
+SWITCHES: dict[str, tuple] = {
+    "sliding_window": (None,),
+    "use_sliding_window": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "no_rope_layers": (None, []),
+    "rope_local_base_freq": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "use_qk_norm": (None, False),
+    "attention_out_bias": (None, False),
+    "routed_scaling_factor": (None, 1),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "clip_qkv": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "llama_4_scaling": (None,),
+    "attention_sinks": (None, False),
+    "add_cross_attention": (None, False),
+}
+
+# ---------------------------------------------------------------- what several rows have in common
+
+QWEN: dict[str, Any] = {
+    "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
+    "defaults": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000,
+    "eos_token_id": 1, "max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA3 = Family(
+    qk_norm="head", post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern", plain_window_rope=True,
+    reads=("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
+    defaults=GEMMA | {
+        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    renamed=(
+        ("post_attention_layernorm", "mixer_post_norm"),
+        ("pre_feedforward_layernorm", "post_attention_layernorm"),
+        ("post_feedforward_layernorm", "mlp_post_norm"),
+    ),
+)  # fmt: skip
+POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
+EPS = {"rms_norm_eps": 1e-5}
+OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
+GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}

@@ -1,0 +1,176 @@
+"""Which weights of a model are FP8: ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``.
+
+Every field that changes the numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the
+tensors.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models.families import Family
+
+BLOCK = 128  # published blocks are 128 x 128
+# linear layers of a decoder layer -> the modules that checkpoints may hold instead
+LINEARS = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": (),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": (),
+}
+RENAMED_TENSORS = ((".weight_scale_inv", ".weight_scale"),)  # (in the checkpoint, here); both multiply
+# Tensors of quantized checkpoints that are not needed: products take x in 16 bits or with scales of each token, so no
+# static scale of x; and attention computes in 16 bits, so none of queries and probabilities.
+UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
+# Scales of an FP8 KV cache: of keys, of values, or of both.
+KV_SCALES = r"(.*\.self_attn)\.(?:(?:attn\.|k_proj\.|v_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)"
+SUPPORTED = (
+    "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
+    "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them. Take such a checkpoint, or the 16-bit one, "
+    "which LLM(quantization='fp8') quantizes as it loads."
+)
+# Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
+# llm-compressor's, and of NVIDIA's. ANY: read elsewhere, or without effect on the numbers.
+ANY = ...
+E4M3 = {"num_bits": (8,), "type": ("float",)}
+FORMATS = "float-quantized", "naive-quantized"
+FORMS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": ANY, "fmt": (None, "e4m3"), "activation_scheme": (None, "dynamic", "static"),
+        "weight_block_size": (None, [BLOCK, BLOCK]), "modules_to_not_convert": ANY, "ignored_layers": ANY,
+        "kv_cache_scheme": (None, "static"), "scale_fmt": (None, "float"), "expert_dtype": (None, "fp8"),
+    },
+    "compressed-tensors": {
+        "quant_method": ANY, "format": FORMATS, "quantization_status": (None, "compressed", "frozen"),
+        "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": ANY, "global_compression_ratio": ANY, "version": ANY,
+        "sparsity_config": ANY,
+    },
+    "modelopt": {
+        "quant_method": ANY, "quant_algo": ("FP8",), "kv_cache_quant_algo": (None, "FP8"), "exclude_modules": ANY,
+        "ignore": ANY, "config_groups": ANY, "kv_cache_scheme": ANY, "producer": ANY,
+    },
+}  # fmt: skip
+GROUP = {"targets": (["Linear"],), "weights": ANY, "input_activations": ANY, "format": (None, *FORMATS)}
+WEIGHTS = {"strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,),
+           "group_size": (None,)}  # fmt: skip
+SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
+NO_EXPERTS = "is not available for mixtures of experts yet; load the 16-bit checkpoint without it"
+
+
+@dataclass(frozen=True)
+class FP8Weights:
+    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it.
+
+    Attributes:
+        block: a scale is that of so many output features and as many input channels; 0: of one output feature.
+        in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
+        method: ``quant_method`` of the checkpoint.
+    """
+
+    block: int = 0
+    in_checkpoint: bool = False
+    method: str | None = None
+
+
+def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, list[frozenset[str]]]:
+    """The FP8 weights of a ``config.json``, None without any, and the FP8 linear layers of each decoder layer.
+
+    Raises:
+        CheckpointError: it has a ``quantization_config``, but not of the FP8 weights of ``SUPPORTED``.
+    """
+    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
+    num_layers = raw["num_hidden_layers"]
+    if not quantization:
+        return None, [frozenset()] * num_layers
+    if not isinstance(quantization, dict):
+        raise _refusal(f"{quantization!r:.100}")
+    method = quantization.get("quant_method")
+    if method not in tuple(FORMS):
+        raise _refusal(f"quant_method={method!r:.100}")
+    _check("", quantization, FORMS[method], is_closed=True)
+    if method != "fp8" and quantization.get("kv_cache_scheme") is not None:
+        _check("kv_cache_scheme.", quantization["kv_cache_scheme"], E4M3)
+    in_blocks = quantization.get("weight_block_size")
+    if method == "compressed-tensors":
+        in_blocks = _read_group(quantization) == "block"
+    skipped = []
+    for names in filter(None, map(quantization.get, SKIPPED)):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
+        skipped += names
+    is_skipped = _matcher(skipped, family.renamed)
+    layers = [
+        frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
+        for i in range(num_layers)
+    ]
+    if family.experts:
+        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
+    return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers
+
+
+def _refusal(what: str) -> CheckpointError:
+    return CheckpointError(f"config.json: quantization_config: {what} is not supported. {SUPPORTED}")
+
+
+def _check(where: str, raw: Any, fields: dict[str, Any], is_closed: bool = False) -> None:
+    """Every field has one of its allowed values; None among them is also that of an absent one.
+
+    ``is_closed``: there are no others with a value.
+    """
+    if not isinstance(raw, dict):
+        raise _refusal(f"{where[:-1]}={raw!r:.100}")
+    unknown = [name for name in raw if is_closed and name not in fields and raw[name] not in (None, False, {}, [])]
+    for name in [*unknown, *(name for name in fields if fields[name] is not ANY and raw.get(name) not in fields[name])]:
+        raise _refusal(f"{where}{name}={raw.get(name)!r:.100}")
+
+
+def _read_group(raw: dict[str, Any]) -> str:
+    """The strategy of the weights in the files of llm-compressor: "tensor", "channel" or "block"."""
+    _check("sparsity_config.", raw.get("sparsity_config") or {}, {"format": (None, "dense")})
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise _refusal(f"config_groups={groups!r:.100} (not one group)")
+    ((name, group),) = groups.items()
+    where = f"config_groups.{name}."
+    _check(where, group, GROUP, is_closed=True)
+    weights, symmetric = group.get("weights"), {"symmetric": (None, True)}
+    _check(f"{where}weights.", weights, E4M3 | symmetric | WEIGHTS)
+    in_blocks = weights["strategy"] == "block"
+    _check(f"{where}weights.", weights, {"block_structure": ([BLOCK, BLOCK],) if in_blocks else (None,)})
+    if group.get("input_activations") is not None:  # else weights alone are FP8
+        _check(f"{where}input_activations.", group["input_activations"], E4M3 | symmetric)
+    return weights["strategy"]
+
+
+def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
+    """Whether a module is named by one of the patterns: "re:" and a regular expression of the beginning of its name; a
+    name with asterisks; or dotted parts of its name, wherever they stand in it.
+    """
+    prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
+    compiled = []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                compiled.append(re.compile(pattern[3:]))
+            except re.error as error:
+                raise _refusal(f"the regular expression {pattern!r:.100} ({error})") from None
+            continue
+        for old, new in renamed:
+            pattern = pattern.replace(old, new)
+        compiled.append(
+            re.compile(translate(pattern) if "*" in pattern else rf"(.*\.)?{re.escape(pattern)}(\..*)?\Z")
+        )
+    return lambda name: any(regex.match(prefix + name) for regex in compiled for prefix in prefixes)
+
+
+def _all_or_none(prefix: str, name: str, is_skipped: Callable[[str], bool]) -> bool:
+    """Whether a linear layer is left out; its parts share one product, so they are FP8 together."""
+    parts = [part for part in LINEARS[name] if is_skipped(prefix + part)]
+    if is_skipped(prefix + name) or (parts and len(parts) == len(LINEARS[name])):
+        return True
+    if parts:
+        raise _refusal(f"leaving out {prefix}{parts[0]}, but not all of {', '.join(LINEARS[name])},")
+    return False

@@ -1,0 +1,142 @@
+"""Which kernels a linear layer launches: by precision, device and number of tokens, on the meta device."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.linear import dispatch
+from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
+
+pytestmark = pytest.mark.skipif(dispatch.decode_gemm_sm90 is None, reason="no Gluon kernels with this Triton")
+
+
+class Launched(list):
+    """The names of kernels launched, and of torch's products, on a made-up device."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.monkeypatch = monkeypatch
+        self.set("launch", lambda kernel, *_, **__: self.append(kernel.fn.__name__.removesuffix("_kernel")))
+        for module, name in ((torch.nn.functional, "linear"), (torch, "addmm")):
+            monkeypatch.setattr(module, name, self.recorded(name, getattr(module, name)))
+        product = self.recorded("scaled_mm", lambda x, weight, **_: empty(len(x), weight.shape[1]))
+        monkeypatch.setattr(torch, "_scaled_mm", product)
+        self.device(is_sm90=True, has_e4m3=True, num_sms=132, has_inline_asm=True)
+
+    def recorded(self, name, function):
+        return lambda *args, **options: self.append(name) or function(*args, **options)
+
+    def set(self, name, value):
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith("nanovllm.kernels.linear.") and hasattr(module, name):
+                self.monkeypatch.setattr(module, name, value)
+
+    def device(self, **answers):
+        for name, answer in answers.items():
+            self.set(name, lambda device, answer=answer: answer)
+
+    def by(self, run):
+        self.clear()
+        run()
+        return " ".join(self)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return Launched(monkeypatch)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def make_weight(num_features, num_channels, precision):
+    if precision == "16 bits":
+        return Weight(empty(num_features, num_channels))
+    num_groups = 1 if precision == "e4m3" else num_channels // 128
+    block_n = {"e4m3": 1, "e4m3 blocks": 128, "e4m3 cut blocks": 64}[precision]
+    scale = empty(num_features, num_groups, dtype=torch.float32)
+    return Weight(empty(num_features, num_channels, dtype=E4M3), scale, block_n)
+
+
+DECODE, PREFILL = "rms_norm decode_gemm", "rms_norm prefill_gemm"
+GATE_UP = {  # of 6144 features and 1024 channels
+    "16 bits": {1: "gemv", 2: DECODE, 256: DECODE, 300: "rms_norm linear act_and_mul", 1024: PREFILL},
+    "e4m3": {1: "gemv_fp8", 2: DECODE, 256: DECODE, 300: PREFILL},
+    "e4m3 blocks": {1: "gemv_fp8", 2: DECODE, 256: DECODE, 300: PREFILL},
+    "e4m3 cut blocks": {1: "gemv_fp8", 256: DECODE, 300: "dequantize rms_norm linear act_and_mul"},
+}
+RESIDUAL = {  # of 4096 features and 12288 channels; where x is multiplied in e4m3, the norm's kernel quantizes it
+    "16 bits": {1: "gemv", 64: "decode_gemm", 65: "addmm", 4096: "addmm"},
+    "e4m3": {1: "gemv_fp8", 64: DECODE, 256: DECODE, 300: PREFILL},
+    "e4m3 blocks": {1: "gemv_fp8", 64: DECODE, 256: DECODE, 300: PREFILL},
+    "e4m3 cut blocks": {1: "gemv_fp8", 256: DECODE, 300: "dequantize addmm"},
+}
+QKV = {  # 16 and 8 heads of 128
+    "16 bits": {1: "gemv norm_rope_store", 256: DECODE + " norm_rope_store", 2048: PREFILL},
+    "e4m3": {1: "gemv_fp8 norm_rope_store", 256: DECODE + " norm_rope_store", 300: PREFILL},
+    "e4m3 blocks": {1: "gemv_fp8 norm_rope_store", 256: DECODE + " norm_rope_store", 300: PREFILL},
+    "e4m3 cut blocks": {32: DECODE + " norm_rope_store", 300: "dequantize rms_norm linear norm_rope_store"},
+}
+
+
+def gate_up(num_tokens, precision, dtype=torch.bfloat16, norm_dtype=None):
+    x, norm_weight = empty(num_tokens, 1024, dtype=dtype), empty(1024, dtype=norm_dtype or dtype)
+    dispatch.fused_linear(x, make_weight(6144, 1024, precision), None, norm_weight, 1e-6, act_mul="silu")
+
+
+def residual(num_tokens, precision, num_features=4096):
+    x, weight = empty(num_tokens, 12288), make_weight(num_features, 12288, precision)
+    dispatch.fused_linear(x, weight, residual=empty(num_tokens, num_features))
+
+
+def qkv(num_tokens, precision, with_cache=True):
+    int32s = empty(num_tokens, dtype=torch.int32)
+    cache = 2 * (empty(2, 256, 8, 128) if with_cache else None,)
+    cos_sin = empty(512, 128, dtype=torch.float32)
+    epilogue = QKVEpilogue(*empty(2, 128), 1e-6, cos_sin, int32s, int32s, *cache, 16, 8)
+    dispatch.qkv_linear(empty(num_tokens, 1024), make_weight(4096, 1024, precision), None, empty(1024), 1e-6, epilogue)
+
+
+@pytest.mark.parametrize("run, table", [(gate_up, GATE_UP), (residual, RESIDUAL), (qkv, QKV)])
+def test_kernels_on_hopper(run, table, launched):
+    for precision, by_tokens in table.items():
+        for num_tokens, want in by_tokens.items():
+            assert launched.by(lambda n=num_tokens, p=precision: run(n, p)) == want, (precision, num_tokens)
+
+
+def test_kernels_on_other_devices(launched):
+    launched.device(is_sm90=False)
+    assert launched.by(lambda: gate_up(1, "e4m3")) == "gemv_fp8"
+    assert launched.by(lambda: gate_up(2, "16 bits")) == "rms_norm linear act_and_mul"
+    assert launched.by(lambda: gate_up(2, "e4m3")) == "dequantize rms_norm linear act_and_mul"
+    launched.device(has_inline_asm=False)
+    assert launched.by(lambda: gate_up(1, "e4m3 blocks")) == "gemv"
+    launched.device(has_e4m3=False)
+    assert launched.by(lambda: gate_up(1, "e4m3")) == "gemv"  # dequantized by torch
+
+
+def test_kernels_by_shape_and_dtype(launched):
+    assert launched.by(lambda: gate_up(1, "e4m3", norm_dtype=torch.float32)) == "gemv"
+    assert launched.by(lambda: gate_up(300, "e4m3", torch.float32)) == "dequantize rms_norm linear act_and_mul"
+    assert launched.by(lambda: qkv(2048, "16 bits", with_cache=False)) == "rms_norm linear norm_rope_store"
+    assert launched.by(lambda: residual(300, "e4m3 blocks", 384)) == "dequantize addmm"  # no whole tiles
+    assert launched.by(lambda: residual(300, "e4m3", 48)) == "rms_norm scaled_mm"
+    assert launched.by(lambda: residual(300, "e4m3", 40)) == "dequantize addmm"
+
+
+def test_kernels_with_an_untested_triton(launched, monkeypatch):
+    for name in ("decode_gemm_sm90", "prefill_gemm_sm90"):
+        monkeypatch.setattr(dispatch, name, None)
+    for num_tokens in (2, 2048):
+        assert launched.by(lambda n=num_tokens: gate_up(n, "16 bits")) == "rms_norm linear act_and_mul"
+        assert launched.by(lambda n=num_tokens: gate_up(n, "e4m3")) == "rms_norm scaled_mm act_and_mul"
+        blocks = launched.by(lambda n=num_tokens: gate_up(n, "e4m3 blocks"))
+        assert blocks == "dequantize rms_norm linear act_and_mul"
