@@ -145,10 +145,7 @@ class ModelRunner:
         """
         assert self._computed is not None
         batch = self._computed.batch
-        if self.sampler.masks.are_due(batch.req_indices):
-            outputs = self.call("run_sampler", masks)
-        else:
-            outputs = self.call("run_sampler", ranks=False)
+        outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
         self._last_handle = StepHandle(batch, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
@@ -181,7 +178,8 @@ class ModelRunner:
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
             self.shared_prefixes.set_batch(batch, arrays)
-            self.write(to_device(arrays, self.device))
+            if arrays:
+                self.write(to_device(arrays, self.device))
             self._computed = self.run_decode(batch)
         else:
             self.prepare_new(batch, arrays)
@@ -203,7 +201,7 @@ class ModelRunner:
         if batch.is_decode and not used and self.graphs is not None:
             self.graphs.replay(SAMPLE, len(hidden))  # as padded as the forward pass
         elif n:
-            num_top = self.sampler.logprobs.num_top(batch.req_indices)
+            num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
             logits = self.model.compute_logits(hidden[:n])
             _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
         if self.device.type == "cpu":
@@ -223,9 +221,8 @@ class ModelRunner:
 
     def write(self, tensors: Tensors) -> None:
         """Device: each part of the state takes in what it has put into the arrays."""
-        if tensors:
-            for part in (self.request_state, self.sampler, self.shared_prefixes):
-                part.write(tensors)
+        for part in (self.request_state, self.sampler, self.shared_prefixes):
+            part.write(tensors)
 
     def _to_host(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """A copy in pinned memory, complete when the stream gets there; the other ranks' are not needed."""
