@@ -12,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,12 +102,8 @@ class Weights:
             with closing(self._parts(weights)) as parts:
                 for part in parts:
                     self.call("load", part)
-            if filler.missing and not partial:
-                some = ", ".join(sorted(filler.missing)[:5])
-                raise CheckpointError(
-                    f"{source}: {len(filler.missing)} tensors are missing, among them {some}; give all of them, or "
-                    "partial=True."
-                )
+            if not partial:
+                filler.check_complete(source, "; give all of them, or partial=True")
         except BaseException:
             if not filler.filled:
                 self.missing = before
@@ -136,7 +132,7 @@ class Weights:
                     yield file
 
     def begin_update(self) -> None:
-        """Every rank."""
+        """Every rank: no weight is written yet."""
         self._filler = WeightFiller(self._runner.model)
 
     @torch.inference_mode()
@@ -241,10 +237,9 @@ def free_cached_memory(device: torch.device) -> None:
     """Return what torch's, or the C library's, allocator keeps for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":  # glibc keeps freed pages of tensors below 32 MiB
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # a function of glibc, which keeps freed pages of tensors below 32 MiB
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
