@@ -4,7 +4,7 @@ Rank 0 is the user's process::
 
     rank 0 (Workers)                                      rank 1, 2, ... (Worker)
     main thread   -- Channel: messages --------------->   main thread: target
-    watch thread  <- pipe: "up", "ready", traceback ---   main thread
+    watch thread  <- pipe: reports --------------------   main thread
                   <- heartbeats in shared memory ------   heartbeat thread, which also watches rank 0
 
 The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -67,9 +68,7 @@ class Workers:
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
         self._pipes: dict[int, connection.Connection] = {}
-        self._states: dict[int, str] = {}  # of each rank: "up", then "ready"
-        self._answers: list[Any] = []
-        self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
+        self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # by kind and rank, see ``Worker.report``
         self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
@@ -95,21 +94,20 @@ class Workers:
             next(pause)
         self.check()
 
-    def wait_for_state(self, state: str) -> None:
-        """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
-        self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
+    def wait_for(self, kind: str) -> None:
+        """Wait until every worker has made this report. The watch thread limits the wait for "up" and "ready"."""
+        self.wait_until(lambda: len(self._reports[kind]) == self._size - 1)
 
     def wait_for_answers(self) -> list[Any]:
-        """Wait until every worker has reported the "answer" to the last message; returns the answers."""
-        self.wait_until(lambda: len(self._answers) == self._size - 1)
-        answers, self._answers = self._answers, []
-        return answers
+        """Every worker's answer to the last message."""
+        self.wait_for("answer")
+        return list(self._reports.pop("answer").values())
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
         from nanovllm.distributed.group import TPGroup, on_daemon_thread
 
-        self.wait_for_state("up")
+        self.wait_for("up")
         rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes
         connected = on_daemon_thread("nanovllm-connect", TPGroup.connect, *rendezvous)
         self.wait_until(connected.done)
@@ -209,16 +207,16 @@ class Workers:
             if self._grace_s is not None:
                 return None
             self._read_pipes()
-            if self._tracebacks or not all(process.is_alive() for process in self.processes.values()):
+            if self._reports["failed"] or not all(process.is_alive() for process in self.processes.values()):
                 failure = self._first_failure()
                 return None if self._grace_s else failure
             # time counts only while this thread is awake: Ctrl-Z stops it together with the workers
             awake = min(time.monotonic() - before, 2 * HEARTBEAT_S)
             starting += awake
-            for state, limit in ((None, UP_TIMEOUT_S), ("up", STEP_TIMEOUT_S)):
-                late = [rank for rank in self.processes if self._states.get(rank) == state]
+            for kind, limit in (("up", UP_TIMEOUT_S), ("ready", STEP_TIMEOUT_S)):
+                late = self.processes.keys() - self._reports[kind].keys()
                 if late and starting > limit:
-                    return WorkerError(late[0], f"it was not ready within {limit:.0f} s; it stalled at start.")
+                    return WorkerError(min(late), f"it was not ready within {limit:.0f} s; it stalled at start.")
             silence += awake
             silence[heartbeats != self._channel.heartbeats] = 0
             heartbeats = self._channel.heartbeats.copy()
@@ -230,26 +228,21 @@ class Workers:
         for rank, pipe in self._pipes.items():
             with suppress(EOFError, OSError):  # the process has ended, as its sentinel will tell
                 while pipe.poll():
-                    kind, *details = pipe.recv()
-                    if kind == "failed":
-                        self._tracebacks.append((details[0], rank, details[1]))
-                    elif kind == "answer":
-                        self._answers += details
-                    else:
-                        self._states[rank] = kind
+                    kind, detail = pipe.recv()
+                    self._reports[kind][rank] = detail
 
     def _first_failure(self) -> WorkerError:
         """The root cause: a worker that died without a traceback (it was killed), else the earliest traceback."""
         time.sleep(0.2)
         self._read_pipes()
-        reported = {rank for _, rank, _ in self._tracebacks}
+        failed = self._reports["failed"]
         for rank, process in self.processes.items():
-            if rank not in reported and not process.is_alive():
+            if rank not in failed and not process.is_alive():
                 code = process.exitcode
                 how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
                 return WorkerError(rank, f"the process ended without a traceback ({how}).")
-        _, rank, text = min(self._tracebacks)
-        return WorkerError(rank, text)
+        rank = min(failed, key=failed.__getitem__)
+        return WorkerError(rank, failed[rank][1])
 
 
 class Worker:
@@ -272,13 +265,13 @@ class Worker:
         message = self.channel.receive()
         return pickle.loads(message) if message else None
 
-    def report(self, kind: str, *details: Any) -> None:
-        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with time and traceback.
+    def report(self, kind: str, detail: Any = None) -> None:
+        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with (time, traceback).
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.
         """
-        self._pipe.send((kind, *details))
+        self._pipe.send((kind, detail))
         if kind == "ready" and sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -300,7 +293,7 @@ def _run_worker(target: Callable[..., None], args: tuple, *ends: Any) -> None:
     try:
         target(worker, *args)
     except BaseException:
-        worker.report("failed", time.time(), traceback.format_exc())
+        worker.report("failed", (time.time(), traceback.format_exc()))
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()

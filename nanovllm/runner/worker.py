@@ -47,7 +47,7 @@ def start_runner(config: Config) -> "ModelRunner":
             else:
                 tp = workers.connect(device, max_sum_bytes(config, device))
                 runner = start_rank(config, tp, workers)
-                workers.wait_for_state("ready")
+                workers.wait_for("ready")
     except BaseException:
         if workers is not None:
             workers.dismiss(kill=True)  # while they start they read no message
