@@ -60,7 +60,7 @@ class Workers:
         self.failure: WorkerError | None = None  # the error that ended the workers, set by the watch thread
         self.processes: dict[int, Any] = {}  # by rank
         self.tp: TPGroup | None = None  # rank 0's, once connected
-        self._size, self._target, self._args = size, target, args
+        self.rank, self._size, self._target, self._args = 0, size, target, args
         self._owner = os.getpid()
         self._busy = False  # collective work was begun and not completed
         self._context: Any = multiprocessing.get_context(START_METHOD)
@@ -254,9 +254,14 @@ class Worker:
         self._pipe, self._directory = pipe, directory
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
-        """Report "up" and connect. Slow work that needs no other rank comes before: in here all ranks wait."""
+        """Report "up" and connect. Slow work that needs no other rank comes before: from there on all ranks wait."""
+        import torch
+
         from nanovllm.distributed.group import TPGroup
 
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
         self.report("up")
         return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes)
 
