@@ -119,7 +119,7 @@ class FakeDevice:
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.seeds = state.sampling.seed.numpy()
-        self.residency = SimpleNamespace(require_ready=lambda: None)
+        self.weights = SimpleNamespace(require_ready=lambda: None)
         self.computed = None  # by ``forward``, until ``sample``
         self.resumed = set()  # request slots of sequences that were preempted
         self.fail_at = None
