@@ -25,7 +25,7 @@ BUDGETS = {
     "layers": 840,
     "models": 1_450,
     "runner": 2_060,
-    "sampling": 690,
+    "sampling": 775,
     "utils": 165,
     "other modules": 1_020,
 }
