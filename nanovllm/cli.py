@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "plot":
             from nanovllm.jobs.plot import run
         else:
-            from nanovllm.cli.batch import run
+            from nanovllm.jobs.batch import run
 
             args.engine = {f.name: getattr(args, f.name) for f in ENGINE_FIELDS if hasattr(args, f.name)}
             args.sampling = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
