@@ -139,10 +139,14 @@ def devices_of_processes(args: Any) -> list[str | None]:
 
 
 def _work(pipe: Any, args: Any, source: Input, share: np.ndarray, rank: int, devices: str | None) -> None:
-    """A process with one engine. It ends with the parent, since the next job needs its devices."""
+    """A process with one engine."""
+
+    def end_with_parent() -> None:  # whatever ended it: the next job needs the devices
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    parent: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
     try:

@@ -15,13 +15,12 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-Key = str | int
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options")  # of a body: --model decides
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 class Row(NamedTuple):
-    key: Key  # its id
+    key: str | int  # its id
     values: dict[str, Any]
     error: RequestError | None = None  # why it cannot be served
 
@@ -32,24 +31,23 @@ class Row(NamedTuple):
 
 def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | None) -> Row:
     """With the id that the values have, or with its number, from 0, in the input."""
-    key: Any = f"row-{number}"
+    by_number = f"row-{number}"
     if isinstance(values, RequestError):
-        return Row(key, {}, values)
-    names = ("custom_id",) if "body" in values else (id_column,) if id_column else ("custom_id", "id")
-    name = next((name for name in names if name in values), names[0])
-    if name not in values and len(names) > 1:
+        return Row(by_number, {}, values)
+    name = "custom_id" if "body" in values else id_column
+    if name is None:
+        name = next((name for name in ("custom_id", "id") if name in values), None)
+    key = by_number if name is None else values.get(name)
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
         return Row(key, values)
-    given = values.get(name)
-    if isinstance(given, (str, int)) and not isinstance(given, bool) and given != "":
-        return Row(given, values)
-    return Row(key, values, RequestError(f"the row's {name!r} must be a text or an integer, not {given!r:.100}."))
+    return Row(by_number, values, RequestError(f"the row's {name!r} must be a text or an integer, not {key!r:.100}."))
 
 
-def hash_of(key: Key) -> int:
+def hash_of(key: str | int) -> int:
     return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
 
 
-def row_seed(seed: int | None, key: Key) -> int:
+def row_seed(seed: int | None, key: str | int) -> int:
     return hash_of(f"{seed or 0} {key}") >> 1
 
 
@@ -81,8 +79,7 @@ def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any
     own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
     if (messages := values.get(args.messages_column)) is not None:
         return from_json(args.messages_column, messages), own, True
-    prompt = values.get(args.prompt_column)
-    if prompt is None:
+    if (prompt := values.get(args.prompt_column)) is None:
         raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
     return [{"role": "user", "content": prompt}] if args.chat else prompt, own, args.chat
 
@@ -90,15 +87,15 @@ def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any
 def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
     """The same of a line of OpenAI's format; ``template`` gets the body's variables."""
     url, body = values.get("url", "/v1/chat/completions"), values["body"]
-    is_chat = url == "/v1/chat/completions"
+    is_chat, prompt = url == "/v1/chat/completions", "messages" if url == "/v1/chat/completions" else "prompt"
     if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
         raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
     own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     if own.pop("stream", False):
         raise RequestError("stream=true has no meaning in a batch.")
-    content = own.pop("messages" if is_chat else "prompt", None)
-    if content is None:
-        raise RequestError(f"the body has no {'messages' if is_chat else 'prompt'!r}.")
+    if prompt not in own:
+        raise RequestError(f"the body has no {prompt!r}.")
+    content = own.pop(prompt)
     if "max_completion_tokens" in own:
         own["max_tokens"] = own.pop("max_completion_tokens")
     if is_chat:
