@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
     add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
     add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
-    add("--chat-template-kwargs", metavar="JSON", type=json_object, default={}, help="its variables, as an object")
+    add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")
     add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
     add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
     add("--retry-errors", action="store_true", help="do the rows again that failed")
@@ -92,9 +92,3 @@ def json_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor JSON") from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    if not isinstance(value := json_value(text), dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
-    return value

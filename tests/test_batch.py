@@ -454,6 +454,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
          "that holds config.json."),
         (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
+        (("in.jsonl", "out.jsonl", "--chat-template-kwargs", "[5]"),
+         "--chat-template-kwargs must be an object, not [5]."),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
         (("in.jsonl", "out.jsonl", "--prompt-column", "question"),
          "IN={}/in.jsonl: no row has 'question' or 'messages'; there are id, prompt. Name a column by --prompt-column "

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nanovllm.errors import ConfigError
 from nanovllm.jobs.files import Input, Output, begun, end_last_line, fingerprint
-from nanovllm.jobs.rows import ready
+from nanovllm.jobs.rows import as_object, ready
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 
@@ -36,6 +36,7 @@ def run(args: Any) -> int:
         path = path.with_name(f"{path.stem}-{k}-of-{n}{path.suffix}")
     if args.data_parallel_size < 1:
         raise ConfigError(f"--data-parallel-size {args.data_parallel_size}: it must be at least 1.")
+    as_object("--chat-template-kwargs", args.chat_template_kwargs)
     model_path = resolve_model(args.model, args.engine.get("revision"))
     defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
     args.base_params = SamplingParams(**ready({**defaults, **args.sampling}))
@@ -92,24 +93,23 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_bef
     from nanovllm.jobs import engines
 
     started, size, num_todo = perf_counter(), source.num_bytes(), int(todo.sum())
-    first_at, num_rows, num_done = started, num_before + num_todo, 0
+    num_rows, num_done = num_before + num_todo, 0
     tokens = np.zeros(3, int)  # of prompts, cached, generated
     if num_todo:
-        in_one = args.data_parallel_size == 1
-        records = (engines.complete(args, source.rows_to_do(todo)) if in_one
-                   else engines.complete_in_processes(args, source, todo))  # fmt: skip
+        if args.data_parallel_size > 1:
+            records = engines.complete_in_processes(args, source, todo)
+        else:
+            records = engines.complete(args, source.rows_to_do(todo))
         bar = tqdm(total=num_rows, initial=num_before, unit=" rows", dynamic_ncols=True,
                    mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
         try:
             with bar, output.opened(), closing(records):
                 for record, of_record in records:
                     output.append(record)
-                    first_at = first_at if num_done else perf_counter()
                     num_done += 1
                     num_errors += record["error"] is not None
                     tokens += of_record
-                    rate = tokens[2] / max(perf_counter() - first_at, 0.1)
-                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                    bar.set_postfix_str(f"{tokens[2] / (perf_counter() - started):,.0f} tokens/s", refresh=False)
                     bar.update()
         finally:
             if num_done < num_todo:

@@ -207,29 +207,29 @@ class Output:
             self._flush()
 
     def _flush(self) -> None:
-        if self.is_parquet and self._rows:
-            last = self.files()[-1:]
-            number = int(last[0].stem.removeprefix("part-")) + 1 if last else 0
-            with replacing(self.path / f"part-{number:06d}.parquet") as part:
-                self._write(self._rows, part)
-        elif self._file is not None:
-            self._write(self._rows, self._file)
+        rows, self._rows, self._flushed_at = self._rows, [], monotonic()
+        if self._file is not None:
+            self._write(rows, self._file)
             self._file.flush()
-        self._rows, self._flushed_at = [], monotonic()
+        elif rows:
+            parts = self.files()
+            number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
+            with replacing(self.path / f"part-{number:06d}.parquet") as part:
+                self._write(rows, part)
 
     def _write(self, records: Iterable[dict[str, Any]], file: Any) -> None:
-        if self.is_parquet:
-            import pyarrow
-
-            types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
-            rows = [{name: self._cell(name, x) for name, x in record.items()} for record in records]
-            import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
-        else:
+        if not self.is_parquet:
             for record in records:  # half of a surrogate pair becomes \ud800, as JSON writes it
                 file.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+            return
+        import pyarrow
 
-    def _cell(self, name: str, value: Any) -> Any:
-        return value if value is None or isinstance(value, str) or name in self._integers else json.dumps(value)
+        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
+        rows = [
+            {k: x if x is None or isinstance(x, str) or k in self._integers else json.dumps(x) for k, x in row.items()}
+            for row in records
+        ]
+        import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
 
 
 @contextmanager
