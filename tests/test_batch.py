@@ -300,6 +300,23 @@ def test_a_damaged_line_inside_is_done_again(tmp_path, stubbed):
     assert sorted(record["custom_id"] for record in read_jsonl(out)) == sorted(f"q{i}" for i in range(50))
 
 
+def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys):
+    """Closing the output must not write again what failed halfway, lest it is there twice once there is room."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
+    write = files.Output._write
+
+    def full(output, records, file):
+        write(output, records, file)
+        if records:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Output, "_write", full)
+        assert error_of(capsys, *argv).endswith("error: No space left on device\n")
+    assert batch(*argv) == 0
+    assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
+
+
 def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", [*questions(5), {"id": "bad"}]), out
