@@ -173,10 +173,10 @@ class Decoder(nn.Module):
 
         In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only.
         """
-        residual = self.embed_tokens(input_ids)
+        residual, every_token = self.embed_tokens(input_ids), context.all_tokens()
         *layers, last = self.layers
         for layer in layers:
-            residual = layer(residual, context.all_tokens())
+            residual = layer(residual, every_token)
         return self.norm(last(residual, context))
 
 

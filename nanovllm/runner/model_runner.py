@@ -28,7 +28,7 @@ from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillInputs, PrefillSizes, max_layer_work
 from nanovllm.runner.request_state import RequestState
-from nanovllm.runner.residency import Residency
+from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Feature, Logits, Tensors
 from nanovllm.sampling.masks import Masks
 from nanovllm.sampling.sampler import Sampler
@@ -48,7 +48,7 @@ class StepHandle:
     def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
                  target_logprobs: torch.Tensor | None = None):
-        self._index = batch.lengths % 2, batch.req_indices
+        self._req_indices = batch.req_indices
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
         self._logprobs = logprobs, target_logprobs
 
@@ -60,7 +60,7 @@ class StepHandle:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
         return StepResult(
-            self._sampled_tokens.numpy()[self._index],
+            self._sampled_tokens.numpy()[self._req_indices],
             *(None if values is None else values.numpy().copy() for values in self._logprobs),
         )
 
@@ -85,7 +85,7 @@ class ModelRunner:
     Attributes:
         model, kv_cache, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
-        residency: updates of the weights, sleep and wake-up.
+        weights: their updates, sleep and wake-up.
     """
 
     model: CausalLM
@@ -116,7 +116,7 @@ class ModelRunner:
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._last_handle: StepHandle | None = None
         self._owner = os.getpid()
-        self.residency = Residency(self)
+        self.weights = Weights(self)
         waiting = {} if workers is None else {"wait_until": workers.wait_until}  # not for ever, on rank 0
         self.micro_batches = MicroBatches(config, tp, self.device, **waiting)
         if on_gpu:
@@ -145,10 +145,7 @@ class ModelRunner:
         """
         assert self._computed is not None
         batch = self._computed.batch
-        if self.sampler.masks.are_due(batch.req_indices):
-            outputs = self.call("run_sampler", masks)
-        else:
-            outputs = self.call("run_sampler", ranks=False)
+        outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
         self._last_handle = StepHandle(batch, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
@@ -167,8 +164,8 @@ class ModelRunner:
         with self.step_threads:
             while (message := worker.receive()) is not None:
                 method, *args = message
-                if method == "residency":
-                    worker.report(self.residency.answer(*args))
+                if method == "weights":
+                    worker.report("answer", self.weights.attempt(*args))
                     continue
                 getattr(self, method)(*args)
                 if method == "run_model" and not self.sampler.masks.are_due(args[0].req_indices):
@@ -181,7 +178,8 @@ class ModelRunner:
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
             self.shared_prefixes.set_batch(batch, arrays)
-            self.write(to_device(arrays, self.device))
+            if arrays:
+                self.write(to_device(arrays, self.device))
             self._computed = self.run_decode(batch)
         else:
             self.prepare_new(batch, arrays)
@@ -203,7 +201,7 @@ class ModelRunner:
         if batch.is_decode and not used and self.graphs is not None:
             self.graphs.replay(SAMPLE, len(hidden))  # as padded as the forward pass
         elif n:
-            num_top = self.sampler.logprobs.num_top(batch.req_indices)
+            num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
             logits = self.model.compute_logits(hidden[:n])
             _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
         if self.device.type == "cpu":
@@ -223,9 +221,8 @@ class ModelRunner:
 
     def write(self, tensors: Tensors) -> None:
         """Device: each part of the state takes in what it has put into the arrays."""
-        if tensors:
-            for part in (self.request_state, self.sampler, self.shared_prefixes):
-                part.write(tensors)
+        for part in (self.request_state, self.sampler, self.shared_prefixes):
+            part.write(tensors)
 
     def _to_host(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """A copy in pinned memory, complete when the stream gets there; the other ranks' are not needed."""
@@ -345,7 +342,7 @@ class ModelRunner:
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = self._computed = None
         for name in ("model", "kv_cache", "request_state", "sampler", "shared_prefixes", "prefill_inputs", "backend",
-                     "residency", "micro_batches"):  # fmt: skip
+                     "weights", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

@@ -1,0 +1,127 @@
+"""Compiles the kernels of a start on an H200 without a GPU, and prints a line for each variant: name, hash of its PTX.
+
+    python tools/ptx.py > before.txt                    # 0.6b, 8b, FP8 weights and KV cache, a mixture: six minutes
+    python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM
+
+Two trees with equal lines run equal kernels there: the proof of a change that only moves code. A kernel that does not
+compile shows as well, Gluon ones included. What it does not show: whether a kernel is right, what is launched with
+which values, and the last step from PTX to machine code.
+
+Owns the disguise of this machine: tensors without memory (torch's meta device) that say they are on "cuda:0", and a
+Triton driver that names sm_90 as its target. Needs Triton and a CPU build of torch.
+"""
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}  # PTX without places in the source
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+
+from benchmarks.workloads import write_model
+from nanovllm import kernels
+from nanovllm.config import Config
+from nanovllm.kernels import launch
+from nanovllm.runner.start import start_rank
+
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+CASES = ["0.6b", "0.6b:kv_cache_dtype=fp8", "8b", "8b:quantization=fp8", "llama-3.2-1b", "qwen3-30b-a3b", "gemma-3-12b"]
+H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, shared_memory_per_block_optin=232_448)
+
+
+class Compiled(Exception):
+    """The kernels are compiled; the start would read the weights now."""
+
+
+class OnMeta(TorchFunctionMode):
+    """Tensors that are asked for on the GPU are made on the meta device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def moved(value):
+            is_gpu = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+            return META if is_gpu and function is not torch.device else value
+
+        kwargs = {name: moved(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*map(moved, args), **kwargs)
+
+
+def disguise() -> None:
+    """Make torch and Triton believe in an H200."""
+    device_of = torch._C.TensorBase.device.__get__
+
+    def device(tensor):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_ours = device_of(tensor) == META and not caller.startswith("torch")
+        return CUDA if is_ours else device_of(tensor)
+
+    torch.Tensor.device = property(device)
+    torch.Tensor.data_ptr = lambda tensor: (1 << 20) + tensor.storage_offset() * tensor.element_size()
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
+        "get_device_properties": H200, "is_current_stream_capturing": False, "memory_allocated": 0,
+        "max_memory_allocated": 0, "set_device": None, "synchronize": None, "empty_cache": None,
+        "reset_peak_memory_stats": None,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    driver = {"get_current_target": GPUTarget("cuda", 90, 32), "get_current_device": 0, "get_current_stream": 0}
+    triton.runtime.driver.set_active(SimpleNamespace(**{n: lambda *_, a=a: a for n, a in driver.items()}))
+    CUDABackend.make_cubin = lambda *_: b""
+
+
+def compile_case(case: str, found: dict[tuple[str, str], str]) -> None:
+    """Add the variants of a start: (name, hash) -> shared memory, warps and lines of PTX."""
+    size, *options = re.split("[:,]", case)
+
+    def record(kernel, grid, *args, **options):
+        if 0 in grid:
+            return
+        compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+        ptx = re.sub(r"\s*//.*", "", compiled.asm["ptx"]).replace(compiled.metadata.name, "kernel")
+        key = kernel.fn.__name__, hashlib.sha1(ptx.encode()).hexdigest()[:12]
+        found[key] = f"{compiled.metadata.shared:7} {compiled.metadata.num_warps:3} {ptx.count(chr(10)):6}"
+
+    @contextmanager
+    def compile_here(_):
+        def begin():
+            raise Compiled
+
+        launch.compile_only.set(True)
+        yield begin
+
+    ops = kernels.select("cuda")  # imports all kernels
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nanovllm.kernels") and hasattr(module, "launch") and callable(module.launch):
+            module.launch = record
+    ops.parallel_compile = compile_here
+    with tempfile.TemporaryDirectory() as directory:
+        given = dict(option.split("=") for option in options)
+        config = Config.from_options(write_model(directory, size), {
+            "load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True, "quiet": True, **given,
+        })  # fmt: skip
+        try:
+            with OnMeta():
+                start_rank(config)
+        except Compiled:
+            launch.compile_only.set(False)
+
+
+if __name__ == "__main__":
+    disguise()
+    variants: dict[tuple[str, str], str] = {}
+    for case in sys.argv[1:] or CASES:
+        compile_case(case, variants)
+        print(f"{case}: {len(variants)} variants so far", file=sys.stderr, flush=True)
+    for (name, digest), figures in sorted(variants.items()):
+        print(f"{name:28} {digest} {figures}")
