@@ -16,9 +16,9 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 BUDGETS = {
     "as_vllm": 1_110,
     "cli": 270,
-    "core": 260,
+    "core": 290,
     "distributed": 870,
-    "engine": 3_120,
+    "engine": 3_080,
     "integrations": 445,
     "jobs": 800,
     "kernels": 6_080,
@@ -27,7 +27,7 @@ BUDGETS = {
     "runner": 2_060,
     "sampling": 775,
     "utils": 165,
-    "other modules": 1_020,
+    "other modules": 1_030,
 }
 PATH_LINES = 3_100  # the reading path
 PATH_AND_IMPORTS_LINES = 8_200  # and what its files import directly, kernels apart
