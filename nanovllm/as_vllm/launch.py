@@ -21,19 +21,15 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     """
     options.check(keywords)
     claim_devices(keywords.get("tensor_parallel_size") or 1)
-    revision = keywords.get("revision")
-    if keywords.get("download_dir") and not Path(model).is_dir():
-        from huggingface_hub import snapshot_download
-
-        patterns = [*checkpoint.SMALL_FILES, "*.safetensors"]
-        model = snapshot_download(model, revision=revision, cache_dir=keywords["download_dir"], allow_patterns=patterns)
-    path = checkpoint.resolve_model(model, revision, weights=keywords.get("load_format") != "dummy")
+    has_weights, download_dir = keywords.get("load_format") != "dummy", keywords.get("download_dir")
+    path = checkpoint.resolve_model(model, keywords.get("revision"), has_weights, cache_dir=download_dir)
     overlay = overlaid(path, keywords)
     if overlay is not None:
-        model = path = overlay.name
+        path = overlay.name
+    if overlay is not None or download_dir:
+        model = path
     max_model_len = keywords.get("max_model_len")
-    is_default = max_model_len in (None, -1, "auto")
-    if is_default:
+    if is_default := max_model_len in (None, -1, "auto"):
         max_model_len = read_model_config(path).max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **options.to_nanovllm({**keywords, "model": model}))
     if overlay is not None:

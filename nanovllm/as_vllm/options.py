@@ -5,6 +5,7 @@ One table serves ``LLM(...)``, ``EngineArgs(...)`` and its command line.
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import make_dataclass, replace
 from typing import Any
@@ -113,10 +114,7 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
 class EngineConfig:
     """An engine's options under vLLM's names. One object is ``vllm_config`` and all its parts.
 
-    Args:
-        config: nanovllm's.
-        keywords: vLLM's.
-        runner: of a running engine.
+    Made of nanovllm's ``config``, vLLM's ``keywords`` and, if the engine runs, its ``runner``.
     """
 
     runner_type = task = "generate"
@@ -194,8 +192,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes ``--max_model_len`` for ``--max-model-len``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        dashed = []
-        for arg in sys.argv[1:] if args is None else args:
-            name, equals, value = arg.partition("=")
-            dashed.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
+        given = sys.argv[1:] if args is None else args
+        dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in given]
         return super().parse_known_args(dashed, namespace)

@@ -20,7 +20,7 @@ class DriverWorker:
     """
 
     rank = local_rank = 0
-    worker = property(lambda self: self)
+    worker = driver_worker = property(lambda self: self)
 
     def __init__(self, llm: LLM, vllm_config: Any):
         self._llm, self.is_paused = llm, False

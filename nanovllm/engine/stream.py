@@ -7,7 +7,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 class DeltaStream:
-    """Deltas of one request. Their texts, joined, are the text that ``generate`` gives; so are their token ids.
+    """One request as it runs. Texts of its deltas, joined, are the text that ``generate`` gives; so are token ids.
 
     A stop string is cut from the text, so the last characters are held back while one might begin there.
     """
@@ -15,7 +15,7 @@ class DeltaStream:
     def __init__(self, request: Request):
         self._request = request
         self._num_sent = [0] * len(request.seqs)  # tokens
-        self._num_sent_chars = [0] * len(request.seqs)
+        self._sent = [""] * len(request.seqs)  # text
         self._unsent = [""] * len(request.seqs)  # text
         params, tokenizer = request.params, request.tokenizer.tokenizer
         self._detokenizers = [
@@ -26,7 +26,9 @@ class DeltaStream:
         self._held_back = max((len(text) - 1 for text in params.stop or ()), default=0)
 
     def delta(self) -> RequestOutput | None:
-        """What is new in a request that is not finished; None if nothing is."""
+        """What is new, the whole rest once the request is finished; None if nothing is."""
+        if self._is_finished():
+            return self._last()
         outputs = []
         for index, seq in enumerate(self._request.seqs):
             start, stop = self._num_sent[index], seq.num_completion_tokens
@@ -39,14 +41,29 @@ class DeltaStream:
         is_new = any(output.token_ids for output in outputs)
         return self._request.output_of(outputs, finished=False) if is_new else None
 
-    def last(self) -> RequestOutput:
-        """What is new in the finished request."""
+    def so_far(self) -> RequestOutput | None:
+        """The deltas until now and what is new, joined; None if nothing is new."""
+        if self._is_finished():
+            return self._request.output()
+        if self.delta() is None:
+            return None
+        outputs = []
+        for index, seq in enumerate(self._request.seqs):
+            stop = seq.num_prompt_tokens + self._num_sent[index]
+            token_ids = seq.tokens(seq.num_prompt_tokens, stop).tolist()
+            outputs.append(CompletionOutput(index, self._sent[index], token_ids, *self._logprobs(seq, token_ids, 0)))
+        return self._request.output_of(outputs, finished=False)
+
+    def _is_finished(self) -> bool:
+        return len(self._request.token_ids) == len(self._request.seqs)
+
+    def _last(self) -> RequestOutput:
         output = self._request.output()
         for index, (seq, whole) in enumerate(zip(self._request.seqs, output.outputs, strict=True)):
             start = self._num_sent[index]
             token_ids = whole.token_ids[start:]
             output.outputs[index] = CompletionOutput(
-                index, whole.text[self._num_sent_chars[index] :], token_ids, whole.cumulative_logprob,
+                index, whole.text[len(self._sent[index]) :], token_ids, whole.cumulative_logprob,
                 self._logprobs(seq, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
             )  # fmt: skip
         return self._request.output_of(output.outputs)
@@ -58,7 +75,7 @@ class DeltaStream:
         unsent = self._unsent[index] + "".join(map(self._detokenizers[index].feed, token_ids))
         end = max(0, len(unsent) - self._held_back)
         self._unsent[index] = unsent[end:]
-        self._num_sent_chars[index] += end
+        self._sent[index] += unsent[:end]
         return unsent[:end]
 
     def _logprobs(self, seq: Sequence, token_ids: list[int], start: int) -> tuple:
