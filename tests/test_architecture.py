@@ -14,7 +14,7 @@ PACKAGE = ROOT / "nanovllm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
-    "as_vllm": 1_110,
+    "as_vllm": 1_000,
     "cli": 270,
     "core": 260,
     "distributed": 870,
@@ -27,7 +27,7 @@ BUDGETS = {
     "runner": 2_060,
     "sampling": 440,
     "utils": 165,
-    "other modules": 1_020,
+    "other modules": 1_030,
 }
 PATH_LINES = 3_100  # the reading path
 PATH_AND_IMPORTS_LINES = 8_200  # and what its files import directly, kernels apart

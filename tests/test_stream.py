@@ -219,7 +219,7 @@ def test_deltas_of_what_was_added(demo):
     while not demo.is_finished():
         demo.step()
         deltas += filter(None, [new.delta()])
-        wholes += filter(None, [whole.so_far()])
+        wholes += filter(None, [whole.delta(cumulative=True)])
     assert [output.finished for output in wholes] == [False] * (len(wholes) - 1) + [True]
     texts = [output["text"] for output in wholes]
     assert len(set(texts)) > 3 and all(after.startswith(before) for before, after in pairwise(texts))

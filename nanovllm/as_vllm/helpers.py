@@ -20,8 +20,7 @@ def get_tokenizer(tokenizer_name: Any, *args: Any, tokenizer_mode: str = "auto",
     return AutoTokenizer.from_pretrained(tokenizer_name, *args, cache_dir=download_dir, **kwargs)
 
 
-def resolve_hf_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None,
-                             **_: Any) -> str | None:
+def resolve_hf_chat_template(tokenizer: Any, chat_template: Any = None, tools: Any = None, **_: Any) -> str | None:
     """The template that ``apply_chat_template`` would take; None if there is none."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)

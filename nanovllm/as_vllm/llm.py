@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm import launch, options
+from nanovllm.as_vllm import options
 from nanovllm.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.as_vllm.worker import worker_class
 from nanovllm.engine.prompts import is_one_prompt
@@ -15,6 +15,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
 OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
+NO_LORA = "LoRA adapters are not supported. Merge the adapter into the weights, and pass None."
 PROMPT_KEYS = "prompt", "prompt_token_ids"
 IGNORED_KEYS = "cache_salt", "type"  # no value of theirs changes an output
 
@@ -28,7 +29,6 @@ class LLMEngine:
 
     Attributes:
         vllm_config, model_config and so on: the options; see ``EngineConfig``.
-        model_executor: the worker, which is also its own ``driver_worker``.
 
     Raises:
         ConfigError: a keyword is unknown, or has a value that nanovllm cannot honour.
@@ -36,7 +36,7 @@ class LLMEngine:
 
     def __init__(self, model: str, **keywords: Any):
         make_worker = worker_class(keywords.get("worker_extension_cls") or "")
-        self._keywords, self._llm = keywords, launch.start(model, keywords)
+        self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
@@ -132,7 +132,7 @@ class LLMEngine:
                 del self._requests[name]
             elif kind is RequestOutputKind.FINAL_ONLY:
                 continue
-            if (output := stream.delta() if kind is RequestOutputKind.DELTA else stream.so_far()) is not None:
+            if (output := stream.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
                 output.request_id = name
                 outputs.append(output)
         return outputs
@@ -229,7 +229,5 @@ def refuse(method: str, **values: Any) -> None:
     """Raise RequestError for arguments that would change the result and are not supported."""
     for name, value in values.items():
         if any(value) if isinstance(value, (list, tuple)) else value:  # priorities of 0 change nothing
-            advice = "is not supported by nanovllm; leave it out."
-            if name == "lora_request":
-                advice = "LoRA adapters are not supported. Merge the adapter into the weights, and pass None."
+            advice = NO_LORA if name == "lora_request" else "is not supported by nanovllm; leave it out."
             raise RequestError(f"{method}: {name}={value!r:.200} {advice}")

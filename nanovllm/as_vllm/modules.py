@@ -30,7 +30,7 @@ LEAVES = """version envs sampling_params pooling_params beam_search outputs logp
     distributed.device_communicators.pynccl model_executor.utils model_executor.models.registry
     model_executor.parallel_utils.parallel_state"""
 PATHS = [("vllm", *leaf.split(".")) for leaf in LEAVES.split()]
-MODULES = sorted({".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)})  # a package before its parts
+MODULES = {".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)}
 
 # module -> the names that it has, imported when they are first asked for; "new=old" gives another name
 SOURCES = {
@@ -114,9 +114,10 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "vllm.envs" and name.startswith("VLLM_"):
             return os.environ.get(name, ENVIRONMENT.get(name))
+        if (submodule := sys.modules.get(f"{self.__name__}.{name}")) is not None:
+            return submodule
         if name not in NAMES:
             raise AttributeError(f"nanovllm's stand-in for the module {self.__name__!r} has no {name!r}")
-        setattr(self, name, resolve(name))
         return resolve(name)
 
 
@@ -137,9 +138,6 @@ def install() -> None:
         del sys.modules[name]
     for name in MODULES:
         sys.modules[name] = StandIn(name)
-        package, _, own_name = name.rpartition(".")
-        if package:
-            setattr(sys.modules[package], own_name, sys.modules[name])
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)
     paths = [str(PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

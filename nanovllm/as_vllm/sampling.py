@@ -123,14 +123,12 @@ class FlatLogprobs(list):
     """Log-probabilities by position, as a list of dictionaries, and as columns over all their entries."""
 
     token_ids = property(lambda self: [token_id for at in self for token_id in at or ()])
-    logprobs = property(lambda self: self._column("logprob"))
-    ranks = property(lambda self: self._column("rank"))
-    decoded_tokens = property(lambda self: self._column("decoded_token"))
+    logprobs = property(lambda self: [entry.logprob for entry in self._entries])
+    ranks = property(lambda self: [entry.rank for entry in self._entries])
+    decoded_tokens = property(lambda self: [entry.decoded_token for entry in self._entries])
     end_indices = property(lambda self: list(accumulate(len(at or ()) for at in self)))
     start_indices = property(lambda self: [0, *self.end_indices][:-1])
-
-    def _column(self, name: str) -> list[Any]:
-        return [getattr(entry, name) for at in self for entry in (at or {}).values()]
+    _entries = property(lambda self: [entry for at in self for entry in (at or {}).values()])
 
 
 def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestOutput]:

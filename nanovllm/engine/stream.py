@@ -7,7 +7,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 class DeltaStream:
-    """One request as it runs. Texts of its deltas, joined, are the text that ``generate`` gives; so are token ids.
+    """Deltas of one request. Their texts, joined, are the text that ``generate`` gives; so are their token ids.
 
     A stop string is cut from the text, so the last characters are held back while one might begin there.
     """
@@ -25,37 +25,22 @@ class DeltaStream:
         ]
         self._held_back = max((len(text) - 1 for text in params.stop or ()), default=0)
 
-    def delta(self) -> RequestOutput | None:
-        """What is new, the whole rest once the request is finished; None if nothing is."""
-        if self._is_finished():
-            return self._last()
-        outputs = []
+    def delta(self, cumulative: bool = False) -> RequestOutput | None:
+        """What is new, or with ``cumulative`` everything until now; None if nothing is new."""
+        if len(self._request.token_ids) == len(self._request.seqs):  # finished
+            return self._request.output() if cumulative else self._last()
+        outputs, is_new = [], False
         for index, seq in enumerate(self._request.seqs):
-            start, stop = self._num_sent[index], seq.num_completion_tokens
+            start, stop, first = self._num_sent[index], seq.num_completion_tokens, seq.num_prompt_tokens
             if seq.finish_reason is not None and stop > start:
                 stop -= 1  # the token that ended it may not belong to the text: the last delta tells
-            token_ids = seq.tokens(seq.num_prompt_tokens + start, seq.num_prompt_tokens + stop).tolist()
+            token_ids = seq.tokens(first + start, first + stop).tolist()
             text = self._new_text(index, token_ids)
-            self._num_sent[index] = start + len(token_ids)
+            self._num_sent[index], is_new = stop, is_new or stop > start
+            if cumulative:
+                start, text, token_ids = 0, self._sent[index], seq.tokens(first, first + stop).tolist()
             outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(seq, token_ids, start)))
-        is_new = any(output.token_ids for output in outputs)
         return self._request.output_of(outputs, finished=False) if is_new else None
-
-    def so_far(self) -> RequestOutput | None:
-        """The deltas until now and what is new, joined; None if nothing is new."""
-        if self._is_finished():
-            return self._request.output()
-        if self.delta() is None:
-            return None
-        outputs = []
-        for index, seq in enumerate(self._request.seqs):
-            stop = seq.num_prompt_tokens + self._num_sent[index]
-            token_ids = seq.tokens(seq.num_prompt_tokens, stop).tolist()
-            outputs.append(CompletionOutput(index, self._sent[index], token_ids, *self._logprobs(seq, token_ids, 0)))
-        return self._request.output_of(outputs, finished=False)
-
-    def _is_finished(self) -> bool:
-        return len(self._request.token_ids) == len(self._request.seqs)
 
     def _last(self) -> RequestOutput:
         output = self._request.output()
