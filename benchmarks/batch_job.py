@@ -172,10 +172,10 @@ STUB = """
 import sys
 from nanovllm.cli import main
 from nanovllm.jobs import engines
-def stub(args, rows, emit, rank=0):
+def stub(args, rows, rank=0):
     for row in rows:
-        engines.asked(row, args)
-        emit({"custom_id": row.key, "text": "a stub", "error": None}, (3, 0, 2))
+        engines.request_of(row, args)
+        yield {"custom_id": row.key, "text": "a stub", "error": None}, (3, 0, 2)
 engines.complete = stub
 import resource
 status = main(["batch", *sys.argv[1:]])

@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
-from nanovllm.kernels.sampling.reference import AdjustmentTable, SamplingState, unpack_logprobs
+from nanovllm.sampling.feature import SamplingState
+from nanovllm.sampling.logprobs import unpack_logprobs
+from nanovllm.sampling.penalties import AdjustmentTable
 
 TOKENS = [1, 8, 64, 256, 16384]
 LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
 # hidden size, intermediate size, query heads, KV heads (of 128), layers kept in memory
+SAMPLING = "masks", "penalties", "filters", "gumbel", "logprobs"
 SHAPES = {"0.6b": (1024, 3072, 16, 8, 28), "8b": (4096, 12288, 32, 8, 8)}
 HEAD_DIM, VOCAB_SIZE, EPS = 128, 151_936, 1e-6
 
@@ -61,6 +65,12 @@ def check(name, actual, expected, limit=1e-2):
     error = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-9))
     if not error < limit:  # NaN fails too
         raise SystemExit(f"{name}: relative error {error:.2e} against the twin")
+
+
+def operations(device_type):
+    """Those of layers and of sampling: kernels, or for "cpu" their references."""
+    sampling = (kernels.beside(f"nanovllm.sampling.{name}", device_type) for name in SAMPLING)
+    return SimpleNamespace(**vars(kernels.select(device_type)), **{n: f for m in sampling for n, f in vars(m).items()})
 
 
 def element_wise(ops, twins, shape, num_tokens):
@@ -253,7 +263,7 @@ def main():
         parser.error("it needs a CUDA device")
     shape = SHAPES[options.shape]
     torch.manual_seed(0)
-    ops, twins = kernels.select("cuda"), kernels.select("cpu")
+    ops, twins = operations("cuda"), operations("cpu")
     result = {}
 
     def line(table, name, size, time, num_bytes):

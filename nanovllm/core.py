@@ -227,11 +227,6 @@ class PrefillBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each sampled sequence before this step samples one, int32 [N]."""
-        return self.stops[self.sampled_from]
-
 
 @dataclass(frozen=True)
 class DecodeBatch:

@@ -12,17 +12,16 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, as_list, as_prompts, is_one_prompt
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import LogprobsAt, RequestOutput, Score
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import did_you_mean
 
 if TYPE_CHECKING:
-    from nanovllm.runner.residency import Residency, Weights
+    from nanovllm.runner.weights import Source, Weights
 
 Conversation = ListLike[dict[str, Any]]
-TAGS = "weights", "kv_cache"  # of what sleeps
 
 
 class LLM(LLMEngine):
@@ -178,7 +177,7 @@ class LLM(LLMEngine):
 
     # ---------------------------------------------------------------- between rollouts of a training loop
 
-    def update_weights(self, weights: "Weights", partial: bool = False) -> set[str]:
+    def update_weights(self, weights: "Source", partial: bool = False) -> set[str]:
         """Replace the weights in place, and forget cached prefixes.
 
         Args:
@@ -195,8 +194,8 @@ class LLM(LLMEngine):
                 some were written by then, no request is taken until all of them are.
             EngineError: requests are unfinished, or the weights sleep.
         """
-        with self._idle("update_weights") as residency:
-            return residency.update(weights, partial)
+        with self._idle("update_weights") as of_runner:
+            return of_runner.update(weights, partial)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory: weights, KV cache and CUDA graphs. Requests are refused until ``wake_up``.
@@ -208,8 +207,8 @@ class LLM(LLMEngine):
         Raises:
             EngineError: requests are unfinished.
         """
-        with self._idle("sleep") as residency:
-            residency.call("sleep", level)
+        with self._idle("sleep") as weights:
+            weights.call("sleep", level)
 
     def wake_up(self, tags: ListLike[str] | None = None) -> None:
         """Take the device's memory again.
@@ -220,19 +219,16 @@ class LLM(LLMEngine):
         Raises:
             OutOfMemoryError: there is no room; what slept sleeps on.
         """
-        given = TAGS if tags is None else tags
-        if not isinstance(given, (list, tuple, set)) or not all(tag in TAGS for tag in given):
-            raise ConfigError(f"wake_up: tags={tags!r} must be None or a list of {', '.join(map(repr, TAGS))}.")
-        with self._idle("wake_up") as residency:
-            residency.call("wake_up", list(given))
+        with self._idle("wake_up") as weights:
+            weights.call("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are not in the device's memory."""
         self._require_running()
-        return bool(self.model_runner.residency.asleep)
+        return bool(self.model_runner.weights.sleeping)
 
     @contextmanager
-    def _idle(self, what: str) -> Iterator["Residency"]:
+    def _idle(self, what: str) -> Iterator["Weights"]:
         """For work on weights and memory between requests. No cached prefix outlives it."""
         with Guard(self):
             if not self.is_finished():
@@ -241,7 +237,7 @@ class LLM(LLMEngine):
                 self._take_in()
             self.reset_prefix_cache()
             try:
-                yield self.model_runner.residency
+                yield self.model_runner.weights
             except BaseException:
                 workers = self.model_runner.workers
                 if workers is not None and workers.are_lost:

@@ -21,11 +21,11 @@ BUDGETS = {
     "engine": 3_120,
     "integrations": 445,
     "jobs": 800,
-    "kernels": 6_250,
+    "kernels": 6_080,
     "layers": 840,
     "models": 1_450,
     "runner": 2_060,
-    "sampling": 440,
+    "sampling": 775,
     "utils": 165,
     "other modules": 1_030,
 }

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tracemalloc
 from dataclasses import fields
 
@@ -40,16 +39,16 @@ def questions(number):
     return [{"id": f"q{i}", "prompt": f"{i} + 3"} for i in range(number)]
 
 
-def stub(args, rows, emit, rank=0):
+def stub(args, rows, rank=0):
     """In the engine's place: answers a row with its own content."""
     for row in rows:
         try:
-            content, _, params = engines.asked(row, args)
+            content, _, params = engines.request_of(row, args)
         except engines.RequestError as error:
-            emit(engines.error_record(row, error), (0, 0, 0))
+            yield engines.error_record(row, error), (0, 0, 0)
             continue
-        emit({"custom_id": row.key, "text": str(content), "finish_reason": f"{params.temperature} {params.max_tokens}",
-              "error": None}, (1, 0, 1))  # fmt: skip
+        asked = f"{params.temperature} {params.max_tokens}"
+        yield {"custom_id": row.key, "text": str(content), "finish_reason": asked, "error": None}, (1, 0, 1)
 
 
 @pytest.fixture
@@ -229,17 +228,7 @@ def test_two_processes(tmp_path):
     assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
 
 
-def test_an_engine_that_fails_in_its_process(tmp_path, monkeypatch, capsys):
-    """It ended while rows were on their way to it: then their end was an error before its own."""
-    rows_of, number = files.Input.rows, itertools.count()
-
-    def slowly(source):
-        yield from itertools.islice(rows := rows_of(source), 3)
-        if next(number) == 1:  # not for the ids: as a job that goes on looks for rows that are not done
-            time.sleep(8)
-        yield from rows
-
-    monkeypatch.setattr(files.Input, "rows", slowly)
+def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
     source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
     options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", "5000")
     err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
@@ -247,12 +236,11 @@ def test_an_engine_that_fails_in_its_process(tmp_path, monkeypatch, capsys):
     assert "0 of 2,000 rows are in" in err and "the same command goes on." in err
 
 
-def leave(pipe, args, rank, devices):
+def leave(*args):
     os._exit(7)
 
 
 def test_an_engine_whose_process_dies(tmp_path, monkeypatch, capsys):
-    """Before it has read its rows: writing to it failed, with nothing but "Broken pipe"."""
     monkeypatch.setattr(engines, "_work", leave)
     source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
     options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000")
@@ -273,7 +261,7 @@ def test_every_option_of_sampling_and_engine_is_there(capsys):
 
 def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
     seen = []
-    monkeypatch.setattr(engines, "complete", lambda args, rows, emit: seen.append(args.base_params))
+    monkeypatch.setattr(engines, "complete", lambda args, rows: seen.append(args.base_params) or stub(args, rows))
     batch(write_jsonl(tmp_path / "in.jsonl", questions(1)), tmp_path / "out.jsonl", "--stop", "a", "--stop", "b",
           "--logit-bias", '{"5": 1.5}', "--stop-token-ids", "[7, 8]", "--no-detokenize", "--structured-outputs",
           '{"regex": "a+"}', "--detokenize", "--max-tokens", "null", "--seed", "3")  # fmt: skip
@@ -312,6 +300,23 @@ def test_a_damaged_line_inside_is_done_again(tmp_path, stubbed):
     assert sorted(record["custom_id"] for record in read_jsonl(out)) == sorted(f"q{i}" for i in range(50))
 
 
+def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys):
+    """Closing the output must not write again what failed halfway, lest it is there twice once there is room."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
+    write = files.Output._write
+
+    def full(output, records, file):
+        write(output, records, file)
+        if records:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Output, "_write", full)
+        assert error_of(capsys, *argv).endswith("error: No space left on device\n")
+    assert batch(*argv) == 0
+    assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
+
+
 def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", [*questions(5), {"id": "bad"}]), out
@@ -321,10 +326,10 @@ def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
     assert out.read_bytes() == before
     done = []
 
-    def mended(args, rows, emit):
+    def mended(args, rows):
         for row in rows:
             done.append(row.key)
-            emit({"custom_id": row.key, "text": "now", "error": None}, (1, 0, 1))
+            yield {"custom_id": row.key, "text": "now", "error": None}, (1, 0, 1)
 
     monkeypatch.setattr(engines, "complete", mended)
     assert batch(*argv, "--retry-errors") == 0
@@ -334,11 +339,11 @@ def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
 
 
 def test_ctrl_c(tmp_path, monkeypatch, capsys):
-    def interrupted(args, rows, emit):
+    def interrupted(args, rows):
         for number, row in enumerate(rows):
             if number == 3:
                 raise KeyboardInterrupt
-            emit({"custom_id": row.key, "text": "x", "error": None}, (1, 0, 1))
+            yield {"custom_id": row.key, "text": "x", "error": None}, (1, 0, 1)
 
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), out
@@ -363,9 +368,9 @@ def test_in_that_changes_while_the_job_runs(tmp_path, monkeypatch, capsys, chang
     """One that grew ended in a traceback; one that lost rows seemed complete."""
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
 
-    def change_it_first(args, rows, emit):
+    def change_it_first(args, rows):
         source.write_text(change(source.read_text()))
-        stub(args, rows, emit)
+        yield from stub(args, rows)
 
     monkeypatch.setattr(engines, "complete", change_it_first)
     assert batch(source, out, *OPTIONS) == status
@@ -466,6 +471,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
          "that holds config.json."),
         (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
+        (("in.jsonl", "out.jsonl", "--chat-template-kwargs", "[5]"),
+         "--chat-template-kwargs must be an object, not [5]."),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
         (("in.jsonl", "out.jsonl", "--prompt-column", "question"),
          "IN={}/in.jsonl: no row has 'question' or 'messages'; there are id, prompt. Name a column by --prompt-column "
@@ -505,9 +512,9 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl"
     statuses = []
 
-    def meets_another(args, rows, emit):
+    def meets_another(args, rows):
         statuses.append(batch(source, out))
-        stub(args, rows, emit)
+        yield from stub(args, rows)
 
     monkeypatch.setattr(engines, "complete", meets_another)
     assert batch(source, out) == 0 and statuses == [1]
@@ -540,16 +547,13 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     write_jsonl(tmp_path / "in" / "b.jsonl", rows[20:])
     monkeypatch.setattr(files, "PART_ROWS", 8)
 
-    def failing(args, rows, emit):
-        def emit_some(record, tokens, left=iter(range(20))):
-            next(left)
-            emit(record, tokens)
-
-        stub(args, rows, emit_some)
+    def failing(args, rows):
+        yield from itertools.islice(stub(args, rows), 20)
+        raise ZeroDivisionError
 
     out = tmp_path / "out"
     monkeypatch.setattr(engines, "complete", failing)
-    with pytest.raises(StopIteration):
+    with pytest.raises(ZeroDivisionError):
         batch(tmp_path / "in", out)
     (out / ".part-000003.parquet").write_bytes(b"half of a part")
     monkeypatch.setattr(engines, "complete", stub)
@@ -616,16 +620,11 @@ def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(files.Input, "rows", counted)
     complete = engines.complete
 
-    def watched(args, rows, emit):
-        read[0], written = 0, 0
-
-        def emit_and_look(record, tokens):
-            nonlocal written
-            written += 1
+    def watched(args, rows):
+        read[0] = 0
+        for written, record in enumerate(complete(args, rows), 1):
             ahead.append(read[0] - written)
-            emit(record, tokens)
-
-        complete(args, rows, emit_and_look)
+            yield record
 
     monkeypatch.setattr(engines, "complete", watched)
     argv = ("--max-tokens", str(random.Random(0).randint(2, 3)), "--temperature", "0")

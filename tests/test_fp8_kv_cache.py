@@ -21,7 +21,7 @@ PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2), prompt_of
 
 def scales_of(llm):
     """fp32 [layers, 2, K]."""
-    llm.model_runner.residency.require_ready()  # an update measures them when they are needed
+    llm.model_runner.weights.require_ready()  # an update measures them when they are needed
     return torch.stack([layer.self_attn.attn.kv_scale for layer in llm.model_runner.model.model.layers])
 
 

@@ -590,7 +590,7 @@ def test_update_in_16_bits(size, rounded, trained, make_llm):
     assert generate(llm, PROMPTS, greedy(8)) == expected(new)
     llm.sleep(level=2)
     llm.wake_up()
-    with pytest.raises(EngineError, match=r"dropped by sleep\(level=2\): 39 tensors are undefined"):
+    with pytest.raises(EngineError, match=r"dropped by sleep\(level=2\): 39 tensors are missing"):
         llm.generate(PROMPTS, greedy(8))
     llm.update_weights(weights.items() if size == 1 else in_fp8(weights))
     assert generate(llm, PROMPTS, greedy(8)) == expected(new)
@@ -616,7 +616,7 @@ def test_update_in_fp8(rounded, trained, make_llm):
     name = f"{O_PROJ}.weight"
     for half, other in ((name, f"{name}_scale"), (f"{name}_scale", name)):
         llm.update_weights({half: pairs[half]}, partial=True)  # tensor by tensor, as vLLM's load_weights
-        with pytest.raises(EngineError, match=f"data or its scale alone: 1 tensors are undefined, among them {other}"):
+        with pytest.raises(EngineError, match=f"data or its scale alone: 1 tensors are missing, among them {other}"):
             llm.generate(PROMPTS, greedy(8))
         llm.update_weights({other: pairs[other]}, partial=True)
         assert generate(llm, PROMPTS, greedy(8)) == expected(new)

@@ -10,6 +10,7 @@ from test_update_weights import ENTRIES, PROMPTS
 
 from nanovllm import ConfigError, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.runner import memory, model_runner
+from nanovllm.runner.weights import free_cached_memory
 
 STEPS = [  # plain; what needs the sampling tables; a short prompt that is padded and replayed with graphs
     greedy(6),
@@ -112,10 +113,10 @@ def test_a_sleeping_engine_refuses(make_llm, make_checkpoint):
     check("the engine sleeps (kv_cache); call wake_up() first.")
     llm.sleep(2)  # drops what level 1 has kept
     llm.wake_up(["weights", "kv_cache"])
-    check("the weights were dropped by sleep(level=2): 25 tensors are undefined", "update_weights with all of them")
+    check("the weights were dropped by sleep(level=2): 25 tensors are missing", "update_weights with all of them")
     name, param = next(iter(llm.model_runner.model.named_parameters()))
     llm.update_weights({name: param.clone()}, partial=True)
-    check("the weights were dropped by sleep(level=2): 24 tensors are undefined")  # not "an update failed"
+    check("the weights were dropped by sleep(level=2): 24 tensors are missing")  # not "an update failed"
     llm.update_weights(make_checkpoint())
     assert tokens(llm) == before
     assert not llm.step()[0]
@@ -198,7 +199,7 @@ def test_the_hosts_memory_is_freed(make_llm, make_checkpoint):
     llm = make_llm(model=path)
     size = sum(param.nbytes for param in llm.model_runner.model.parameters())
     assert size > 80 << 20
-    llm.model_runner.residency._free_cached_memory()  # what other tests left, so that only the weights are counted
+    free_cached_memory(torch.device("cpu"))  # what other tests left, so that only the weights are counted
     for param in llm.model_runner.model.parameters():
         param.data.zero_()  # each of its pages is resident
     before = resident()

@@ -11,7 +11,7 @@ from helpers import DEVICES, Reference, generate, greedy, prompt_of, run_ahead, 
 from leaks import check_is_empty
 
 from nanovllm import CheckpointError, EngineError, WorkerError
-from nanovllm.runner import residency
+from nanovllm.runner import weights as weights_module
 
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
 NORM = "model.layers.1.input_layernorm.weight"
@@ -88,7 +88,7 @@ def test_graphs_stay_valid(device, trained, make_llm):
 @pytest.mark.parametrize("form", ["named_parameters", "directory"])
 def test_two_ranks(form, trained, make_llm, monkeypatch):
     """Pairs cross in several files of shared memory, of which none is left."""
-    monkeypatch.setattr(residency, "BUCKET_BYTES", 200_000)
+    monkeypatch.setattr(weights_module, "BUCKET_BYTES", 200_000)
     path, reference, new_path = trained
     files = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     llm = make_llm(model=path, tensor_parallel_size=2)
@@ -169,11 +169,11 @@ def test_after_half_an_update_nothing_runs_until_a_whole_one(trained, make_llm):
     for run in ENTRIES.values():
         with pytest.raises(EngineError) as error:
             run(llm)
-        assert str(error.value).startswith(f"an update of the weights failed half way: {len(pairs)} tensors are undefi")
+        assert str(error.value).startswith(f"an update of the weights failed half way: {len(pairs)} tensors are missi")
         assert str(error.value).endswith("Call update_weights with all of them first.")
         check_is_empty(llm)
     llm.update_weights(pairs[:5], partial=True)  # in parts
-    with pytest.raises(EngineError, match=f"half way: {len(pairs) - 5} tensors are undefined"):
+    with pytest.raises(EngineError, match=f"half way: {len(pairs) - 5} tensors are missing"):
         tokens(llm)
     llm.update_weights(iter(pairs[5:]), partial=True)
     assert tokens(llm) == expected(reference)

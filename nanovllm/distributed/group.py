@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from nanovllm.distributed.peer_memory import PeerMemory
 
-NCCL: Any = getattr(dist, "ProcessGroupNCCL", ())  # not every torch has it; isinstance(x, ()) is False
 # ``Workers`` handles failures. NCCL's own watchdog would end the user's process, and poll a store that is gone.
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
@@ -32,7 +31,7 @@ class TPGroup:
     size: int = 1
     backend: Any = field(default=None, repr=False, compare=False)  # ProcessGroupNCCL or ProcessGroupGloo
     peers: PeerMemory | None = field(default=None, repr=False, compare=False)
-    # Done once NCCL's ranks are connected, half a second after ``connect``
+    # NCCL's: done once its ranks are connected, half a second after ``connect``
     communicator: "Future[None] | None" = field(default=None, repr=False, compare=False)
     # whether launches only compile their kernels; then collectives do nothing
     is_compiling: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
@@ -55,29 +54,25 @@ class TPGroup:
         if device.type == "cuda":
             from nanovllm.kernels.launch import compile_only
 
-            options: Any = NCCL.Options()
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
             options._timeout = timeout
             disabled = [name for name in WATCHDOG if name not in os.environ]
             os.environ.update(dict.fromkeys(disabled, "0"))
             try:
-                backend = NCCL(store("nccl"), rank, size, options)
+                backend = nccl(store("nccl"), rank, size, options)
             finally:
                 for name in disabled:
                     del os.environ[name]
             # It would be set up, and never used. Set here: NCCL reads variables on its thread.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            communicator: Future[None] = Future()
 
             def create_communicator() -> None:
-                try:
-                    torch.cuda.set_device(device)
-                    backend.allreduce([torch.zeros(1, device=device)]).wait()
-                    torch.cuda.current_stream().synchronize()
-                    communicator.set_result(None)
-                except BaseException as error:
-                    communicator.set_exception(error)
+                torch.cuda.set_device(device)
+                backend.allreduce([torch.zeros(1, device=device)]).wait()
+                torch.cuda.current_stream().synchronize()
 
-            threading.Thread(target=create_communicator, name="nanovllm-nccl", daemon=True).start()
+            communicator = on_daemon_thread("nanovllm-nccl", create_communicator)
             peers = PeerMemory.connect(store("peers"), rank, size, device, directory, max_sum_bytes)
             return cls(rank, size, backend, peers, communicator, compile_only.get)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -134,7 +129,7 @@ class TPGroup:
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until the device is idle, without blocking in the driver. False if it stays busy, or has failed."""
-        if not isinstance(self.backend, NCCL):
+        if self.communicator is None:
             return True
         try:
             with torch.cuda.device(self.rank):
@@ -155,9 +150,8 @@ class TPGroup:
             waiting = threading.Thread(target=self.drain, args=(1.0,), daemon=True)
             waiting.start()
             waiting.join(1.5)
-        if isinstance(self.backend, NCCL):
-            if self.communicator is not None:
-                wait([self.communicator], 1.0)  # one that is not there yet would not be aborted
+        if self.communicator is not None:
+            wait([self.communicator], 1.0)  # one that is not there yet would not be aborted
             self.backend.abort()
 
     def close(self) -> None:
@@ -168,3 +162,17 @@ class TPGroup:
 
 
 SINGLE_RANK = TPGroup()
+
+
+def on_daemon_thread(name: str, function: Callable[..., Any], *args: Any) -> "Future[Any]":
+    """Call a function on a thread that the exit of the process does not wait for, should another rank have died."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future

@@ -4,7 +4,7 @@ Rank 0 is the user's process::
 
     rank 0 (Workers)                                      rank 1, 2, ... (Worker)
     main thread   -- Channel: messages --------------->   main thread: target
-    watch thread  <- pipe: "up", "ready", traceback ---   main thread
+    watch thread  <- pipe: reports --------------------   main thread
                   <- heartbeats in shared memory ------   heartbeat thread, which also watches rank 0
 
 The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
@@ -24,8 +24,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import ModuleType
@@ -60,7 +60,7 @@ class Workers:
         self.failure: WorkerError | None = None  # the error that ended the workers, set by the watch thread
         self.processes: dict[int, Any] = {}  # by rank
         self.tp: TPGroup | None = None  # rank 0's, once connected
-        self._size, self._target, self._args = size, target, args
+        self.rank, self._size, self._target, self._args = 0, size, target, args
         self._owner = os.getpid()
         self._busy = False  # collective work was begun and not completed
         self._context: Any = multiprocessing.get_context(START_METHOD)
@@ -68,10 +68,8 @@ class Workers:
         self._channel = Channel(self._memory, 0, size)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
         self._pipes: dict[int, connection.Connection] = {}
-        self._states: dict[int, Any] = {}  # what each rank reported last
-        self._tracebacks: list[tuple[float, int, str]] = []  # time, rank, text
-        self._dismissed = False  # the workers were told to leave
-        self._killing = False  # they might not read a dismissal: the watch thread is to kill them
+        self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # by kind and rank, see ``Worker.report``
+        self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
 
@@ -96,38 +94,25 @@ class Workers:
             next(pause)
         self.check()
 
-    def wait_for_state(self, state: str) -> None:
-        """Wait until every worker has reported ``state``: "up" or "ready". The watch thread limits the wait."""
-        self.wait_until(lambda: all(self._states.get(rank) == state for rank in range(1, self._size)))
+    def wait_for(self, kind: str) -> None:
+        """Wait until every worker has made this report. The watch thread limits the wait for "up" and "ready"."""
+        self.wait_until(lambda: len(self._reports[kind]) == self._size - 1)
 
-    def wait_for_answers(self, number: int) -> list[tuple]:
-        """Wait until every worker has reported a tuple (number, ...) of this number; returns the tuples."""
-
-        def answers() -> list[tuple]:
-            states = (self._states.get(rank) for rank in range(1, self._size))
-            return [state for state in states if isinstance(state, tuple) and state[0] == number]
-
-        self.wait_until(lambda: len(answers()) == self._size - 1)
-        return answers()
+    def wait_for_answers(self) -> list[Any]:
+        """Every worker's answer to the last message."""
+        self.wait_for("answer")
+        return list(self._reports.pop("answer").values())
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
-        from nanovllm.distributed.group import TPGroup
+        from nanovllm.distributed.group import TPGroup, on_daemon_thread
 
-        self.wait_for_state("up")
-        connected: Future[TPGroup] = Future()
-
-        def rendezvous() -> None:
-            try:
-                limits = STEP_TIMEOUT_S, max_sum_bytes
-                connected.set_result(TPGroup.connect(0, self._size, device, self._directory, *limits))
-            except BaseException as error:
-                connected.set_exception(error)
-
-        threading.Thread(target=rendezvous, name="nanovllm-connect", daemon=True).start()
+        self.wait_for("up")
+        rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes
+        connected = on_daemon_thread("nanovllm-connect", TPGroup.connect, *rendezvous)
         self.wait_until(connected.done)
-        self.tp = tp = connected.result()
-        return tp
+        self.tp = connected.result()
+        return self.tp
 
     def join_group(self) -> None:
         """Wait until all ranks are connected."""
@@ -158,15 +143,16 @@ class Workers:
 
     def dismiss(self, kill: bool = False) -> None:
         """Tell the workers to leave; in collective work, or with ``kill``, have them killed. Does not wait."""
-        if os.getpid() != self._owner or self._dismissed or self._killing:
+        if os.getpid() != self._owner or self._grace_s is not None:
             return  # a forked child does not own the workers
+        grace_s = 0.0
         try:
             with suppress(WorkerError):
                 if not (self._busy or kill):
                     self.send()
-                    self._dismissed = True
+                    grace_s = EXIT_TIMEOUT_S
         finally:  # Ctrl-C may strike while sending
-            self._killing = not self._dismissed
+            self._grace_s = grace_s
 
     def join(self) -> bool:
         """Wait until all workers are gone. False if rank 0's device hangs: to free its memory would block."""
@@ -184,7 +170,7 @@ class Workers:
             self.failure = self._watch_until_end()
         except BaseException:
             self.failure = WorkerError(0, f"the watch over the workers failed:\n{traceback.format_exc()}")
-        limit = time.monotonic() + (EXIT_TIMEOUT_S if self._dismissed else 0.0)
+        limit = time.monotonic() + (self._grace_s or 0.0)
         for process in self.processes.values():
             process.join(max(0.0, limit - time.monotonic()))
             process.kill()
@@ -193,7 +179,7 @@ class Workers:
         for pipe in self._pipes.values():
             pipe.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        if self.tp is not None and not self._dismissed:
+        if self.tp is not None and not self._grace_s:
             self.tp.abort()
 
     def _spawn(self) -> None:
@@ -218,19 +204,19 @@ class Workers:
         while True:
             before = time.monotonic()
             connection.wait([*self._pipes.values(), *(p.sentinel for p in self.processes.values())], HEARTBEAT_S)
-            if self._dismissed or self._killing:
+            if self._grace_s is not None:
                 return None
             self._read_pipes()
-            if self._tracebacks or not all(process.is_alive() for process in self.processes.values()):
+            if self._reports["failed"] or not all(process.is_alive() for process in self.processes.values()):
                 failure = self._first_failure()
-                return None if self._dismissed else failure
+                return None if self._grace_s else failure
             # time counts only while this thread is awake: Ctrl-Z stops it together with the workers
             awake = min(time.monotonic() - before, 2 * HEARTBEAT_S)
             starting += awake
-            for state, limit in ((None, UP_TIMEOUT_S), ("up", STEP_TIMEOUT_S)):
-                late = [rank for rank in self.processes if self._states.get(rank) == state]
+            for kind, limit in (("up", UP_TIMEOUT_S), ("ready", STEP_TIMEOUT_S)):
+                late = self.processes.keys() - self._reports[kind].keys()
                 if late and starting > limit:
-                    return WorkerError(late[0], f"it was not ready within {limit:.0f} s; it stalled at start.")
+                    return WorkerError(min(late), f"it was not ready within {limit:.0f} s; it stalled at start.")
             silence += awake
             silence[heartbeats != self._channel.heartbeats] = 0
             heartbeats = self._channel.heartbeats.copy()
@@ -239,27 +225,24 @@ class Workers:
                 return WorkerError(rank, f"it has stalled: no sign of life for {SILENCE_LIMIT_S:.0f} s.")
 
     def _read_pipes(self) -> None:
-        for rank, pipe in list(self._pipes.items()):
-            try:
+        for rank, pipe in self._pipes.items():
+            with suppress(EOFError, OSError):  # the process has ended, as its sentinel will tell
                 while pipe.poll():
-                    self._states[rank], *details = pipe.recv()
-                    if details:
-                        self._tracebacks.append((details[0], rank, details[1]))
-            except (EOFError, OSError):
-                self._pipes.pop(rank).close()
+                    kind, detail = pipe.recv()
+                    self._reports[kind][rank] = detail
 
     def _first_failure(self) -> WorkerError:
         """The root cause: a worker that died without a traceback (it was killed), else the earliest traceback."""
         time.sleep(0.2)
         self._read_pipes()
-        reported = {rank for _, rank, _ in self._tracebacks}
+        failed = self._reports["failed"]
         for rank, process in self.processes.items():
-            if rank not in reported and not process.is_alive():
+            if rank not in failed and not process.is_alive():
                 code = process.exitcode
                 how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
                 return WorkerError(rank, f"the process ended without a traceback ({how}).")
-        _, rank, text = min(self._tracebacks)
-        return WorkerError(rank, text)
+        rank = min(failed, key=failed.__getitem__)
+        return WorkerError(rank, failed[rank][1])
 
 
 class Worker:
@@ -271,9 +254,14 @@ class Worker:
         self._pipe, self._directory = pipe, directory
 
     def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
-        """Report "up" and connect. Slow work that needs no other rank comes before: in here all ranks wait."""
+        """Report "up" and connect. Slow work that needs no other rank comes before: from there on all ranks wait."""
+        import torch
+
         from nanovllm.distributed.group import TPGroup
 
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
         self.report("up")
         return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes)
 
@@ -282,14 +270,14 @@ class Worker:
         message = self.channel.receive()
         return pickle.loads(message) if message else None
 
-    def report(self, state: Any, *details: Any) -> None:
-        """Tell rank 0: "up", "ready", an answer (number, ...), or "failed" with time and traceback.
+    def report(self, kind: str, detail: Any = None) -> None:
+        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with (time, traceback).
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.
         """
-        self._pipe.send((state, *details))
-        if state == "ready" and sys.platform == "linux":
+        self._pipe.send((kind, detail))
+        if kind == "ready" and sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     def beat(self) -> None:
@@ -310,7 +298,7 @@ def _run_worker(target: Callable[..., None], args: tuple, *ends: Any) -> None:
     try:
         target(worker, *args)
     except BaseException:
-        worker.report("failed", time.time(), traceback.format_exc())
+        worker.report("failed", (time.time(), traceback.format_exc()))
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -109,7 +109,7 @@ class LLMEngine:
     def _require_ready(self) -> None:
         """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
         self._require_running()
-        self.model_runner.residency.require_ready()
+        self.model_runner.weights.require_ready()
 
     # ---------------------------------------------------------------- requests
 

@@ -1,66 +1,63 @@
 """Engines of a batch job: rows in, a record for each out.
 
-One engine in this process; or several, each in a process on devices of its own. Then this process deals the rows out
-and takes the records in.
+One engine in this process; or several, each in a process on devices of its own, which reads its share of the rows.
 """
 
 import json
-import math
 import multiprocessing
 import os
-import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from itertools import chain
 from multiprocessing import connection
-from time import time
 from typing import Any
 
+import numpy as np
+
 from nanovllm.config import Config
+from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.llm_engine import WINDOW
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
-from nanovllm.jobs.rows import Row, asked, error_record, record_of
+from nanovllm.jobs.files import Input
+from nanovllm.jobs.rows import Row, error_record, record_of, request_of
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
-ROWS_AHEAD = 128  # of each process, beyond what its engine takes
-Emit = Callable[[dict[str, Any], tuple[int, int, int]], None]  # record; tokens of prompt, cached, generated
+Records = Generator[tuple[dict[str, Any], tuple[int, int, int]]]  # and tokens of the prompt, cached, generated
 
 
-def complete(args: Any, rows: Iterator[Row], emit: Emit, rank: int = 0) -> None:
-    """Feed the rows to one engine; ``emit`` a record for each as it is finished."""
-    pending: dict[int, tuple[Row, SamplingParams]] = {}
-
-    def feed() -> Iterator[tuple[Any, SamplingParams]]:
-        index = 0
-        for row in rows:
-            try:
-                prompt, template, params = asked(row, args)
-                prompt = prompt if template is None else chat_prompt(llm, prompt, template)
-            except RequestError as error:
-                emit(error_record(row, error), (0, 0, 0))
-            else:
-                pending[index] = row, params
-                index += 1
-                yield prompt, params
-
-    def refuse(index: int, error: RequestError) -> None:
-        emit(error_record(pending.pop(index)[0], error), (0, 0, 0))
-
-    with LLM(args.model, **args.engine, quiet=rank > 0) as llm, (
-        metrics_written(llm, args.metrics, rank) if args.metrics else nullcontext()
-    ):
-        for output in llm.stream(feed(), on_error=refuse):
-            row, params = pending.pop(output.index)
-            num_generated = sum(len(o.token_ids) for o in output.outputs)
-            failed = [o.stop_reason for o in output.outputs if o.finish_reason == "error"]
-            if failed:
-                record = error_record(row, RequestError(str(failed[0])))
-            else:
-                record = record_of(row, output, params, args.model or "demo")
-            emit(record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated))
+def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
+    """Feed the rows to one engine as it has room; yield the record of each as it is finished."""
+    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs)
+    pending: dict[RequestFuture, tuple[Row, SamplingParams]] = {}
+    done: deque[RequestFuture] = deque()
+    metrics = Metrics(args.metrics, rank)
+    with LLM(args.model, **args.engine, quiet=rank > 0) as llm:
+        metrics.write(llm)
+        for row in chain(rows, [None]):  # None: there are no more
+            if row is not None:
+                try:
+                    prompt, template, params = request_of(row, args)
+                    future = llm.submit(prompt if template is None else chat_prompt(llm, prompt, template), params)
+                except RequestError as error:
+                    yield error_record(row, error), (0, 0, 0)
+                    continue
+                pending[future] = row, params
+                future.add_done_callback(done.append)
+            while len(pending) >= room or (row is None and pending):
+                llm.step()
+                metrics.write(llm, every_s=1.0)
+                while done:
+                    future = done.popleft()
+                    of_row, params = pending.pop(future)
+                    output = future.result()
+                    num_generated = sum(len(o.token_ids) for o in output.outputs)
+                    counts = len(output.prompt_token_ids), output.num_cached_tokens, num_generated
+                    yield record_of(of_row, output, params, args.model or "demo"), counts
+        metrics.write(llm)
 
 
 def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dict[str, Any]:
@@ -70,69 +67,62 @@ def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dic
     return {"prompt": text, "prompt_token_ids": token_ids}
 
 
-@contextmanager
-def metrics_written(llm: LLM, path: str, rank: int) -> Iterator[None]:
-    """Append a line of the engine's metrics to the file every second, from the first moment to the last."""
-    closing = threading.Event()
+class Metrics:
+    """Lines of an engine's metrics, appended to the file, if there is one."""
 
-    def write_lines() -> None:
-        is_last = False
-        while not is_last:
-            is_last = closing.is_set()
-            line = {"time": round(time(), 3), "process": rank, "pid": os.getpid(), **llm.metrics()}
-            with open(path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
-                file.write(json.dumps(line).encode() + b"\n")
-            closing.wait(1.0)
+    def __init__(self, path: str | None, rank: int):
+        self._path, self._rank, self._written_at = path, rank, 0.0
 
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write_lines)
-        try:
-            yield
-        finally:
-            closing.set()
-            writing.result()
+    def write(self, llm: LLM, every_s: float = 0.0) -> None:
+        if self._path is None or time.time() - self._written_at < every_s:
+            return
+        self._written_at = time.time()
+        line = {"time": round(self._written_at, 3), "process": self._rank, "pid": os.getpid(), **llm.metrics()}
+        with open(self._path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 # ---------------------------------------------------------------- several engines
 
 
-def complete_in_processes(args: Any, rows: Iterator[Row], emit: Emit) -> None:
-    """The same with ``args.data_parallel_size`` engines; each has as many rows as keep it busy."""
+def complete_in_processes(args: Any, source: Input, todo: np.ndarray) -> Records:
+    """The same with ``args.data_parallel_size`` engines."""
     context = multiprocessing.get_context("spawn")
-    room = WINDOW * args.engine.get("max_num_seqs", Config.max_num_seqs) + ROWS_AHEAD
-    pipes: dict[Any, float] = {}  # rows that each engine has, until it is done
-    processes: dict[Any, Any] = {}
+    # rows are dealt out at random, for every eighth of them may be a long one
+    dealt = np.random.default_rng(0).permutation(np.flatnonzero(todo))
+    processes: dict[Any, Any] = {}  # by the pipe that its records come from
     try:
-        for rank, devices in enumerate(split_devices(args)):
-            pipe, theirs = context.Pipe()
-            processes[pipe] = context.Process(target=_work, args=(theirs, args, rank, devices), name=f"engine {rank}")
-            processes[pipe].start()
+        for rank, devices in enumerate(devices_of_processes(args)):
+            share = np.zeros_like(todo)
+            share[dealt[rank :: args.data_parallel_size]] = True
+            pipe, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(theirs, args, source, share, rank, devices),
+                                      name=f"engine {rank}")  # fmt: skip
+            process.start()
+            processes[pipe] = process
             theirs.close()
-            pipes[pipe] = 0
-        while pipes:
-            while pipes[pipe := min(pipes, key=lambda x: pipes[x])] < room:
-                row = next(rows, None)  # None: there are no more
-                pipe.send(row)
-                pipes[pipe] += 1 if row else math.inf
-            for pipe in connection.wait(list(pipes)):  # type: ignore[assignment]
-                message = pipe.recv()
-                if message is None:
-                    del pipes[pipe]
-                elif isinstance(message, Exception):
+        running = dict(processes)
+        while running:
+            pipes: list[Any] = connection.wait(list(running))
+            for pipe in pipes:
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    process = running.pop(pipe)
+                    process.join()
+                    message = EngineError(f"{process.name} ended with exit code {process.exitcode}.")
+                    if process.exitcode == 0:
+                        continue
+                if isinstance(message, Exception):
                     raise message
-                else:
-                    emit(*message)
-                    pipes[pipe] -= 1
-    except (EOFError, ConnectionError):  # the engine of the pipe that was used last is gone
-        processes[pipe].join(10)
-        raise EngineError(f"{processes[pipe].name} ended with exit code {processes[pipe].exitcode}.") from None
+                yield message
     finally:
         for process in processes.values():
             process.kill()
             process.join()
 
 
-def split_devices(args: Any) -> list[str | None]:
+def devices_of_processes(args: Any) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each process; None leaves it as it is."""
     import torch
 
@@ -148,25 +138,19 @@ def split_devices(args: Any) -> list[str | None]:
     return [",".join(visible[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
-def _work(pipe: Any, args: Any, rank: int, devices: str | None) -> None:
-    """A process with one engine: rows come in, records go out."""
+def _work(pipe: Any, args: Any, source: Input, share: np.ndarray, rank: int, devices: str | None) -> None:
+    """A process with one engine."""
+
+    def end_with_parent() -> None:  # whatever ended it: the next job needs the devices
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    rows: queue.SimpleQueue = queue.SimpleQueue()
-
-    def receive() -> None:  # always, so that neither side waits for the other to read
-        try:
-            while True:
-                rows.put(pipe.recv())
-        except (EOFError, OSError):  # the parent is gone
-            os._exit(1)
-
-    receiver = threading.Thread(target=receive, daemon=True)
-    receiver.start()
     try:
-        complete(args, iter(rows.get, None), lambda *message: pipe.send(message), rank)
-        pipe.send(None)
+        for message in complete(args, source.rows_to_do(share), rank):
+            pipe.send(message)
     except Exception as error:
         pipe.send(error if isinstance(error, NanoVLLMError) else EngineError(f"engine {rank}: {error!r}"))
-        receiver.join()  # until the parent kills this process: a pipe that ends with rows unread loses the error

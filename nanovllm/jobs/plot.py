@@ -34,18 +34,16 @@ def run(args: Any) -> int:
     unit, size = ("hours", 3600) if seconds[-1] > 7200 else ("minutes", 60) if seconds[-1] > 180 else ("seconds", 1)
     figure = Figure(figsize=(9, 2.2 * len(charts)), layout="constrained")
     figure.suptitle(f"nanovllm: {source.name}\n{totals}", fontsize="medium", parse_math=False)
-    all_axes = figure.subplots(len(charts), sharex=True)
-    for axes, (title, of_values, lines) in zip(all_axes, charts, strict=True):
+    for axes, (title, label, lines) in zip(figure.subplots(len(charts), sharex=True), charts, strict=True):
         for (name, line), style in zip(lines.items(), ("-", "--"), strict=False):
             axes.plot(seconds / size, line, style, label=name, clip_on=False, zorder=3)  # over the frame
         axes.set_title(title, loc="left")
-        axes.set(ylabel=of_values, ylim=(0, 105 if of_values[0] == "%" else None), xlim=(0, seconds[-1] / size))
+        axes.set(ylabel=label, xlim=(0, seconds[-1] / size), ylim=(0, 105 if label[0] == "%" else None))
         axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.grid(alpha=0.3)
         if len(lines) > 1:
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2, frameon=False)
     axes.set_xlabel(f"running time, {unit}")
-    figure.align_ylabels()
     if output.suffix == ".png":
         figure.savefig(output, dpi=120)
         return 0
@@ -59,28 +57,16 @@ def run(args: Any) -> int:
 
 def read(path: Path) -> tuple[np.ndarray, list[Chart], str]:
     """Seconds that the job ran, float [P]; the charts over them; the totals in two lines."""
-    processes: defaultdict[int, list] = defaultdict(list)
-    num_torn = 0
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            sample = json.loads(line)
-            sample.update(alive=1, requests=sum(sample["request_success"].values()))
-            processes[sample["pid"]].append([float(sample[name]) for name in ("time", *STATES, *COUNTERS)])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if line[:1] not in (b"{", b"") or not isinstance(error, json.JSONDecodeError):
-                raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line[:60]!r}.") from None
-            num_torn += 1  # by a kill or a full disk
-    if num_torn:
-        print(f"{path}: lines that are not whole, and left out: {num_torn}.", file=sys.stderr)
-    times = np.unique([sample[0] for samples in processes.values() for sample in samples])
+    samples = samples_of_processes(path)
+    times = np.unique([sample[0] for of_process in samples for sample in of_process])
     if len(times) < 2:
         raise ConfigError(f"{path} holds {len(times)} moments; two at least are needed. Did the job run for a second?")
     steps = np.diff(times, prepend=times[0])
     running_time = np.cumsum(np.where(steps > LONGEST_GAP_S, 1.0, steps))
     seconds = np.linspace(0, running_time[-1], NUM_POINTS)
     sums = np.zeros((len(STATES) + len(COUNTERS), NUM_POINTS))  # of all engines
-    for samples in processes.values():
-        moments, *values = table = np.array(samples).T
+    for of_process in samples:
+        moments, *values = table = np.array(of_process).T
         counters = table[1 + len(STATES) :]
         changes = np.diff(counters, prepend=0)
         is_new = (changes < 0).any(0)  # an engine in a process of the same id, as containers have
@@ -104,3 +90,20 @@ def read(path: Path) -> tuple[np.ndarray, list[Chart], str]:
         f"{prompted[-1]:,.0f} in prompts ({100 * cached[-1] / max(prompted[-1], 1):.0f} % cached)"
     )
     return seconds, charts, totals
+
+
+def samples_of_processes(path: Path) -> list[list[list[float]]]:
+    """The lines of each process: time, states, counters."""
+    samples, num_torn = defaultdict[int, list](list), 0
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            sample = json.loads(line)
+            sample.update(alive=1, requests=sum(sample["request_success"].values()))
+            samples[sample["pid"]].append([float(sample[name]) for name in ("time", *STATES, *COUNTERS)])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if line[:1] not in (b"{", b"") or not isinstance(error, json.JSONDecodeError):
+                raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line[:60]!r}.") from None
+            num_torn += 1  # by a kill or a full disk
+    if num_torn:
+        print(f"{path}: lines that are not whole, and left out: {num_torn}.", file=sys.stderr)
+    return list(samples.values())

@@ -1,4 +1,4 @@
-"""Rows of a batch job: what a row asks for, and what is written for it.
+"""Rows of a batch job: what a row asks for, and the record that is written for it.
 
 A plain row has a prompt or a conversation in a column. A line of OpenAI's batch format has a "body" and is answered in
 that format.
@@ -15,60 +15,58 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-Key = str | int
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options")  # of a body: --model decides
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 class Row(NamedTuple):
-    number: int  # in the input, from 0
-    values: dict[str, Any] | RequestError  # the error if it cannot be read
-    id_column: str | None  # of plain rows
+    key: str | int  # its id
+    values: dict[str, Any]
+    error: RequestError | None = None  # why it cannot be served
 
     @property
     def is_openai(self) -> bool:
-        return isinstance(self.values, dict) and "body" in self.values
-
-    @property
-    def id_name(self) -> str | None:
-        return "custom_id" if self.is_openai else self.id_column
-
-    @property
-    def key(self) -> Key:
-        """Its id; its number if it has none."""
-        key = self.values.get(self.id_name) if isinstance(self.values, dict) else None  # type: ignore[arg-type]
-        is_id = isinstance(key, (str, int)) and not isinstance(key, bool) and key != ""
-        return key if is_id else f"row-{self.number}"  # type: ignore[return-value]
+        return "body" in self.values
 
 
-def hash_of(key: Key) -> int:
+def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | None) -> Row:
+    """With the id that the values have, or with its number, from 0, in the input."""
+    by_number = f"row-{number}"
+    if isinstance(values, RequestError):
+        return Row(by_number, {}, values)
+    name = "custom_id" if "body" in values else id_column
+    if name is None:
+        name = next((name for name in ("custom_id", "id") if name in values), None)
+    key = by_number if name is None else values.get(name)
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
+        return Row(key, values)
+    return Row(by_number, values, RequestError(f"the row's {name!r} must be a text or an integer, not {key!r:.100}."))
+
+
+def hash_of(key: str | int) -> int:
     return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
 
 
-def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingParams]:
+def row_seed(seed: int | None, key: str | int) -> int:
+    return hash_of(f"{seed or 0} {key}") >> 1
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingParams]:
     """A row's prompt, or its conversation with the variables of the chat template; and its parameters."""
-    if isinstance(row.values, RequestError):
-        raise row.values
-    if (name := row.id_name) is not None and row.values.get(name) != row.key:
-        raise RequestError(f"the row's {name!r} must be a text or an integer, not {row.values.get(name)!r:.100}.")
+    if row.error is not None:
+        raise row.error
     template = dict(args.chat_template_kwargs)
     if row.is_openai:
         content, own, is_chat = openai_request(row.values, template)
         if is_chat and "max_tokens" not in args.sampling:
             own.setdefault("max_tokens", None)
     else:
-        is_chat = row.values.get(args.messages_column) is not None
-        content = row.values.get(args.messages_column if is_chat else args.prompt_column)
-        content = from_json(args.messages_column, content) if is_chat else content
-        own = from_json("sampling_params", row.values.get("sampling_params") or {})
-        if content is None:
-            raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
-        if args.chat and not is_chat:
-            content, is_chat = [{"role": "user", "content": content}], True
+        content, own, is_chat = plain_request(row.values, args)
     if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
         raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
-    if not isinstance(own, dict):
-        raise RequestError(f"sampling_params must be an object, not {own!r:.100}.")
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
     params = replace(args.base_params, **ready(own))
     if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
@@ -76,8 +74,43 @@ def asked(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingPara
     return content, template if is_chat else None, params
 
 
-def row_seed(seed: int | None, key: Key) -> int:
-    return hash_of(f"{seed or 0} {key}") >> 1
+def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any], bool]:
+    """Prompt or messages of a row, its parameters, and whether it is a chat."""
+    own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
+    if (messages := values.get(args.messages_column)) is not None:
+        return from_json(args.messages_column, messages), own, True
+    if (prompt := values.get(args.prompt_column)) is None:
+        raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
+    return [{"role": "user", "content": prompt}] if args.chat else prompt, own, args.chat
+
+
+def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """The same of a line of OpenAI's format; ``template`` gets the body's variables."""
+    url, body = values.get("url", "/v1/chat/completions"), values["body"]
+    is_chat, prompt = url == "/v1/chat/completions", "messages" if url == "/v1/chat/completions" else "prompt"
+    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
+        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
+    own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    if own.pop("stream", False):
+        raise RequestError("stream=true has no meaning in a batch.")
+    if prompt not in own:
+        raise RequestError(f"the body has no {prompt!r}.")
+    content = own.pop(prompt)
+    if "max_completion_tokens" in own:
+        own["max_tokens"] = own.pop("max_completion_tokens")
+    if is_chat:
+        top = own.pop("top_logprobs", 0)
+        own["logprobs"] = top if own.get("logprobs") else None
+        template.update(as_object("chat_template_kwargs", own.pop("chat_template_kwargs", {})))
+        template.update({name: own.pop(name) for name in TEMPLATE if name in own})
+    form = own.pop("response_format", {"type": "text"})
+    if form == {"type": "json_object"}:
+        own["structured_outputs"] = {"json_object": True}
+    elif isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
+        own["structured_outputs"] = {"json": form["json_schema"].get("schema", {})}
+    elif form != {"type": "text"}:
+        raise RequestError(f"response_format must be of type text, json_object or json_schema, not {form!r:.100}.")
+    return content, own, is_chat
 
 
 def ready(values: dict[str, Any]) -> dict[str, Any]:
@@ -98,54 +131,31 @@ def from_json(name: str, value: Any) -> Any:
         raise RequestError(f"the text in {name!r} is not JSON: {error}") from None
 
 
-def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-    """Prompt or messages of a line, its parameters, and whether it is a chat; ``template`` gets the body's."""
-    url, body = values.get("url", "/v1/chat/completions"), values["body"]
-    is_chat = url == "/v1/chat/completions"
-    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
-        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
-    own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    if own.pop("stream", False):
-        raise RequestError("stream=true has no meaning in a batch.")
-    content = own.pop("messages" if is_chat else "prompt", None)
-    if content is None:
-        raise RequestError(f"the body has no {'messages' if is_chat else 'prompt'!r}.")
-    if "max_completion_tokens" in own:
-        own["max_tokens"] = own.pop("max_completion_tokens")
-    if is_chat:
-        top = own.pop("top_logprobs", 0)
-        own["logprobs"] = top if own.get("logprobs") else None
-        variables = own.pop("chat_template_kwargs", {})
-        if not isinstance(variables, dict):
-            raise RequestError(f"chat_template_kwargs must be an object, not {variables!r:.100}.")
-        template.update(variables, **{x: own.pop(x) for x in TEMPLATE if x in own})
-    form = own.pop("response_format", {"type": "text"})
-    if form == {"type": "json_object"}:
-        own["structured_outputs"] = {"json_object": True}
-    elif isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
-        own["structured_outputs"] = {"json": form["json_schema"].get("schema", {})}
-    elif form != {"type": "text"}:
-        raise RequestError(f"response_format must be of type text, json_object or json_schema, not {form!r:.100}.")
-    return content, own, is_chat
+def as_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, not {value!r:.100}.")
+    return value
 
 
 # ---------------------------------------------------------------- what is written
 
 
 def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: str) -> dict[str, Any]:
+    first = output.outputs[0]
+    if failed := [o.stop_reason for o in output.outputs if o.finish_reason == "error"]:
+        return error_record(row, RequestError(str(failed[0])))
     counts = {"prompt_tokens": len(output.prompt_token_ids),
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
         return openai_record(row, output, counts, params.logprobs or 0, model)
-    first = output.outputs[0]
     record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
-              "stop_reason": first.stop_reason, **counts}  # fmt: skip
+                              "stop_reason": first.stop_reason, **counts}  # fmt: skip
     if params.n > 1 or params.logprobs is not None or not params.detokenize:
+        names = ("text", "finish_reason", "stop_reason", "token_ids", "cumulative_logprob")
         record["outputs"] = [
-            {"text": o.text, "finish_reason": o.finish_reason, "stop_reason": o.stop_reason, "token_ids": o.token_ids,
-             "cumulative_logprob": o.cumulative_logprob, "logprobs": plain_logprobs(o.logprobs)}
+            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs)}
             for o in output.outputs
-        ]  # fmt: skip
+        ]
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
@@ -156,20 +166,7 @@ def error_record(row: Row, error: Exception) -> dict[str, Any]:
     return {"custom_id": row.key, **answer, "error": {"type": type(error).__name__, "message": str(error)}}
 
 
-def plain_logprobs(logprobs: Any) -> Any:
-    """[{token id: {"logprob", "rank", "decoded_token"}}]"""
-    return logprobs and [
-        at and {i: {**vars(entry), "logprob": finite(entry.logprob)} for i, entry in at.items()} for at in logprobs
-    ]
-
-
-def finite(logprob: float) -> float:
-    """JSON has no -inf, the log-probability of a masked token; OpenAI's API writes -9999."""
-    return max(logprob, -9999.0)
-
-
 def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_top: int, model: str) -> dict[str, Any]:
-    assert isinstance(row.values, dict)
     is_chat = row.values.get("url") != "/v1/completions"
     choices = [
         {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
@@ -185,6 +182,13 @@ def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_t
     return {"id": f"batch-{row.key}", "custom_id": row.key, "response": response, "error": None}
 
 
+def plain_logprobs(logprobs: Any) -> Any:
+    """[{token id: {"logprob", "rank", "decoded_token"}}]"""
+    return logprobs and [
+        at and {i: {**vars(entry), "logprob": finite(entry.logprob)} for i, entry in at.items()} for at in logprobs
+    ]
+
+
 def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
     if output.logprobs is None:
         return None
@@ -198,3 +202,8 @@ def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | 
         top = sorted([chosen, *others], key=lambda at: at.rank or 0)[:num_top]
         content.append({**entry(chosen), "top_logprobs": [entry(at) for at in top]})
     return {"content": content}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -inf, the log-probability of a masked token; OpenAI's API writes -9999."""
+    return max(logprob, -9999.0)

@@ -6,7 +6,7 @@ elsewhere. Triton is imported only if chosen.
 
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -28,13 +28,6 @@ OPS = {
     "fused_moe": "moe.dispatch",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
-    "mask_stop_ids": "sampling.logits",
-    "apply_token_mask": "sampling.logits",
-    "adjust_logits": "sampling.logits",
-    "filter_thresholds": "sampling.filters",
-    "gumbel_argmax": "sampling.gumbel",
-    "pick_and_advance": "sampling.gumbel",
-    "token_logprobs": "sampling.logprobs",
 }
 
 
@@ -47,17 +40,30 @@ def select(device_type: str | None = None) -> SimpleNamespace:
     return _load_ops((device_type or torch.get_default_device().type) == "cuda")
 
 
+def beside(reference: str, device_type: str) -> ModuleType:
+    """The module ``reference`` of plain functions, such as "nanovllm.sampling.filters"; for CUDA the module of kernels
+    with the same names, kernels/sampling/filters.py.
+
+    Raises:
+        ConfigError: as ``select``.
+    """
+    return _load(reference.removeprefix("nanovllm.")) if device_type == "cuda" else import_module(reference)
+
+
 @cache
 def _load_ops(use_triton: bool) -> SimpleNamespace:
     ops = {}
     for name, module in OPS.items():
         folder, _, _ = module.rpartition(".")
-        path = module if use_triton else f"{folder}.reference".lstrip(".")
-        try:
-            ops[name] = getattr(import_module(f"nanovllm.kernels.{path}"), name)
-        except ImportError as error:
-            raise ConfigError(
-                f"a CUDA device needs Triton, which cannot be imported ({error}). Install the package triton "
-                "(on Windows triton-windows), or use device='cpu'."
-            ) from error
+        ops[name] = getattr(_load(module if use_triton else f"{folder}.reference".lstrip(".")), name)
     return SimpleNamespace(**ops)
+
+
+def _load(module: str) -> ModuleType:
+    try:
+        return import_module(f"nanovllm.kernels.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"a CUDA device needs Triton, which cannot be imported ({error}). Install the package triton "
+            "(on Windows triton-windows), or use device='cpu'."
+        ) from error

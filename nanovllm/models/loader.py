@@ -105,10 +105,10 @@ class WeightFiller:
         for name, tensor in weights:
             self.fill(CheckpointTensor.of(name, tensor.detach()), source)
 
-    def check_complete(self, source: str) -> None:
+    def check_complete(self, source: str, advice: str = "") -> None:
         if self.missing:
             some = ", ".join(sorted(self.missing)[:5])
-            raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}.")
+            raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}{advice}.")
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:

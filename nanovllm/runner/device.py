@@ -109,9 +109,9 @@ def default_num_threads() -> int | None:
 def layer_weights(model: ModelConfig) -> int:
     """Weights of the matrices of one decoder layer; of a mixture of experts, of those that a token passes."""
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # of Q, K, V and of the output
-    units, moe = model.intermediate_size, model.moe
-    if moe is not None:
-        units = moe.top_k * moe.expert_size + moe.shared_size
+    units = model.intermediate_size
+    if model.moe is not None:
+        units = model.moe.top_k * model.moe.expert_size + model.moe.shared_size
     return model.hidden_size * (heads * model.head_dim + 3 * units)
 
 

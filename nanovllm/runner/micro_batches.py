@@ -24,9 +24,8 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import Decoder, added_to
-from nanovllm.runner.device import select_dtype
+from nanovllm.runner.device import layer_weights, select_dtype
 from nanovllm.runner.inputs import prefill_inputs, to_device
-from nanovllm.runner.prefill_graphs import layer_weights
 from nanovllm.sampling.feature import Arrays
 
 MIN_TOKENS = 2048  # of a prefill that is split: smaller halves fill the SMs badly
@@ -44,7 +43,7 @@ def min_tokens(config: Config, device_type: str) -> int | None:
     size, work = config.tensor_parallel_size, MIN_LAYER_WORK[device_type]
     if work is None or size == 1 or (size > 2 and device_type == "cuda"):
         return None
-    fewest = max(MIN_TOKENS, work * size // layer_weights(config))
+    fewest = max(MIN_TOKENS, work * size // layer_weights(config.model_config))
     return fewest if fewest <= config.max_num_batched_tokens else None
 
 

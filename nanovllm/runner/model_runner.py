@@ -28,7 +28,7 @@ from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillInputs, PrefillSizes, max_layer_work
 from nanovllm.runner.request_state import RequestState
-from nanovllm.runner.residency import Residency
+from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Feature, Logits, Tensors
 from nanovllm.sampling.masks import Masks
 from nanovllm.sampling.sampler import Sampler
@@ -48,7 +48,7 @@ class StepHandle:
     def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
                  target_logprobs: torch.Tensor | None = None):
-        self._index = batch.lengths % 2, batch.req_indices
+        self._req_indices = batch.req_indices
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
         self._logprobs = logprobs, target_logprobs
 
@@ -60,7 +60,7 @@ class StepHandle:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
         return StepResult(
-            self._sampled_tokens.numpy()[self._index],
+            self._sampled_tokens.numpy()[self._req_indices],
             *(None if values is None else values.numpy().copy() for values in self._logprobs),
         )
 
@@ -85,7 +85,7 @@ class ModelRunner:
     Attributes:
         model, kv_cache, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
-        residency: updates of the weights, sleep and wake-up.
+        weights: their updates, sleep and wake-up.
     """
 
     model: CausalLM
@@ -116,7 +116,7 @@ class ModelRunner:
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._last_handle: StepHandle | None = None
         self._owner = os.getpid()
-        self.residency = Residency(self)
+        self.weights = Weights(self)
         waiting = {} if workers is None else {"wait_until": workers.wait_until}  # not for ever, on rank 0
         self.micro_batches = MicroBatches(config, tp, self.device, **waiting)
         if on_gpu:
@@ -164,8 +164,8 @@ class ModelRunner:
         with self.step_threads:
             while (message := worker.receive()) is not None:
                 method, *args = message
-                if method == "residency":
-                    worker.report(self.residency.answer(*args))
+                if method == "weights":
+                    worker.report("answer", self.weights.attempt(*args))
                     continue
                 getattr(self, method)(*args)
                 if method == "run_model" and not self.sampler.masks.are_due(args[0].req_indices):
@@ -342,7 +342,7 @@ class ModelRunner:
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = self._computed = None
         for name in ("model", "kv_cache", "request_state", "sampler", "shared_prefixes", "prefill_inputs", "backend",
-                     "residency", "micro_batches"):  # fmt: skip
+                     "weights", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

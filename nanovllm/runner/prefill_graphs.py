@@ -19,6 +19,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
+from nanovllm.runner.device import layer_weights
 from nanovllm.sampling.feature import Arrays, Tensors
 
 SHORT, PADDED = "short prefill", "padded prefill"  # kinds of graphs
@@ -53,7 +54,7 @@ class PrefillSizes(NamedTuple):
            max_work: int = MAX_LAYER_WORK) -> "PrefillSizes":
         """``has_peers``: sums over ranks go through peer memory; padded prefills with NCCL's are not captured."""
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
-        work = layer_weights(config) // config.tensor_parallel_size
+        work = layer_weights(config.model_config) // config.tensor_parallel_size
         short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
         padded = tuple(
             (size, most_seqs(size, config)) for size in PADDED_SIZES if size < limit and size * work <= max_work
@@ -99,15 +100,6 @@ def most_seqs(size: int, config: Config) -> int:
     """Sequences of a padded prefill of ``size`` tokens, their parts included; fewer than tokens."""
     num_seqs, num_cuts = (-(-n // 4) * 4 for n in (config.max_num_seqs, size // MAX_PADDED_SEQLEN))
     return min(size // 8, num_seqs + num_cuts, 256)  # the attention kernel for Hopper takes 256 a launch
-
-
-def layer_weights(config: Config) -> int:
-    """Weights that a token passes in a layer, roughly."""
-    model, C = config.model_config, config.model_config.hidden_size
-    units = model.intermediate_size
-    if model.moe is not None:
-        units = model.moe.top_k * model.moe.expert_size + model.moe.shared_size
-    return C * (2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim + 3 * units)
 
 
 NONE = np.empty(0, np.int32)

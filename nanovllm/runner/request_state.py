@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.core import DecodeBatch, NewSequences
-from nanovllm.kernels.sampling.reference import SamplingState
-from nanovllm.sampling.feature import Arrays, Tensors
+from nanovllm.sampling.feature import Arrays, SamplingState, Tensors
 
 
 class RequestState:
@@ -31,7 +30,8 @@ class RequestState:
         sampling: the sampling columns, [R + 1] or [R + 1, n] each.
         block_tables: int32 [R + 1, max_blocks].
         block_table_mirror: the same on the host, int32 [R, max_blocks]; -1 where a slot has no block.
-        sampled_tokens: int32 [2, R + 1], pinned host memory; the sampling kernel writes row ``length % 2``.
+        sampled_tokens: int32 [R + 1], pinned host memory, written by the sampling kernel. A step is sampled when the
+            host has read the tokens of the one before.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, columns: dict[str, Any]):
@@ -59,7 +59,7 @@ class RequestState:
         self.sampling = SamplingState(length=self.length, **{name: column(name) for name in columns})
         self.block_tables = table[:, self._first_block :]
         self.block_table_mirror = np.full((R, max_blocks), -1, np.int32)
-        self.sampled_tokens = torch.zeros(2, R + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        self.sampled_tokens = torch.zeros(R + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.reset()
 
     def reset(self) -> None:

@@ -8,17 +8,17 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.distributed.workers import Workers
+from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.layers.context import Context
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import cascade_sizes
-from nanovllm.runner.device import model_defaults, translate_oom
+from nanovllm.runner.device import model_defaults, select_device, translate_oom
 from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.micro_batches import MIN_TOKENS
+from nanovllm.runner.micro_batches import MIN_TOKENS, max_sum_bytes
 from nanovllm.runner.model_runner import ModelRunner
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
@@ -41,6 +41,12 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
         if runner.use_graphs:
             runner.capture_cudagraph()
     return runner
+
+
+def connect(config: Config, ranks: Workers | Worker) -> TPGroup:
+    """This rank's group, once all are up. ``ranks``: the workers, on rank 0; the worker itself, on another."""
+    device = select_device(config.device, ranks.rank, config.tensor_parallel_size)
+    return ranks.connect(device, max_sum_bytes(config, device))
 
 
 def make_model(runner: ModelRunner, model_config: ModelConfig) -> CausalLM:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -34,20 +33,17 @@ def start_runner(config: Config) -> "ModelRunner":
     start_cuda_context(config, 0)
     workers = Workers(size, worker_main, config) if size > 1 else None  # they import torch at the same time
     try:
-        from nanovllm.runner.device import describe, select_device
+        from nanovllm.runner.device import describe
         from nanovllm.runner.kv_scales import warn_of_outliers
-        from nanovllm.runner.micro_batches import max_sum_bytes
-        from nanovllm.runner.start import start_rank
+        from nanovllm.runner.start import connect, start_rank
 
         warn_of_outliers(config)
-        with workers.guard() if workers is not None else nullcontext():
-            device = select_device(config.device, 0, size)
-            if workers is None:
-                runner = start_rank(config)
-            else:
-                tp = workers.connect(device, max_sum_bytes(config, device))
-                runner = start_rank(config, tp, workers)
-                workers.wait_for_state("ready")
+        if workers is None:
+            runner = start_rank(config)
+        else:
+            with workers.guard():
+                runner = start_rank(config, connect(config, workers), workers)
+                workers.wait_for("ready")
     except BaseException:
         if workers is not None:
             workers.dismiss(kill=True)  # while they start they read no message
@@ -57,7 +53,7 @@ def start_runner(config: Config) -> "ModelRunner":
         raise
     RUNNERS.add(runner)
     if not config.quiet:
-        announce(describe(config, device, runner.dtype, runner.num_kvcache_blocks))
+        announce(describe(config, runner.device, runner.dtype, runner.num_kvcache_blocks))
     return runner
 
 
@@ -72,17 +68,9 @@ def announce(line: str) -> None:
 def worker_main(worker: Worker, config: Config) -> None:
     """Worker process: connect, build this rank's runner, run steps until dismissed."""
     start_cuda_context(config, worker.rank)
-    import torch
+    from nanovllm.runner.start import connect, start_rank
 
-    from nanovllm.runner.device import select_device
-    from nanovllm.runner.micro_batches import max_sum_bytes
-    from nanovllm.runner.start import start_rank
-
-    device = select_device(config.device, worker.rank, worker.size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
-    runner = start_rank(config, worker.connect(device, max_sum_bytes(config, device)))
+    runner = start_rank(config, connect(config, worker))
     worker.report("ready")
     runner.loop(worker)
     runner.exit()  # first completes the device's work, in which rank 0 may need this rank

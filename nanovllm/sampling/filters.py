@@ -23,3 +23,35 @@ class Filters(Feature):
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         logits = logits.gather()
         return logits._replace(thresholds=self.ops.filter_thresholds(logits.values, req_indices, self.state))
+
+
+def filter_thresholds(logits, req_indices, state):
+    """The smallest logit each sequence may sample, f32[B]; -inf for greedy requests and those without a filter.
+
+    `logits` [B, V] are before the temperature and cover the whole vocabulary.
+    """
+    req_indices = req_indices.long()
+    vocab_size = logits.shape[1]
+    temperature, top_k = state.temperature[req_indices], state.top_k[req_indices]
+    top_p, min_p = state.top_p[req_indices], state.min_p[req_indices]
+    thresholds = torch.full((len(req_indices),), -torch.inf, dtype=torch.float32, device=logits.device)
+    filtered = (temperature > 0) & (state.length[req_indices] > 0)
+    filtered &= ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
+    if not filtered.any():
+        return thresholds
+    temperature, top_k = temperature[filtered, None], top_k[filtered, None].long()
+    top_p, min_p = top_p[filtered, None], min_p[filtered, None]
+
+    wide = logits[filtered].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    ordered = wide.sort(dim=-1, descending=True).values
+    last_kept = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size) - 1
+    kth = ordered.gather(1, last_kept)
+    probs = (ordered.double() / temperature).masked_fill(ordered < kth, -torch.inf).softmax(-1)
+    prob_before = probs.cumsum(-1) - probs
+    kept = (prob_before < top_p) | (top_p >= 1)
+    kept[:, 0] = True
+    nucleus = ordered.masked_fill(~kept | (ordered < kth), torch.inf).amin(1, keepdim=True)
+    has_cut = (last_kept < vocab_size - 1) | (top_p < 1)
+    min_p_threshold = torch.where(min_p > 0, ordered[:, :1] + temperature * min_p.log(), -torch.inf)
+    thresholds[filtered] = torch.maximum(torch.where(has_cut, nucleus, -torch.inf), min_p_threshold).squeeze(1)
+    return thresholds

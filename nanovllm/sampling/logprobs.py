@@ -1,6 +1,7 @@
 """Log-probabilities: of sampled tokens and those most probable beside them, and of a prompt's own tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch
 from nanovllm.core import NewSequences, Targets
 from nanovllm.sampling.feature import Arrays, Feature, Logits
 
+MAX_TOP = 32  # alternatives of the kernel, which finds one a round; for more, topk is faster
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
 
 
@@ -33,23 +35,76 @@ class Logprobs(Feature):
 
     def of_sampled(self, raw: Logits, processed: Logits, tokens: torch.Tensor, num_top: int,
                    req_indices: torch.Tensor) -> torch.Tensor:
-        """``reference.token_logprobs`` of tokens i32[B]; ``raw`` are the logits as the model gave them."""
+        """``token_logprobs`` of tokens i32[B]; ``raw`` are the logits as the model gave them."""
         if not self.processed:
-            return self.ops.token_logprobs(raw.gather().values, tokens, num_top)
+            return self._compute(raw.gather().values, tokens, num_top)
         values, thresholds, _ = processed.gather()
         temperature = self.state.temperature[req_indices.long()]
         scales = torch.where(temperature > 0, 1 / temperature, 1.0)
-        return self.ops.token_logprobs(values, tokens, num_top, scales, thresholds)
+        return self._compute(values, tokens, num_top, scales, thresholds)
 
     def of_targets(self, targets: Targets, hidden: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor,
                    compute_logits: Callable[[torch.Tensor], Logits]) -> torch.Tensor:
         """The same of prompt tokens i32[n], which follow the packed tokens ``rows`` i32[n]; hidden states [T, C]."""
         num_top = self._limited(targets.num_top)
         return torch.cat([
-            self.ops.token_logprobs(compute_logits(hidden[some.long()]).gather().values, ids, num_top)
+            self._compute(compute_logits(hidden[some.long()]).gather().values, ids, num_top)
             for some, ids in zip(rows.split(LOGITS_ROWS), token_ids.split(LOGITS_ROWS), strict=True)
         ])  # fmt: skip
+
+    def _compute(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *options: Any) -> torch.Tensor:
+        compute = self.ops.token_logprobs if num_top <= MAX_TOP else token_logprobs
+        return compute(logits, tokens, num_top, *options)
 
     def _limited(self, num_top: int) -> int:
         """-1 is the whole vocabulary."""
         return self._vocab_size if num_top == -1 else min(num_top, self._vocab_size)
+
+
+def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
+    """Log-probabilities of one token per row and of the `num_top` most probable ones.
+
+    Args:
+        logits: [N, V], the whole vocabulary. NaN counts as -inf.
+        tokens: int[N].
+        num_top: number of most probable tokens, at most V; the lowest id first on a tie.
+        scales: f32[N], > 0: logits are multiplied by them, as by an inverse temperature.
+        thresholds: f32[N]: logits below count as -inf, before the scales; see `filter_thresholds`.
+
+    Returns:
+        i32[N, 2 + 2 * num_top], in one piece for one copy to the host; `unpack_logprobs` takes it apart. Columns: bits
+        of the token's fp32 logprob; its rank, the number of logits >= its own; the top ids; the bits of their logprobs.
+        In a row of -inf every logprob is -inf.
+    """
+    x = logits.float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    if thresholds is not None:
+        x = x.masked_fill(x < thresholds.unsqueeze(1), -torch.inf)
+    if scales is not None:
+        x = x * scales.unsqueeze(1)
+    own = x.gather(1, tokens.long().unsqueeze(1))
+    rank = (x >= own).sum(1, keepdim=True)
+    ids = top_ids(x, num_top)
+    normalizer = x.logsumexp(1, keepdim=True)
+    logprobs = torch.cat((own, x.gather(1, ids.long())), 1) - normalizer
+    logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf).view(torch.int32)
+    return torch.cat((logprobs[:, :1], rank.int(), ids, logprobs[:, 1:]), 1)
+
+
+def top_ids(x, num_top):
+    """Columns i32[N, num_top] of the largest values of fp32 `x` [N, V], the lowest column first on a tie."""
+    if num_top == 0:
+        return torch.empty((len(x), 0), dtype=torch.int32, device=x.device)
+    # topk does not promise the lowest column of a tie, so distinct keys: an integer in the order of the floats, -column
+    bits = (x + 0.0).view(torch.int32)  # -0.0 is a tie with 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) - torch.arange(x.shape[1], device=x.device)
+    return -keys.topk(num_top).values.int()  # the lower half
+
+
+def unpack_logprobs(packed):
+    """`token_logprobs`' result, a tensor or array, as (logprob f32[N], rank i32[N], ids i32[N, k], top f32[N, k])."""
+    num_top = packed.shape[1] // 2 - 1
+    float32 = torch.float32 if isinstance(packed, torch.Tensor) else "float32"
+    ids, top = packed[:, 2 : 2 + num_top], packed[:, 2 + num_top :]
+    return packed[:, 0].view(float32), packed[:, 1], ids, top.view(float32)

@@ -79,3 +79,34 @@ class MinTokens(Feature):
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         self.ops.mask_stop_ids(logits.values, req_indices, self.state, logits.vocab_start)
         return logits
+
+
+def apply_token_mask(logits, req_indices, state, token_mask, vocab_start=0):
+    """In place: -inf on the tokens that `token_mask` forbids, in sequences with `state.is_masked`.
+
+    Args:
+        token_mask: i32[R, ceil(vocabulary / 32)]; bit t % 32 of word t // 32 allows token t. Ids beyond are forbidden.
+        vocab_start: id of column 0 of `logits` [B, V], not always a multiple of 32.
+    """
+    slots = req_indices.long()
+    masked = ((state.is_masked[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
+    if len(masked) > 0:
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
+        words = token_mask[slots[masked]][:, (ids // 32).clamp(max=token_mask.shape[1] - 1)]
+        allowed = (words >> (ids % 32) & 1 > 0) & (ids < 32 * token_mask.shape[1])
+        logits[masked] = logits[masked].masked_fill(~allowed, -torch.inf)
+
+
+def mask_stop_ids(logits, req_indices, state, vocab_start=0):
+    """In place: -inf on the stop_ids of requests with length < min_len.
+
+    `vocab_start` is the id of column 0 of `logits` [B, V]; ids outside of its V columns are ignored.
+    """
+    req_indices = req_indices.long()
+    length = state.length[req_indices]
+    too_short = (length > 0) & (length < state.min_len[req_indices])
+    ids = state.stop_ids[req_indices].long()
+    columns = ids - vocab_start
+    masked = too_short.unsqueeze(1) & (ids >= 0) & (columns >= 0) & (columns < logits.shape[1])
+    sequence, entry = masked.nonzero(as_tuple=True)
+    logits[sequence, columns[sequence, entry]] = -torch.inf

@@ -4,17 +4,32 @@ The device keeps a short list of distinct tokens for each request, with their co
 last token, which the host may not know yet, before it applies them. R request slots, W entries of a list.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.kernels.sampling.reference import AdjustmentTable
 from nanovllm.sampling.feature import INT32_MAX, MAX_FLOAT, Arrays, Feature, Logits, Tensors
 from nanovllm.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 BIAS_ONLY = -1  # count of an entry that has a bias and is no token of the request
+
+
+@dataclass(frozen=True)
+class AdjustmentTable:
+    """Per request slot the distinct tokens whose logits change, in no order; strided views are fine.
+
+    W is large enough for every token that a request biases, was prompted with or generates. Every tensor-parallel rank
+    keeps the whole table.
+    """
+
+    num_entries: torch.Tensor  # i32[R]
+    num_counted: torch.Tensor  # i32[R], tokens of the sequence that the counts include
+    token_ids: torch.Tensor  # i32[R, W], distinct
+    counts: torch.Tensor  # i32[R, W], -1 only a bias; 0 in the prompt, not generated; k >= 1 generated k times
+    bias: torch.Tensor  # f32[R, W], added to the logit
 
 
 class Penalties(Feature):
@@ -86,3 +101,56 @@ def entries(params: SamplingParams, history: np.ndarray | None,
     counts = np.concatenate([counts, np.full(len(others), BIAS_ONLY)]).astype(np.int32)
     bias = np.array([bias_of.get(i, 0.0) for i in ids.tolist()]).clip(-MAX_FLOAT, MAX_FLOAT).astype(np.float32)
     return num_counted, ids, counts, bias
+
+
+def adjust_logits(logits, req_indices, state, last_token, table, vocab_start=0):
+    """fp32 logits [B, V] with bias and penalties; -inf and NaN stay. First counts the last token, if it is not yet.
+
+    Bias first, then the penalties in the order repetition, frequency, presence. Repetition divides positive logits and
+    multiplies the others. Requests without `state.is_adjusted` get a plain copy.
+
+    Args:
+        last_token: i32[R], the last of the `state.length` tokens of each sequence.
+        table: AdjustmentTable, counted in here.
+        vocab_start: id of column 0 of `logits` [B, V]; ids outside of its V columns are counted all the same.
+    """
+    adjusted = logits.to(torch.float32, copy=True)
+    slots = req_indices.long()
+    changed = ((state.is_adjusted[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
+    if len(changed) == 0:
+        return adjusted
+    slots = slots[changed]
+    uncounted = slots[table.num_counted[slots] < state.length[slots]]
+    if len(uncounted) > 0:
+        count_tokens(last_token[uncounted], uncounted, table)
+        table.num_counted[uncounted] = state.length[uncounted]
+
+    num_entries = table.num_entries[slots].unsqueeze(1)
+    width = int(num_entries.max())
+    columns = table.token_ids[slots, :width].long() - vocab_start
+    counts, bias = table.counts[slots, :width], table.bias[slots, :width]
+    present = torch.arange(width, device=logits.device) < num_entries
+    present &= (columns >= 0) & (columns < logits.shape[1])
+    x = adjusted[changed].gather(1, columns.masked_fill(~present, 0)) + bias
+    repetition = state.repetition_penalty[slots].unsqueeze(1)
+    penalized = torch.where(x > 0, x / repetition, x * repetition)
+    penalized = penalized - state.frequency_penalty[slots].unsqueeze(1) * counts
+    penalized = penalized - state.presence_penalty[slots].unsqueeze(1) * (counts > 0)
+    x = torch.where(counts >= 0, penalized, x)
+    sequence, entry = present.nonzero(as_tuple=True)
+    adjusted[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
+    return adjusted
+
+
+def count_tokens(tokens, slots, table):
+    """Count one generated token, i32[N], for each of the request slots, int64[N]; append it where it is new."""
+    num_entries = table.num_entries[slots]
+    width = int(num_entries.max())
+    is_entry = torch.arange(width, device=slots.device) < num_entries.unsqueeze(1)
+    matches = is_entry & (table.token_ids[slots, :width] == tokens.unsqueeze(1))
+    is_new = ~matches.any(1)
+    entry = torch.where(is_new, num_entries, (matches * torch.arange(width, device=slots.device)).sum(1)).long()
+    table.token_ids[slots, entry] = tokens
+    table.counts[slots, entry] = torch.where(is_new, 0, table.counts[slots, entry].clamp(min=0)) + 1
+    table.bias[slots[is_new], entry[is_new]] = 0.0
+    table.num_entries[slots[is_new]] += 1

@@ -36,7 +36,7 @@ class Sampler:
 
     def __init__(self, state: Any, tp: TPGroup, max_model_len: int, vocab_size: int, processed_logprobs: bool = False):
         R, device = state.max_num_seqs, state.device
-        self.state, self.tp, self.ops = state, tp, kernels.select(device.type)
+        self.state, self.tp, self.ops = state, tp, kernels.beside("nanovllm.sampling.gumbel", device.type)
         self.masks = TokenMasks(R, vocab_size, device)
         self.logprobs = Logprobs(R, vocab_size, processed_logprobs)
         self.min_tokens, self.filters = MinTokens(), Filters()
@@ -44,13 +44,13 @@ class Sampler:
         # in the order in which they are applied; log-probabilities follow the draw
         self.features: tuple[Feature, ...] = (self.masks, self.min_tokens, self.penalties, self.filters, self.logprobs)
         for feature in self.features:
-            feature.ops, feature.state = self.ops, state.sampling
+            feature.ops, feature.state = kernels.beside(type(feature).__module__, device.type), state.sampling
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
         self._no_thresholds = torch.full((R,), -torch.inf, dtype=torch.float32, device=device)
 
     def __call__(self, values: torch.Tensor, req_indices: torch.Tensor, used: tuple[Feature, ...] = (),
                  num_top: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sample one token per request and append it to its request (``reference.advance_requests``).
+        """Sample one token per request and append it to its request (``advance_requests`` of gumbel.py).
 
         Args:
             values: logits [B, V / tp.size], changed in place.

@@ -76,12 +76,12 @@ def test_failures_at_start(start, monkeypatch, target, text):
     monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 1.5)
     monkeypatch.setattr(workers_module, "UP_TIMEOUT_S", 1.0 if target is worker_mains.never_up else 60.0)
     with failure(1, text):
-        start(target).wait_for_state("ready")
+        start(target).wait_for("ready")
 
 
 def test_workers_leave_when_dismissed(start):
     workers = start(worker_mains.serve, size=3)
-    workers.wait_for_state("ready")
+    workers.wait_for("ready")
     for _ in range(2):
         workers.dismiss()
         assert workers.join()
@@ -91,7 +91,7 @@ def test_workers_leave_when_dismissed(start):
 
 def test_a_worker_that_raises(start):
     workers = start(worker_mains.serve, size=3)
-    workers.wait_for_state("ready")
+    workers.wait_for("ready")
     workers.send(2, 77)
     with failure(2, "ValueError: code 77"):
         idle(workers)
@@ -101,7 +101,7 @@ def test_a_worker_that_raises(start):
 
 def test_a_worker_that_is_killed(start):
     workers = start(worker_mains.serve, size=3)
-    workers.wait_for_state("ready")
+    workers.wait_for("ready")
     workers.processes[2].kill()
     with failure(2, "SIGKILL"):
         idle(workers)
@@ -109,7 +109,7 @@ def test_a_worker_that_is_killed(start):
 
 def test_a_worker_that_stops(start, monkeypatch):
     workers = start(worker_mains.serve, size=3)
-    workers.wait_for_state("ready")
+    workers.wait_for("ready")
     monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 1.5)
     os.kill(workers.processes[1].pid, signal.SIGSTOP)
     with failure(1, "no sign of life"):
@@ -134,7 +134,7 @@ def test_dismissal_that_is_not_read(start, monkeypatch, signal_number):
     """A dead or stopped worker was asked to leave, and rank 0's device waited for it for ever, with all its memory."""
     monkeypatch.setattr(workers_module, "EXIT_TIMEOUT_S", 1.0)
     workers, aborted = start(worker_mains.serve), []
-    workers.wait_for_state("ready")
+    workers.wait_for("ready")
     # a device that waits for the worker until the group is aborted
     workers.tp = SimpleNamespace(drain=lambda timeout_s: bool(aborted), abort=lambda: aborted.append(True))
     os.kill(workers.processes[1].pid, signal_number)
@@ -147,7 +147,7 @@ FORKING_SCRIPT = """
 import os, sys, worker_mains
 from nanovllm.distributed.workers import Workers
 workers = Workers(2, worker_mains.serve)
-workers.wait_for_state("ready")
+workers.wait_for("ready")
 if os.fork() == 0:
     workers.dismiss()
     workers.join()

@@ -10,6 +10,7 @@ from nanovllm.distributed.channel import Channel
 
 def serve(worker):
     """Receive messages until dismissed; a message (n, code) is an order for rank n."""
+    worker.report("up")
     worker.report("ready")
     while (message := worker.receive()) is not None:
         rank, code = message

@@ -119,7 +119,7 @@ class FakeDevice:
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.seeds = state.sampling.seed.numpy()
-        self.residency = SimpleNamespace(require_ready=lambda: None)
+        self.weights = SimpleNamespace(require_ready=lambda: None)
         self.computed = None  # by ``forward``, until ``sample``
         self.resumed = set()  # request slots of sequences that were preempted
         self.fail_at = None
@@ -142,7 +142,7 @@ class FakeDevice:
         (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
         assert len(tokens) == len(batch.req_indices) and req_indices.tolist() == batch.req_indices.tolist()
         self.last_token[req_indices] = tokens
-        self.sampled_tokens[self.length[req_indices] % 2, req_indices] = tokens
+        self.sampled_tokens[req_indices] = tokens
         self.length[req_indices] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
         used = self.sampler.used_by(batch.req_indices)

@@ -15,16 +15,20 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from nanovllm.kernels.sampling import filters, gumbel, logits, reference  # noqa: E402
-from nanovllm.kernels.sampling.reference import SamplingState  # noqa: E402
+from nanovllm import kernels  # noqa: E402
+from nanovllm.sampling.feature import SamplingState  # noqa: E402
 
-KERNELS = SimpleNamespace(
-    mask_stop_ids=logits.mask_stop_ids,
-    filter_thresholds=filters.filter_thresholds,
-    gumbel_argmax=gumbel.gumbel_argmax,
-    pick_and_advance=gumbel.pick_and_advance,
-)
-BOTH = pytest.mark.parametrize("ops", [reference, KERNELS], ids=["twin", "triton"])
+MODULES = ("masks", "penalties", "filters", "gumbel", "logprobs")
+
+
+def functions(device_type):
+    """The functions of all sampling modules, references or kernels."""
+    modules = [vars(kernels.beside(f"nanovllm.sampling.{name}", device_type)) for name in MODULES]
+    return SimpleNamespace(**{name: value for module in modules for name, value in module.items()})
+
+
+reference, KERNELS = functions("cpu"), functions("cuda")
+BOTH = pytest.mark.parametrize("ops", [reference, KERNELS], ids=["reference", "triton"])
 
 
 def make_state(num_requests, **values):

@@ -5,13 +5,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from nanovllm import kernels
-from nanovllm.kernels.sampling.reference import AdjustmentTable
+from nanovllm.sampling.penalties import AdjustmentTable
 
-from .sampling_state import DEVICE, every_request, make_state
+from .sampling_state import BOTH, DEVICE, KERNELS, every_request, make_state, reference
 
-TWINS, KERNELS = kernels.select("cpu"), kernels.select("cuda")
-BOTH = pytest.mark.parametrize("ops", [TWINS, KERNELS], ids=["twin", "triton"])
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -185,7 +182,7 @@ def test_repetition_penalty_is_that_of_transformers():
     state = with_columns(make_state(4, length=50), is_adjusted=1, **columns)
     table, _ = make_table([row.tolist() for row in sequences], [{}] * 4, 60)
     last_token = int32([0] * 4)
-    actual = TWINS.adjust_logits(logits.to(DEVICE), every_request(state), state, last_token, table).cpu()
+    actual = reference.adjust_logits(logits.to(DEVICE), every_request(state), state, last_token, table).cpu()
     for row, penalty in enumerate(penalties.tolist()):
         processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
         torch.testing.assert_close(actual[row : row + 1], processor(sequences[row : row + 1], logits[row : row + 1]))
@@ -224,7 +221,7 @@ def test_triton_adjusts_as_the_twin(vocab_size, width, dtype):
     req_indices = torch.randperm(11, device=DEVICE)[:9].int()
     logits = (torch.randn(9, vocab_size + 3, device=DEVICE) * 3).to(dtype)[:, :vocab_size]
     logits[3, ::2], logits[4, ::3] = -torch.inf, torch.nan
-    expected = TWINS.adjust_logits(logits, req_indices, state, last_token, twin_table)
+    expected = reference.adjust_logits(logits, req_indices, state, last_token, twin_table)
     actual = KERNELS.adjust_logits(logits, req_indices, state, last_token, table)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert (expected != logits.float()).any(1).sum() >= 5

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from nanovllm.kernels.sampling import reference
+from nanovllm.kernels.sampling import filters
 
 from .sampling_state import (
     BOTH,
     DEVICE,
     KERNELS,
     every_request,
-    filters,
     kept_ids,
     make_state,
     random_state,
+    reference,
     same_selection,
 )  # fmt: skip
 

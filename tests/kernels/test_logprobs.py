@@ -5,14 +5,10 @@ import math
 import pytest
 import torch
 
-from nanovllm import kernels
-from nanovllm.kernels.sampling import reference
-from nanovllm.kernels.sampling.reference import unpack_logprobs
+from nanovllm.sampling.logprobs import unpack_logprobs
 
-from .sampling_state import DEVICE, every_request, make_state
+from .sampling_state import BOTH, DEVICE, KERNELS, every_request, make_state, reference
 
-TWINS, KERNELS = kernels.select("cpu"), kernels.select("cuda")
-BOTH = pytest.mark.parametrize("ops", [TWINS, KERNELS], ids=["twin", "triton"])
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -51,7 +47,7 @@ def test_scales_and_thresholds_are_those_of_the_draw(ops):
     """The scale is an inverse temperature; what the threshold cuts has no probability."""
     state = make_state(4, temperature=[0.5, 2.0, 1.0, 0.7], top_k=[5, 0, 3, 0], top_p=[1.0, 0.6, 1.0, 1.0])
     logits = torch.randn(4, 300, device=DEVICE) * 3
-    thresholds = TWINS.filter_thresholds(logits, every_request(state), state)
+    thresholds = reference.filter_thresholds(logits, every_request(state), state)
     tokens = logits.argmin(1)
     packed = ops.token_logprobs(logits, tokens, 6, 1 / state.temperature, thresholds)
     logprob, rank, ids, top = unpack_logprobs(packed)
@@ -100,7 +96,7 @@ def test_triton_logprobs_agree_with_the_twin(num_rows, vocab_size, num_top, dtyp
     scales = torch.rand(num_rows, device=DEVICE) + 0.3
     thresholds = torch.randn(num_rows, device=DEVICE) * 3
     for options in ({}, {"scales": scales}, {"thresholds": thresholds, "scales": scales}, {"thresholds": thresholds}):
-        expected = TWINS.token_logprobs(logits, tokens, num_top, **options)
+        expected = reference.token_logprobs(logits, tokens, num_top, **options)
         assert_same(KERNELS.token_logprobs(logits, tokens, num_top, **options), expected)
 
 
@@ -111,7 +107,7 @@ def test_triton_top_tokens_of_one_group_and_of_many():
     logits[1, 256:288] += torch.linspace(80, 50, 32, device=DEVICE)
     logits[2, ::128] += 50
     tokens = random_tokens(3, 6000)
-    assert_same(KERNELS.token_logprobs(logits, tokens, 32), TWINS.token_logprobs(logits, tokens, 32))
+    assert_same(KERNELS.token_logprobs(logits, tokens, 32), reference.token_logprobs(logits, tokens, 32))
 
 
 @BOTH

@@ -91,7 +91,6 @@ def test_prefill_against_a_naive_model(prefill):
     # each sampled request's logits are those of the last token of its own prompt
     of = arrays.get("sampled_from", range(len(sampled_from)))
     assert [arrays["logits_indices"][j] for j in of] == [ends[j] - 1 for j in sampled_from]
-    assert batch.lengths.tolist() == [stops[j] for j in sampled_from]
     # what no request of the batch needs is not there
     assert ("sampled_from" in arrays) == (len(set(sampled_from)) < len(sampled_from))
     assert not arrays.keys() & {"copy_from", "copy_to", "target_rows", "target_ids"}

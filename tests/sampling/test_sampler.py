@@ -61,7 +61,7 @@ def sample_with_logprobs(slots, logits, features):
     used = tuple(getattr(sampler, name) for name in FEATURES if name in features)
     tokens, logprobs = sampler(logits, torch.arange(R + 1, dtype=torch.int32), used, num_top=2)
     assert tokens.dtype == torch.int32 and tokens[R] == 0
-    assert torch.equal(state.last_token[: R + 1], tokens) and torch.equal(state.sampled_tokens[0, : R + 1], tokens)
+    assert torch.equal(state.last_token[: R + 1], tokens) and torch.equal(state.sampled_tokens[: R + 1], tokens)
     assert state.length.tolist() == [5] * R + [0, 0]
     return tokens.tolist()[:R], None if logprobs is None else logprobs[:R]
 

@@ -1,6 +1,7 @@
 """Triton: top-k, top-p and min-p as one threshold per sequence, without a sort.
 
-Owns `filter_thresholds`; the reference in reference.py defines the filters. Does not know how tokens are drawn.
+Owns `filter_thresholds`; its reference in nanovllm/sampling/filters.py defines the filters. Does not know how tokens
+are drawn.
 
 The threshold is found by bisection over keys: integers in the order of the floats they encode. The fp32 form of a bf16
 logit has 16 zero bits, so its key is the upper half. Few logits are candidates: the maxima of chunks of 32 logits give
@@ -267,7 +268,7 @@ def filter_thresholds_kernel(
 
 
 def filter_thresholds(logits, req_indices, state):
-    """See reference.filter_thresholds."""
+    """See filter_thresholds in nanovllm/sampling/filters.py."""
     batch_size, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)

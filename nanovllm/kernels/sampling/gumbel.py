@@ -1,7 +1,7 @@
 """Triton: draws one token per sequence with the Gumbel-max trick, without a softmax.
 
-Owns `gumbel_argmax` and `pick_and_advance`; the references in reference.py define the noise. Does not know the
-filters: they arrive as one threshold per sequence.
+Owns `gumbel_argmax` and `pick_and_advance`; their references in nanovllm/sampling/gumbel.py define the noise. Does not
+know the filters: they arrive as one threshold per sequence.
 
 B sequences, V vocabulary, R request slots. Octet q: ids 8q .. 8q + 7, whose random bits are two Philox blocks.
 """
@@ -51,7 +51,7 @@ def random_words(key_low, key_high, octets, length, PART: tl.constexpr):
 
 @triton.jit
 def random_bits(key_low, key_high, octets, length):
-    """32 random bits for each id of some octets, [ids]; see reference.random_bits."""
+    """32 random bits for each id of some octets, [ids]; the reference is random_bits."""
     u0, u1, u2, u3 = random_words(key_low, key_high, octets, length, PART=0)
     l0, l1, l2, l3 = random_words(key_low, key_high, octets, length, PART=1)
     # Upper halves of words belong to ids 0 to 3, lower halves to 4 to 7. Joined so that they flatten in order.
@@ -67,7 +67,7 @@ def two_ids(upper, lower):
 
 @triton.jit
 def gumbel_noise(bits, COMPILED: tl.constexpr):
-    """32 random bits -> standard Gumbel noise; see reference.gumbel_noise."""
+    """32 random bits -> standard Gumbel noise; the reference is gumbel_noise."""
     is_lower = bits < 0x80000000
     nearer = tl.where(is_lower, bits, ~bits).to(tl.int32, bitcast=True)
     tail = (nearer.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -133,11 +133,11 @@ def combine_chunks_kernel(
     value_ptr, token_ptr,  # f32, i32[B], written here
     last_token_ptr,  # i32[R] strided, like the next two written here with ADVANCE
     new_length_ptr,  # i32[R] strided, incremented
-    sampled_tokens_ptr,  # i32[2, R], pinned host memory
-    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride, sampled_tokens_stride,
+    sampled_tokens_ptr,  # i32[R], pinned host memory
+    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,): the best chunk of each sequence; with ADVANCE also `reference.advance_requests`."""
+    """Grid (B,): the best chunk of each sequence; with ADVANCE also `advance_requests`."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     sequence = tl.program_id(0)
@@ -156,14 +156,14 @@ def combine_chunks_kernel(
         if ADVANCE:
             tl.store(last_token_ptr + req_idx * last_token_stride, token)
             length = tl.load(new_length_ptr + req_idx * new_length_stride)
-            tl.store(sampled_tokens_ptr + length % 2 * sampled_tokens_stride + req_idx, token)
+            tl.store(sampled_tokens_ptr + req_idx, token)
             tl.store(new_length_ptr + req_idx * new_length_stride, length + 1)
     tl.store(value_ptr + sequence, value)
     tl.store(token_ptr + sequence, token)
 
 
 def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
-    """See reference.gumbel_argmax. Two launches, `advance` included."""
+    """See gumbel_argmax in nanovllm/sampling/gumbel.py. Two launches, `advance` included."""
     batch_size, vocab_size = logits.shape
     device = logits.device
     assert logits.stride(1) == 1 and state.seed.stride(1) == 1
@@ -192,7 +192,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
         combine_chunks_kernel, (batch_size,),
         values, tokens, req_indices, state.length, value, token, last_token, new_length, sampled_tokens,
         vocab_start, num_chunks,
-        state.length.stride(0), last_token.stride(0), new_length.stride(0), sampled_tokens.stride(0),
+        state.length.stride(0), last_token.stride(0), new_length.stride(0),
         ADVANCE=advance is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1, **options,
     )  # fmt: skip
     return value, token
@@ -205,8 +205,8 @@ def pick_and_advance_kernel(
     tokens_ptr,  # i32[B], written here
     last_token_ptr,  # i32[R] strided, written here
     length_ptr,  # i32[R] strided, incremented here
-    sampled_tokens_ptr,  # i32[2, R], pinned host memory, written here
-    batch_size, last_token_stride, length_stride, sampled_tokens_stride,
+    sampled_tokens_ptr,  # i32[R], pinned host memory, written here
+    batch_size, last_token_stride, length_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
@@ -225,19 +225,19 @@ def pick_and_advance_kernel(
         best = tl.maximum(best, score)
     tl.store(tokens_ptr + offs, token, mask=mask)
     tl.store(last_token_ptr + req_idx * last_token_stride, token, mask=length > 0)
-    tl.store(sampled_tokens_ptr + length % 2 * sampled_tokens_stride + req_idx, token, mask=length > 0)
+    tl.store(sampled_tokens_ptr + req_idx, token, mask=length > 0)
     tl.store(length_ptr + req_idx * length_stride, length + 1, mask=length > 0)
 
 
 def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens):
-    """See reference.pick_and_advance. One launch."""
+    """See pick_and_advance in nanovllm/sampling/gumbel.py. One launch."""
     size, _, batch_size = candidates.shape
     assert candidates.is_contiguous()
     tokens, block = torch.empty(batch_size, dtype=torch.int32, device=candidates.device), 128
     launch(
         pick_and_advance_kernel, (triton.cdiv(batch_size, block),),
         candidates, req_indices, tokens, last_token, length, sampled_tokens,
-        batch_size, last_token.stride(0), length.stride(0), sampled_tokens.stride(0),
+        batch_size, last_token.stride(0), length.stride(0),
         SIZE=size, BLOCK=block, **launch_options(candidates.device),
     )  # fmt: skip
     return tokens

@@ -1,6 +1,6 @@
 """Triton: log-probabilities of one token per row and of the most probable ones, in one pass over the logits.
 
-Owns `token_logprobs`; the reference in reference.py defines it, and runs where many tokens are asked for.
+Owns `token_logprobs`; its reference in nanovllm/sampling/logprobs.py defines it, and runs where many are asked for.
 
 The pass leaves per block the sum of exponentials, and per group of 128 logits their maximum. Then one program per row
 takes the most probable tokens one by one: each lies in the group with the largest maximum left, so only that group is
@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from . import reference
 from .filters import from_key, to_key
 
 _BLOCK = 4096  # logits per program of the pass
 _GROUP = 128  # logits per maximum
-_MAX_TOP = 32  # for more the reference's topk is faster than a round for each
 
 
 @triton.jit
@@ -146,9 +144,7 @@ def token_logprobs_kernel(
 
 
 def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
-    """See reference.token_logprobs. Two launches."""
-    if num_top > _MAX_TOP:
-        return reference.token_logprobs(logits, tokens, num_top, scales, thresholds)
+    """See token_logprobs in nanovllm/sampling/logprobs.py. Two launches."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and num_top <= vocab_size
     num_blocks = triton.cdiv(vocab_size, _BLOCK)

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import Field, fields
+from dataclasses import fields
 from typing import Any, get_args
 
 from nanovllm.config import Config
@@ -27,13 +27,30 @@ such files"""
 OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
 was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job failed, 130
 after Ctrl-C"""
+SAMPLING = """Rows may have their own: a column "sampling_params", or the body. Every row draws from a seed of its own,
+derived from --seed (default 0) and its id."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("nanovllm", description="Offline LLM inference.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="batch | plot")
     batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False)
-    add_batch_options(batch)
+    add = batch.add_argument
+    add("input", metavar="IN", help=IN)
+    add("output", metavar="OUT", help=OUT)
+    add("--model", help="a directory or hub id; default: the bundled demo model")
+    add("--id-column", metavar="NAME", help='of plain rows; default: "custom_id" or "id", else the row\'s number')
+    add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
+    add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
+    add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")
+    add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
+    add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
+    add("--retry-errors", action="store_true", help="do the rows again that failed")
+    add("--overwrite", action="store_true", help="drop what OUT holds")
+    add("--metrics", metavar="FILE", help="append a line of JSON every second; nanovllm plot draws it")
+    add_fields(batch.add_argument_group("sampling", SAMPLING), fields(SamplingParams), SamplingParams)
+    add_fields(batch.add_argument_group("engine"), ENGINE_FIELDS, Config)
     plot = commands.add_parser("plot", help="draw what --metrics wrote", description="Draw what --metrics wrote.")
     plot.add_argument("metrics", help="the file of batch --metrics")
     plot.add_argument("output", help=".html, one page that needs nothing else; or .png")
@@ -44,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "plot":
             from nanovllm.jobs.plot import run
         else:
-            from nanovllm.cli.batch import run
+            from nanovllm.jobs.batch import run
 
             args.engine = {f.name: getattr(args, f.name) for f in ENGINE_FIELDS if hasattr(args, f.name)}
             args.sampling = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
@@ -56,45 +73,18 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def add_batch_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("input", metavar="IN", help=IN)
-    add("output", metavar="OUT", help=OUT)
-    add("--model", help="a directory or hub id; default: the bundled demo model")
-    add("--id-column", metavar="NAME", help='of plain rows; default: "custom_id" or "id", else the row\'s number')
-    add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
-    add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
-    add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
-    add("--chat-template-kwargs", metavar="JSON", type=json_object, default={}, help="its variables, as an object")
-    add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
-    add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
-    add("--retry-errors", action="store_true", help="do the rows again that failed")
-    add("--overwrite", action="store_true", help="drop what OUT holds")
-    add("--metrics", metavar="FILE", help="append a line of JSON every second; nanovllm plot draws it")
-    group = parser.add_argument_group(
-        "sampling", 'Rows may have their own: a column "sampling_params", or the body. Every row draws from a seed of '
-        "its own, derived from --seed (default 0) and its id."
-    )  # fmt: skip
-    add_fields(group, fields(SamplingParams), SamplingParams.__doc__ or "")
-    add_fields(parser.add_argument_group("engine"), ENGINE_FIELDS, Config.__doc__ or "")
-
-
-def add_fields(group: Any, options: Any, docstring: str) -> None:
-    """An option for each field, absent from the namespace unless it is given."""
-    docs = dict(re.findall(r"^        (\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE))
+def add_fields(group: Any, options: Any, owner: type) -> None:
+    """An option for each field, with what the owner's docstring says of it; absent unless it is given."""
+    docs = dict(re.findall(r"^        (\w+): (.*(?:\n {12}.*)*)", owner.__doc__ or "", re.MULTILINE))
     for option in options:
-        how = how_to_read(option)
+        kinds = get_args(option.type) or (option.type,)
+        how: dict[str, Any] = {"type": str if str in kinds else json_value, "metavar": "X"}
+        if bool in kinds:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif list[str] in kinds:
+            how = {"action": "append", "metavar": "TEXT"}  # may be repeated
         text = " ".join(docs[option.name].split()).replace("%", "%%")
         group.add_argument(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
-
-
-def how_to_read(option: Field) -> dict[str, Any]:
-    kinds = get_args(option.type) or (option.type,)
-    if bool in kinds:
-        return {"action": argparse.BooleanOptionalAction}
-    if list[str] in kinds:
-        return {"action": "append", "metavar": "TEXT"}  # may be repeated
-    return {"metavar": "X"} if str in kinds else {"type": json_value, "metavar": "X"}
 
 
 def json_value(text: str) -> Any:
@@ -102,10 +92,3 @@ def json_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor JSON") from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    value = json_value(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
-    return value

@@ -1,0 +1,300 @@
+"""A rank's weights between requests: updated in place, put to sleep with the rest of the device's memory, woken up.
+
+Owns the copies on the host, and which weights are missing. The engine is idle whenever this is called. An update keeps
+addresses, so CUDA graphs stay valid; sleep drops the graphs, and wake-up captures them again.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.models.loader import WeightFiller
+from nanovllm.runner.kv_scales import calibrate
+from nanovllm.runner.memory import detach_kv_cache
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+Source = str | os.PathLike | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+TAGS = "weights", "kv_cache"
+# Pinned memory is handed out in powers of two. In pieces of this size little of it is lost.
+CHUNK_BYTES = 64 << 20
+BUCKET_BYTES = 512 << 20  # of tensors on their way to the other ranks
+
+
+class Weights:
+    """Sleep, wake-up and update of a rank's weights. Rank 0's is asked by the engine; its ``call`` runs all ranks'.
+
+    Attributes:
+        sleeping: tags of what is not in the device's memory.
+        missing: weights to be given before the engine can run, by their names in the checkpoint, and why. On rank 0.
+    """
+
+    def __init__(self, runner: "ModelRunner"):
+        self._runner = weakref.proxy(runner)  # in a cycle a failed start would keep its memory until the next full GC
+        self.sleeping: set[str] = set()
+        self.missing: dict[str, str] = {}
+        self._needs_calibration = False
+        # of parameters and buffers, by its address: storage, size in bytes, its bytes on the host (none if dropped)
+        self._offloaded: dict[int, tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = {}
+
+    def require_ready(self) -> None:
+        """Rank 0, before a request runs. Raises EngineError where none can."""
+        if self.sleeping:
+            raise EngineError(f"the engine sleeps ({', '.join(sorted(self.sleeping))}); call wake_up() first.")
+        if self.missing:
+            some = sorted(self.missing)[:3]
+            raise EngineError(
+                f"{self.missing[some[0]]}: {len(self.missing)} tensors are missing, among them {', '.join(some)}. Call "
+                "update_weights with all of them first."
+            )
+        if self._needs_calibration:  # once for all the updates before, which may be of a tensor each
+            self.call("calibrate")
+            self._needs_calibration = False
+
+    def call(self, method: str, *args: Any) -> None:
+        """Rank 0: run a method on every rank; raises what a rank raised."""
+        workers = self._runner.workers
+        if workers is None:
+            getattr(self, method)(*args)
+            return
+        with workers.guard():
+            workers.send("weights", method, *args)
+            errors = [self.attempt(method, *args), *workers.wait_for_answers()]
+        for error in filter(None, errors):
+            raise error
+
+    def attempt(self, method: str, *args: Any) -> NanoVLLMError | None:
+        """Run a method on this rank; returns the error that the caller is to hear of."""
+        try:
+            getattr(self, method)(*args)
+        except NanoVLLMError as error:
+            return error
+        return None
+
+    def update(self, weights: Source, partial: bool) -> set[str]:
+        """Rank 0: write the weights on every rank; returns their names.
+
+        An update that fails leaves all weights missing, unless it ends before it wrote any.
+        """
+        if "weights" in self.sleeping:
+            raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are updated.")
+        source = "update_weights"
+        if isinstance(weights, (str, os.PathLike)):
+            weights = source = os.path.abspath(os.path.expanduser(weights))  # ranks may have other working directories
+            if not os.path.exists(source):
+                raise CheckpointError(f"update_weights: {source} does not exist; give a directory of safetensors.")
+        self.call("begin_update")
+        filler, before = self._filler, self.missing
+        self.missing = dict.fromkeys(filler.missing, "an update of the weights failed half way")
+        try:
+            with closing(self._parts(weights)) as parts:
+                for part in parts:
+                    self.call("load", part)
+            if not partial:
+                filler.check_complete(source, "; give all of them, or partial=True")
+        except BaseException:
+            if not filler.filled:
+                self.missing = before
+            raise
+        # the other half of an FP8 weight, unless this is the half that was missing
+        halves = filler.missing & {other_half(name) for name in filler.filled - before.keys()}
+        self.missing = {name: why for name, why in before.items() if name not in filler.filled}
+        self.missing |= dict.fromkeys(halves, "an FP8 weight got its data or its scale alone")
+        self._needs_calibration = self._runner.kv_dtype == E4M3
+        return filler.filled
+
+    def _parts(self, weights: Any) -> Generator[Any, None, None]:
+        """What the ranks load, in turn: the path, or all pairs; for several ranks files in shared memory."""
+        if isinstance(weights, str):
+            yield weights
+        elif self._runner.workers is None:
+            yield as_pairs(weights)
+        else:
+            from safetensors.torch import save_file
+
+            for bucket in in_buckets(as_pairs(weights), self._runner.model.unused_tensors):
+                with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
+                    file = os.path.join(directory, "update_weights")  # errors name it
+                    save_file(bucket, file)
+                    bucket.clear()
+                    yield file
+
+    def begin_update(self) -> None:
+        """Every rank: no weight is written yet."""
+        self._filler = WeightFiller(self._runner.model)
+
+    @torch.inference_mode()
+    def load(self, weights: str | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Every rank: write tensors, of files or given as pairs, into the parameters."""
+        self._runner.synchronize()
+        try:
+            if isinstance(weights, str):
+                self._filler.fill_from_files(weights)
+            else:
+                self._filler.fill_from(weights, "update_weights")
+        finally:
+            self._runner.synchronize()  # the caller may change its tensors, or delete the files
+
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Every rank: set the scales of an FP8 KV cache by the new weights; the cache is empty now."""
+        runner = self._runner
+        calibrate(runner.model, runner.config, runner.dtype, runner.device)
+        runner.synchronize()
+
+    def sleep(self, level: int) -> None:
+        """Every rank: 1 moves the weights to the host, 2 drops them; KV cache, graphs and sampling tables go."""
+        if level not in (1, 2):
+            raise ConfigError(f"sleep: level={level!r} must be 1 (weights to the host) or 2 (weights dropped).")
+        runner = self._runner
+        runner.synchronize()
+        self.sleeping = set(TAGS)  # before the work, so that wake_up mends what an interrupt leaves
+        runner.graphs = None  # they hold addresses of weights and KV cache
+        runner.sampler.release()
+        self._drop_kv_cache()
+        if level == 2:
+            why = "the weights were dropped by sleep(level=2)"
+            self.missing = dict.fromkeys(WeightFiller(runner.model).missing, why)
+        if level == 2 or runner.device.type == "cuda":  # on the CPU the weights are on the host
+            self._offload(keep=level == 1)
+        free_cached_memory(runner.device)
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """Every rank: take the memory of ``tags``, by default all, again, and capture the graphs when all is there.
+
+        Raises:
+            OutOfMemoryError: the device has no room; what slept sleeps on.
+        """
+        given = TAGS if tags is None else tags
+        if not isinstance(given, (list, tuple, set)) or not all(tag in TAGS for tag in given):
+            raise ConfigError(f"wake_up: tags={tags!r} must be None or a list of {', '.join(map(repr, TAGS))}.")
+        runner, waking = self._runner, self.sleeping & set(given)
+        try:
+            with torch.inference_mode():
+                if "weights" in waking:
+                    self._restore()
+                if "kv_cache" in waking:
+                    runner.allocate_kv_cache()
+                if waking == self.sleeping and runner.use_graphs and runner.graphs is None:
+                    runner.capture_cudagraph()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            runner.graphs = None
+            if "kv_cache" in waking:
+                self._drop_kv_cache()
+            for storage, _, _ in self._offloaded.values() if "weights" in waking else ():
+                storage.resize_(0)
+            free_cached_memory(runner.device)
+            raise OutOfMemoryError(
+                f"wake_up: no room on {runner.device} for {', '.join(sorted(waking))}: {error}\nFree memory there (a "
+                "trainer's, perhaps) and call wake_up again."
+            ) from error
+        self.sleeping -= waking
+        if "weights" in waking:
+            self._offloaded = {}
+
+    def _drop_kv_cache(self) -> None:
+        self._runner.kv_cache = None
+        detach_kv_cache(self._runner.model)
+
+    def _offload(self, keep: bool) -> None:
+        """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""
+        model = self._runner.model
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage, keeps = tensor.untyped_storage(), keep or not isinstance(tensor, torch.nn.Parameter)
+            if storage.nbytes() > 0:  # else it is tied, or offloaded before
+                chunks = to_host(storage) if keeps else []
+                self._offloaded[storage._cdata] = storage, storage.nbytes(), chunks
+                storage.resize_(0)
+            elif not keeps:
+                self._offloaded[storage._cdata][2].clear()
+
+    def _restore(self) -> None:
+        for storage, size, chunks in self._offloaded.values():
+            storage.resize_(size)
+            for target, chunk in zip(as_bytes(storage).split(CHUNK_BYTES), chunks, strict=False):
+                target.copy_(chunk, non_blocking=True)
+        self._runner.synchronize()
+
+
+def other_half(name: str) -> str:
+    """The scale of an FP8 weight's data, the data of a scale."""
+    return name.removesuffix("_scale") if name.endswith("_scale") else f"{name}_scale"
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return what torch's, or the C library's, allocator keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # a function of glibc, which keeps freed pages of tensors below 32 MiB
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """A storage's bytes as pieces in pinned memory."""
+    on_gpu, chunks = storage.device.type == "cuda", []
+    for chunk in as_bytes(storage).split(CHUNK_BYTES):
+        try:
+            on_host = torch.empty(len(chunk), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        except (RuntimeError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"sleep: no room on the host for the weights: {error}\nCall wake_up(), or sleep(level=2), which drops "
+                "them."
+            ) from error
+        chunks.append(on_host.copy_(chunk, non_blocking=True))
+    if on_gpu:
+        torch.cuda.synchronize(storage.device)
+    return chunks
+
+
+def as_pairs(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pairs (name, tensor), checked one by one."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        match pair:
+            case [str() as name, torch.Tensor() as tensor]:
+                yield name, tensor
+            case _:
+                raise CheckpointError(
+                    "update_weights takes a path of safetensors, or pairs (name, tensor) such as "
+                    f"model.named_parameters(), not {pair!s:.100}."
+                )
+
+
+def in_buckets(pairs: Iterable[tuple[str, torch.Tensor]], unused: re.Pattern[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies on the host of at most BUCKET_BYTES together, or of one tensor."""
+    bucket: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in pairs:
+        if unused.fullmatch(name):
+            continue
+        if name in bucket or (bucket and num_bytes + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = {}, 0
+        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def shared_directory(num_bytes: int) -> tempfile.TemporaryDirectory:
+    """In shared memory if it has room: a container may have 64 MiB of it."""
+    shm = "/dev/shm"
+    has_room = os.path.isdir(shm) and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1.1 * num_bytes
+    return tempfile.TemporaryDirectory(prefix="nanovllm-", dir=shm if has_room else None)

@@ -1,0 +1,121 @@
+"""The draw in plain PyTorch: noise, argmax, and the step of the requests. Kernels: ``kernels/sampling/gumbel.py``.
+
+B sequences, V vocabulary, R request slots.
+"""
+
+import torch
+
+
+def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
+    """Sample one token per sequence: argmax of logit / temperature + Gumbel noise over logits >= threshold.
+
+    Temperature 0 is greedy. The lowest id wins a tie, NaN counts as -inf, padding requests get token 0. The noise
+    depends on the request's seed, its length and the id alone.
+
+    Args:
+        vocab_start: id of column 0, for a rank that holds part of the vocabulary.
+        advance: (last_token, length, sampled_tokens), to call `advance_requests` on the tokens.
+        candidates: i32[2, B], written: the results as rows of one tensor, scores by their bits.
+
+    Returns:
+        Scores f32[B] and token ids i32[B]; `pick_and_advance` chooses between ranks.
+    """
+    slots = req_indices.long()
+    temperature = state.temperature[slots].unsqueeze(1)
+    length = state.length[slots]
+    wide = logits.float()
+    allowed = (wide >= thresholds.unsqueeze(1)) & ~wide.isnan()
+    scores = torch.where(temperature > 0, wide * (1.0 / temperature), wide)
+    random = (temperature.squeeze(1) > 0).nonzero().squeeze(1)
+    if len(random) > 0:
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
+        scores[random] = scores[random] + gumbel_noise(state.seed[slots[random]], length[random], ids)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    values, tokens = scores.max(dim=1)
+    tokens = (scores == values.unsqueeze(1)).int().argmax(dim=1)  # max() does not promise the lowest id of a tie
+    tokens = torch.where(length > 0, tokens + vocab_start, 0).int()
+    values = torch.where(length > 0, values, 0.0)
+    if advance is not None:
+        advance_requests(tokens, req_indices, *advance)
+    if candidates is not None:
+        candidates[0], candidates[1] = values.view(torch.int32), tokens
+    return values, tokens
+
+
+def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens):
+    """The ranks' best candidates i32[B], appended to their requests by `advance_requests`.
+
+    The best score wins, the lowest id on a tie. `candidates` i32[ranks, 2, B] are those of `gumbel_argmax`.
+    """
+    scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
+    tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
+    advance_requests(tokens, req_indices, last_token, length, sampled_tokens)
+    return tokens
+
+
+def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
+    """Append `tokens` i32[B] to their requests: last_token = token, length += 1. Padding requests stay at length 0.
+
+    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling.
+    """
+    live = length[req_indices.long()] > 0
+    slots, tokens = req_indices.long()[live], tokens.to(last_token.dtype)[live]
+    last_token[slots] = tokens
+    sampled_tokens[slots.to(sampled_tokens.device)] = tokens.to(sampled_tokens.device)
+    length[slots] += 1
+
+
+def gumbel_noise(seed, length, ids):
+    """Standard Gumbel noise f32[B, N] for consecutive token `ids` [N], `seed` i32[B, 2] and `length` i32[B].
+
+    -log(e) with exponential e = -log(1 - u), u uniform. Both tails are computed without cancellation, so the noise
+    keeps its resolution in large vocabularies.
+    """
+    tail, is_lower = uniform_tails(random_bits(seed, length, ids))
+    exponential = torch.where(is_lower, -torch.log1p(-tail), -torch.log(tail))
+    return -torch.log(exponential)
+
+
+def random_bits(seed, length, ids):
+    """32 random bits (int64) per sequence and id, [B, N].
+
+    The upper 16 bits of id 8q + 4h + i are half h (0: the upper one) of word i of the Philox block (q, length, 0, 0);
+    the lower 16 bits are those of (q, length, 1, 0).
+    """
+    key = seed.long().unsqueeze(1)  # [B, 1, 2]
+    first, last = int(ids[0]), int(ids[-1])  # ids are consecutive
+    octets = torch.arange(first // 8, last // 8 + 1, device=ids.device).unsqueeze(0)  # [1, N / 8]
+    part = torch.arange(2, device=ids.device).view(2, 1, 1)
+    counter = octets, length.long().unsqueeze(1), part, torch.zeros_like(octets)
+    bits = torch.empty(len(seed), octets.shape[1], 8, dtype=torch.int64, device=ids.device)
+    for i, (upper, lower) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
+        bits[..., i] = (upper & 0xFFFF0000) | (lower >> 16)
+        bits[..., 4 + i] = (upper & 0xFFFF) << 16 | (lower & 0xFFFF)
+    return bits.flatten(1)[:, first % 8 : first % 8 + last - first + 1]
+
+
+def philox_4x32(counter, key):
+    """Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), 32-bit words in int64.
+
+    Seven rounds are the fewest that pass BigCrush there.
+    """
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = (word & mask for word in counter)
+    k0, k1 = (word & mask for word in key)
+    for _ in range(7):
+        # The products wrap at 2**64; the masked halves are still those of the full product.
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = ((high >> 32) & mask) ^ c1 ^ k0, ((low >> 32) & mask) ^ c3 ^ k1
+        c1, c3 = high & mask, low & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def uniform_tails(bits):
+    """Uniform u = (bits + 0.5) / 2**32 as (tail f32 in (0, 0.5], is_lower): u = tail where is_lower, else 1 - tail.
+
+    fp32 holds 1 - u to 32 bits near u = 1, where it cannot hold u.
+    """
+    is_lower = bits < 2**31
+    nearer = torch.where(is_lower, bits, 0xFFFFFFFF - bits)
+    return (nearer.float() + 0.5) * 2.0**-32, is_lower
