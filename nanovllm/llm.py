@@ -105,9 +105,9 @@ class LLM(LLMEngine):
             with Guard(self):
                 request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
             deltas: DeltaStream | None = None
-            for _, finished in self._run([request]):
+            for _ in self._run([request]):
                 deltas = deltas or DeltaStream(request)  # its sequences are made by now
-                if (delta := deltas.last() if finished else deltas.delta()) is not None:
+                if (delta := deltas.delta()) is not None:
                     yield delta
             return
         if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
@@ -144,6 +144,15 @@ class LLM(LLMEngine):
             request.future = future = RequestFuture(self, request.request_id)
             self._queue([request], self._submitted)
         return future
+    def deltas(self, request_id: int) -> DeltaStream:
+        """What a request of ``add_request`` generates, to be asked after any step until it is finished.
+
+        Raises:
+            RequestError: no unfinished request has this id.
+        """
+        if (request := self._added.unfinished.get(request_id)) is None:
+            raise RequestError(f"deltas: request_id={request_id!r} is of no unfinished request of add_request.")
+        return DeltaStream(request)
 
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "nanovllm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
-    "as_vllm": 1_110,
+    "as_vllm": 1_000,
     "cli": 270,
     "core": 290,
     "distributed": 870,

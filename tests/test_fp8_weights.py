@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
-from nanovllm.as_vllm import launch
-from nanovllm.as_vllm.options import EngineArgs, to_nanovllm
+from nanovllm.as_vllm.options import EngineArgs, start, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers import quantization as fp8_weights
@@ -532,12 +531,12 @@ def test_vllm_names_the_quantization_of_a_checkpoint(form, name, has, published,
     options = {"quantization": name, "max_model_len": 128, "device": "cpu", "skip_tokenizer_init": True}
     if has not in (None, repr(name)):
         text = re.escape(f"LLM: quantization={name!r} names the quantization of a checkpoint, and {path} has {has}.")
-        for start in (args.create_model_config, lambda: launch.start(path, options)):
+        for make in (args.create_model_config, lambda: start(path, options)):
             with pytest.raises(ConfigError, match=text):
-                start()
+                make()
         return
     assert args.create_model_config().max_model_len == 128
-    with launch.start(path, options) as llm, launch.start(path, {**options, "quantization": None}) as plain:
+    with start(path, options) as llm, start(path, {**options, "quantization": None}) as plain:
         assert generate(llm, [[5, 6, 7] * 7], greedy(4)) == generate(plain, [[5, 6, 7] * 7], greedy(4))
 
 

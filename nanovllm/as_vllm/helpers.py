@@ -1,40 +1,14 @@
 """Small functions and types that vLLM's modules offer to scripts."""
 
 import gc
-import random
 import socket
-import sys
 import uuid
 from collections import namedtuple
 from typing import Any
 
-from nanovllm.errors import EngineError
-
 # names an adapter: may be made, and a request with one is refused
 LoRARequest = namedtuple("LoRARequest", "lora_name lora_int_id lora_path long_lora_max_len base_model_name",
                          defaults=("", None, None))  # fmt: skip
-
-
-class Unsupported(type):
-    """A class that may be imported, derived from and asked about by isinstance, but not made; nor has it methods."""
-
-    def __call__(cls, *_: Any, **__: Any) -> Any:
-        name = cls.__mro__[-2].__name__
-        raise EngineError(f"vLLM's {name} is not supported by nanovllm, which stands in for vLLM here.")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return cls
-
-
-class Hint(type):
-    """A class of any fields, with any name as in an enumeration, such as ``CompilationConfig`` and ``UsageContext``."""
-
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return name
 
 
 def get_tokenizer(tokenizer_name: Any, *args: Any, tokenizer_mode: str = "auto", download_dir: str | None = None,
@@ -46,8 +20,7 @@ def get_tokenizer(tokenizer_name: Any, *args: Any, tokenizer_mode: str = "auto",
     return AutoTokenizer.from_pretrained(tokenizer_name, *args, cache_dir=download_dir, **kwargs)
 
 
-def resolve_hf_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None,
-                             **_: Any) -> str | None:
+def resolve_hf_chat_template(tokenizer: Any, chat_template: Any = None, tools: Any = None, **_: Any) -> str | None:
     """The template that ``apply_chat_template`` would take; None if there is none."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
@@ -68,20 +41,17 @@ def get_open_port() -> int:
 def set_random_seed(seed: int | None) -> None:
     """Seeds Python, numpy and torch. nanovllm's draws do not depend on them."""
     if seed is not None:
-        import numpy as np
-        import torch
+        from transformers import set_seed
 
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        set_seed(seed)
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Collect garbage: an engine without references frees its memory and its workers."""
+    import torch
+
     gc.collect()
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 class Platform:

@@ -1,22 +1,23 @@
 """vLLM's ``LLM`` and ``LLMEngine``: its signatures over one nanovllm engine."""
 
 import os
-from collections.abc import Callable
-from itertools import accumulate
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm import launch, options
-from nanovllm.as_vllm.prompts import as_prompt, as_prompts, refuse
-from nanovllm.as_vllm.requests import NamedRequest
-from nanovllm.as_vllm.sampling import SamplingParams, snapshots
+from nanovllm.as_vllm import options
+from nanovllm.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.as_vllm.worker import worker_class
+from nanovllm.engine.prompts import is_one_prompt
+from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
-OF_THE_WORKER = ("sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model")  # see ``DriverWorker``
+OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
+NO_LORA = "LoRA adapters are not supported. Merge the adapter into the weights, and pass None."
+PROMPT_KEYS = "prompt", "prompt_token_ids"
+IGNORED_KEYS = "cache_salt", "type"  # no value of theirs changes an output
 
 
 class LLMEngine:
@@ -28,7 +29,6 @@ class LLMEngine:
 
     Attributes:
         vllm_config, model_config and so on: the options; see ``EngineConfig``.
-        model_executor: holds the ``driver_worker``.
 
     Raises:
         ConfigError: a keyword is unknown, or has a value that nanovllm cannot honour.
@@ -36,12 +36,11 @@ class LLMEngine:
 
     def __init__(self, model: str, **keywords: Any):
         make_worker = worker_class(keywords.get("worker_extension_cls") or "")
-        self._keywords, self._llm = keywords, launch.start(model, keywords)
+        self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
-        self._worker = worker = make_worker(self._llm, config)
-        self.model_executor = SimpleNamespace(driver_worker=worker, collective_rpc=worker.collective_rpc)
-        self._requests: dict[str, NamedRequest] = {}
+        self.model_executor = self._worker = make_worker(self._llm, config)
+        self._requests: dict[str, tuple[int, RequestOutputKind, DeltaStream]] = {}  # by the user's name
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -81,11 +80,10 @@ class LLMEngine:
         """vLLM's defaults, with those of the checkpoint's ``generation_config.json``."""
         source = self._keywords.get("generation_config") or "auto"
         path = self._llm.config.model_path if source == "auto" else source
-        defaults = {} if source == "vllm" else checkpoint.read_generation_config(path)
-        override = dict(self._keywords.get("override_generation_config") or {})
-        if (max_new_tokens := override.pop("max_new_tokens", None)) is not None:
-            override["max_tokens"] = max_new_tokens
-        return SamplingParams.from_optional(**{**defaults, **override})
+        values = {} if source == "vllm" else checkpoint.read_generation_config(path)
+        for name, value in (self._keywords.get("override_generation_config") or {}).items():
+            values["max_tokens" if name == "max_new_tokens" else name] = value
+        return SamplingParams.from_optional(**values)
 
     def get_metrics(self) -> list[Any]:
         return []  # as with disable_log_stats, the default
@@ -103,7 +101,9 @@ class LLMEngine:
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        self._requests[request_id] = NamedRequest(self.awake(), request_id, as_prompt(prompt), params)
+        number = self.awake().add_request(as_prompt(prompt), snapshots(params))
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        self._requests[request_id] = number, kind, self._llm.deltas(number)
         return request_id
 
     def has_unfinished_requests(self) -> bool:
@@ -116,7 +116,7 @@ class LLMEngine:
         """Ids that are unknown or finished are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             if name in self._requests:
-                self._llm.abort(self._requests.pop(name).request_id)
+                self._llm.abort(self._requests.pop(name)[0])
 
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
@@ -126,9 +126,16 @@ class LLMEngine:
             if self._llm.is_finished():
                 self._requests.clear()  # they were dropped
             raise
-        outputs = [request.output(request.request_id in finished) for request in self._requests.values()]
-        self._requests = {name: r for name, r in self._requests.items() if r.request_id not in finished}
-        return [output for output in outputs if output is not None]
+        outputs = []
+        for name, (number, kind, stream) in list(self._requests.items()):
+            if number in finished:
+                del self._requests[name]
+            elif kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            if (output := stream.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
+                output.request_id = name
+                outputs.append(output)
+        return outputs
 
     # ---------------------------------------------------------------- torch's profiler
 
@@ -197,26 +204,30 @@ class LLM(LLMEngine):
     embed = encode = classify = reward = score = _no_pooling
 
 
-class FlatLogprobs(list):
-    """Log-probabilities by position, as a list of dictionaries, and as columns over all their entries."""
-
-    token_ids = property(lambda self: [token_id for at in self for token_id in at or ()])
-    logprobs = property(lambda self: self._column("logprob"))
-    ranks = property(lambda self: self._column("rank"))
-    decoded_tokens = property(lambda self: self._column("decoded_token"))
-    end_indices = property(lambda self: list(accumulate(len(at or ()) for at in self)))
-    start_indices = property(lambda self: [0, *self.end_indices][:-1])
-
-    def _column(self, name: str) -> list[Any]:
-        return [getattr(entry, name) for at in self for entry in (at or {}).values()]
+def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> Any:
+    """One prompt or many, as nanovllm takes them; ids beside them are how they were given before dictionaries."""
+    if prompt_token_ids is not None:
+        ids = [prompt_token_ids] if is_one_prompt(prompt_token_ids) else prompt_token_ids
+        texts = [None] * len(ids) if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+        if len(texts) != len(ids):
+            raise RequestError(f"{len(texts)} prompts but {len(ids)} prompt_token_ids.")
+        return [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)]
+    return [as_prompt(prompt) for prompt in prompts] if isinstance(prompts, (list, tuple)) else as_prompt(prompts)
 
 
-def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Where ``flat_logprobs`` asks for it."""
-    params = params if isinstance(params, (list, tuple)) else [params] * len(outputs)
-    for output, asked in zip(outputs, params, strict=True):
-        if getattr(asked, "flat_logprobs", False):
-            for holder, name in [(output, "prompt_logprobs"), *((c, "logprobs") for c in output.outputs)]:
-                if (logprobs := getattr(holder, name)) is not None:
-                    setattr(holder, name, FlatLogprobs(logprobs))
-    return outputs
+def as_prompt(prompt: Any) -> Any:
+    """A dictionary without the keys that are empty, or change nothing; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key, value in prompt.items():
+        if value and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
+            raise RequestError(f"a prompt with {key!r} is not supported by nanovllm; allowed: {PROMPT_KEYS}.")
+    return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
+
+
+def refuse(method: str, **values: Any) -> None:
+    """Raise RequestError for arguments that would change the result and are not supported."""
+    for name, value in values.items():
+        if any(value) if isinstance(value, (list, tuple)) else value:  # priorities of 0 change nothing
+            advice = NO_LORA if name == "lora_request" else "is not supported by nanovllm; leave it out."
+            raise RequestError(f"{method}: {name}={value!r:.200} {advice}")

@@ -10,14 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from nanovllm.as_vllm import VLLM_VERSION
+from nanovllm.errors import EngineError
 
+VLLM_VERSION = "0.33.0"  # whose interface this is
 PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for child processes, and its version
 
 # below vllm; the packages that these are in are there too
@@ -30,13 +30,13 @@ LEAVES = """version envs sampling_params pooling_params beam_search outputs logp
     distributed.device_communicators.pynccl model_executor.utils model_executor.models.registry
     model_executor.parallel_utils.parallel_state"""
 PATHS = [("vllm", *leaf.split(".")) for leaf in LEAVES.split()]
-MODULES = sorted({".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)})  # a package before its parts
+MODULES = {".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)}
 
 # module -> the names that it has, imported when they are first asked for; "new=old" gives another name
 SOURCES = {
-    "nanovllm.as_vllm.llm": "LLM LLMEngine FlatLogprobs",
+    "nanovllm.as_vllm.llm": "LLM LLMEngine",
     "nanovllm.as_vllm.options": "EngineArgs FlexibleArgumentParser",
-    "nanovllm.as_vllm.sampling": "SamplingParams RequestOutputKind StructuredOutputsParams "
+    "nanovllm.as_vllm.sampling": "SamplingParams RequestOutputKind FlatLogprobs StructuredOutputsParams "
                                  "GuidedDecodingParams=StructuredOutputsParams",
     "nanovllm.as_vllm.worker": "Worker=DriverWorker",
     "nanovllm.as_vllm.helpers": "LoRARequest get_tokenizer cached_get_tokenizer=get_tokenizer "
@@ -67,15 +67,35 @@ NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]
 ENVIRONMENT = {"VLLM_USE_V1": True, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": False}
 
 
+class Unsupported(type):
+    """A class that may be imported, derived from and asked about by isinstance, but not made; nor has it methods."""
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        name = cls.__mro__[-2].__name__
+        raise EngineError(f"vLLM's {name} is not supported by nanovllm, which stands in for vLLM here.")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return cls
+
+
+class Hint(type):
+    """A class of any fields, with any name as in an enumeration, such as ``CompilationConfig`` and ``UsageContext``."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return name
+
+
 @cache
 def resolve(name: str) -> Any:
     """The object that stands for vLLM's ``name``; the same under all its paths."""
     if name in SOURCE_OF:
         source, own_name = SOURCE_OF[name]
         return getattr(importlib.import_module(source), own_name)
-    from nanovllm.as_vllm import helpers
-
-    return helpers.Hint(name, (SimpleNamespace,), {}) if name in HINTS.split() else helpers.Unsupported(name, (), {})
+    return Hint(name, (SimpleNamespace,), {}) if name in HINTS.split() else Unsupported(name, (), {})
 
 
 class StandIn(ModuleType):
@@ -94,16 +114,18 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "vllm.envs" and name.startswith("VLLM_"):
             return os.environ.get(name, ENVIRONMENT.get(name))
+        if (submodule := sys.modules.get(f"{self.__name__}.{name}")) is not None:
+            return submodule
         if name not in NAMES:
             raise AttributeError(f"nanovllm's stand-in for the module {self.__name__!r} has no {name!r}")
-        setattr(self, name, resolve(name))
         return resolve(name)
 
 
-class Finder(MetaPathFinder):
+class Finder:
     """Keeps Python from looking for modules below ``vllm`` elsewhere: ``install`` has made all there are."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+    @staticmethod
+    def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname.startswith("vllm."):
             raise ModuleNotFoundError(
                 f"nanovllm, which stands in for vLLM here, has no module {fullname!r}", name=fullname
@@ -116,11 +138,8 @@ def install() -> None:
         del sys.modules[name]
     for name in MODULES:
         sys.modules[name] = StandIn(name)
-        package, _, own_name = name.rpartition(".")
-        if package:
-            setattr(sys.modules[package], own_name, sys.modules[name])
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    if Finder not in sys.meta_path:
+        sys.meta_path.insert(0, Finder)
     paths = [str(PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(PATH) not in sys.path:

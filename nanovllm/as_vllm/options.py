@@ -1,16 +1,22 @@
-"""vLLM's engine keywords: passed on to nanovllm, or accepted at the values that change nothing.
+"""vLLM's engine keywords, passed on or accepted at the values that change nothing, and the engine they ask for.
 
 One table serves ``LLM(...)``, ``EngineArgs(...)`` and its command line.
 """
 
 import argparse
 import json
+import os
+import re
 import sys
+import weakref
 from dataclasses import make_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.llm import LLM
 from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
 from nanovllm.validation import did_you_mean
@@ -22,7 +28,7 @@ PASSED: dict[str, Any] = {
     "device": "auto", "gpu_memory_utilization": 0.9, "enforce_eager": False, "max_num_seqs": None,
     "max_num_batched_tokens": None, "enable_prefix_caching": None, "logprobs_mode": "raw_logprobs", "max_logprobs": 20,
 }  # fmt: skip
-# handled here, in launch.py and in llm.py
+# handled here and in llm.py
 OWN: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6B", "max_model_len": None, "block_size": None, "num_gpu_blocks_override": None,
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
@@ -33,11 +39,9 @@ ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path override_pooler_config pooler_config lora_modules
         kv_cache_memory_bytes kv_transfer_config kv_offloading_size speculative_config speculative_model
         num_speculative_tokens logits_processor_pattern"""),
-    ((None, {}), "mm_processor_kwargs additional_config model_loader_extra_config"),
-    ((None, []), "logits_processors"),
-    ((False,), """enable_lora_bias fully_sharded_loras enable_prompt_adapter enable_expert_parallel
+    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config logits_processors"),
+    ((False, None), """enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
-    ((False, None), "enable_lora"),
     ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
     ((0,), "cpu_offload_gb"),
     (("auto",), "worker_cls"),
@@ -74,9 +78,8 @@ def check(keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if name not in DEFAULTS:
             raise ConfigError(f"LLM() has no option {name!r}.{did_you_mean(name, DEFAULTS)}")
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            if name == "tokenizer_revision" and value == keywords.get("revision"):
-                continue
+        is_the_models = name == "tokenizer_revision" and value == keywords.get("revision")
+        if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
 
@@ -110,13 +113,71 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def start(model: str, keywords: dict[str, Any]) -> LLM:
+    """The engine that vLLM's keywords ask for.
+
+    Without ``max_model_len`` it is the model's own context length, or what the KV cache holds if that is less.
+    """
+    check(keywords)
+    claim_devices(keywords.get("tensor_parallel_size") or 1)
+    has_weights, download_dir = keywords.get("load_format") != "dummy", keywords.get("download_dir")
+    path = checkpoint.resolve_model(model, keywords.get("revision"), has_weights, cache_dir=download_dir)
+    overlay = overlaid(path, keywords)
+    if overlay is not None:
+        path = overlay.name
+    if overlay is not None or download_dir:
+        model = path
+    max_model_len = keywords.get("max_model_len")
+    if is_default := max_model_len in (None, -1, "auto"):
+        max_model_len = read_model_config(path).max_position_embeddings
+    llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
+    if overlay is not None:
+        weakref.finalize(llm, overlay.cleanup)
+    capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
+    if is_default and capacity < llm.config.max_model_len:
+        # the engine's tables are wider than needed now, and every check of a request reads this value
+        vars(llm.config).update(max_model_len=capacity)
+    return llm
+
+
+def overlaid(path: str, keywords: dict[str, Any]) -> TemporaryDirectory | None:
+    """A directory with links to the files of ``path`` and the config.json that keywords change; None if they do not."""
+    overrides = keywords.get("hf_overrides") or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"LLM: hf_overrides={overrides!r:.100} must be a dictionary of fields of config.json.")
+    overrides = {**overrides, **{n: keywords[n] for n in ("rope_scaling", "rope_theta") if keywords.get(n)}}
+    if not overrides:
+        return None
+    directory = TemporaryDirectory(prefix="nanovllm-")
+    for file in Path(path).iterdir():
+        if file.name != "config.json":
+            Path(directory.name, file.name).symlink_to(file.resolve())
+    config = {**checkpoint.read_json(Path(path, "config.json")), **overrides}
+    Path(directory.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def claim_devices(size: int) -> None:
+    """In one of several data-parallel processes (``VLLM_DP_SIZE``), see only the devices of its rank.
+
+    A launcher may have chosen them already; then fewer are visible than all ranks need.
+    """
+    rank = os.environ.get("VLLM_DP_RANK_LOCAL", os.environ.get("VLLM_DP_RANK", ""))
+    num_ranks = int(os.environ.get("VLLM_DP_SIZE", "1"))
+    if num_ranks < 2 or not rank.isdigit():
+        return
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
+    if len(devices) >= num_ranks * size and not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(rank) * size : (int(rank) + 1) * size])
+
+
 class EngineConfig:
     """An engine's options under vLLM's names. One object is ``vllm_config`` and all its parts.
 
-    Args:
-        config: nanovllm's.
-        keywords: vLLM's.
-        runner: of a running engine.
+    Made of nanovllm's ``config``, vLLM's ``keywords`` and, if the engine runs, its ``runner``.
     """
 
     runner_type = task = "generate"
@@ -179,11 +240,8 @@ class _EngineArgs:
 
 def _value(text: str) -> Any:
     """An integer or JSON if it reads as one; "None" is None."""
-    if text == "None":
-        return None
-    if text[:1] in ("{", "["):
-        return json.loads(text)
-    return int(text) if text.lstrip("-").isdigit() else text
+    is_json = text[:1] in ("{", "[") or text.lstrip("-").isdigit()
+    return None if text == "None" else json.loads(text) if is_json else text
 
 
 EngineArgs: Any = make_dataclass("EngineArgs", [(name, Any, DEFAULTS[name]) for name in DEFAULTS], bases=(_EngineArgs,))
@@ -194,8 +252,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes ``--max_model_len`` for ``--max-model-len``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        dashed = []
-        for arg in sys.argv[1:] if args is None else args:
-            name, equals, value = arg.partition("=")
-            dashed.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
+        given = sys.argv[1:] if args is None else args
+        dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in given]
         return super().parse_known_args(dashed, namespace)

@@ -1,13 +1,14 @@
-"""vLLM's ``SamplingParams``: nanovllm's, with vLLM's order of arguments, its defaults and its further fields."""
+"""vLLM's ``SamplingParams``, with its order of arguments, its defaults, and the fields that nanovllm lacks."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from enum import Enum
-from inspect import Parameter, Signature
+from itertools import accumulate
 from typing import Any
 
 import nanovllm.sampling_params as core
 from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput
 
 MIN_TEMPERATURE = 1e-2  # vLLM raises lower ones, but for those it takes as greedy, to this
 
@@ -60,52 +61,39 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class SamplingParams(core.SamplingParams):
+class _SamplingParams:
     """nanovllm's, made as vLLM's are. Checked when made and when submitted; values stay as they were given."""
 
-    __annotations__ = dict.fromkeys(DEFAULTS, Any)
     __struct_fields__ = tuple(DEFAULTS)
-    __signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULTS[n]) for n in DEFAULTS])
 
-    def __new__(cls, *_: Any, **__: Any) -> "SamplingParams":
-        return object.__new__(cls)  # an unknown name is a TypeError, of ``__init__``
-
-    def __init__(self, *args: Any, **values: Any):
-        for name, value in {**DEFAULTS, **self.__signature__.bind(*args, **values).arguments}.items():
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for name, value in values.items():
             if name in ("stop", "stop_token_ids", "bad_words"):
                 value = [] if value is None else [value] if isinstance(value, str) else value
-            setattr(self, name, value.tolist() if hasattr(value, "tolist") else value)
-        self.seed = None if self.seed == -1 else self.seed
-        self._as_core()
+            values[name] = value.tolist() if hasattr(value, "tolist") else value
+        values["seed"] = None if values["seed"] == -1 else values["seed"]
+        self.as_core()
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in DEFAULTS)
-
-    def snapshot(self) -> core.SamplingParams:
-        """A checked copy of nanovllm's own class; raises RequestError for a value that it cannot honour.
-
-        vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions.
-        """
-        return self._as_core(temperature=1.0, top_k=1) if self.n > 1 and self.is_greedy else self._as_core()
-
-    def _as_core(self, **others: Any) -> core.SamplingParams:
-        values = {name: getattr(self, name) for name in DEFAULTS}
+    def as_core(self, **others: Any) -> core.SamplingParams:
+        """A checked copy of nanovllm's own class; RequestError for a value that it cannot honour."""
+        values = {**vars(self), **others}
         for name, neutral in NEUTRAL.items():
-            if values[name] not in neutral and not (name == "best_of" and values[name] == self.n):
+            if values[name] not in neutral and not (name == "best_of" and values[name] == values["n"]):
                 raise RequestError(
                     f"SamplingParams: {name}={values[name]!r:.100} is not supported; "
                     f"allowed: {', '.join(map(repr, neutral))}{' or n' if name == 'best_of' else ''}."
                 )
-        if self.max_tokens is not None and self.max_tokens == 0:
+        if values["max_tokens"] is not None and values["max_tokens"] == 0:
             raise RequestError("SamplingParams: max_tokens=0 must be an integer >= 1 or None.")
         values["structured_outputs"] = values["structured_outputs"] or values["guided_decoding"]  # its old name
-        params = core.SamplingParams(**{**{name: values[name] for name in core.DEFAULTS}, **others})
+        params = core.SamplingParams(**{name: values[name] for name in core.DEFAULTS})
         if not params.is_greedy:
             params.temperature = max(params.temperature, MIN_TEMPERATURE)
         return params
 
     @staticmethod
-    def from_optional(**values: Any) -> "SamplingParams":
+    def from_optional(**values: Any) -> Any:
         """None stands for a default, but in ``max_tokens``. Biases are cut to [-100, 100]; their ids may be text."""
         if values.get("logit_bias") is not None:
             values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in values["logit_bias"].items()}
@@ -115,9 +103,40 @@ class SamplingParams(core.SamplingParams):
     clone = copy.deepcopy
 
 
+SamplingParams: Any = make_dataclass("SamplingParams", [(n, Any, DEFAULTS[n]) for n in DEFAULTS],
+                                     bases=(_SamplingParams,), namespace={"__module__": __name__})  # fmt: skip
+
+
 def snapshots(params: Any) -> Any:
     """Of one SamplingParams or of a list of them; an object that is there many times is copied once."""
-    if not isinstance(params, (list, tuple)):
-        return params.snapshot() if isinstance(params, core.SamplingParams) else params  # refused by the engine
-    copies = {key: snapshots(p) for key, p in {id(p): p for p in params}.items()}
-    return [copies[id(p)] for p in params]
+    if isinstance(params, (list, tuple)):
+        copies = {key: snapshots(p) for key, p in {id(p): p for p in params}.items()}
+        return [copies[id(p)] for p in params]
+    if not isinstance(params, SamplingParams):
+        return params  # refused by the engine
+    # vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions
+    are_equal = params.n > 1 and params.temperature < core.MIN_TEMPERATURE
+    return params.as_core(temperature=1.0, top_k=1) if are_equal else params.as_core()
+
+
+class FlatLogprobs(list):
+    """Log-probabilities by position, as a list of dictionaries, and as columns over all their entries."""
+
+    token_ids = property(lambda self: [token_id for at in self for token_id in at or ()])
+    logprobs = property(lambda self: [entry.logprob for entry in self._entries])
+    ranks = property(lambda self: [entry.rank for entry in self._entries])
+    decoded_tokens = property(lambda self: [entry.decoded_token for entry in self._entries])
+    end_indices = property(lambda self: list(accumulate(len(at or ()) for at in self)))
+    start_indices = property(lambda self: [0, *self.end_indices][:-1])
+    _entries = property(lambda self: [entry for at in self for entry in (at or {}).values()])
+
+
+def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestOutput]:
+    """Where ``flat_logprobs`` asks for it."""
+    params = params if isinstance(params, (list, tuple)) else [params] * len(outputs)
+    for output, asked in zip(outputs, params, strict=True):
+        if getattr(asked, "flat_logprobs", False):
+            for holder, name in [(output, "prompt_logprobs"), *((c, "logprobs") for c in output.outputs)]:
+                if (logprobs := getattr(holder, name)) is not None:
+                    setattr(holder, name, FlatLogprobs(logprobs))
+    return outputs

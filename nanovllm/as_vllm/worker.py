@@ -20,16 +20,15 @@ class DriverWorker:
     """
 
     rank = local_rank = 0
-    worker = property(lambda self: self)
+    worker = driver_worker = property(lambda self: self)
 
     def __init__(self, llm: LLM, vllm_config: Any):
         self._llm, self.is_paused = llm, False
         self.vllm_config, self.device = vllm_config, llm.model_runner.device
         model, worker = llm.model_runner.model, weakref.proxy(self)  # the model must not keep its engine alive
         model.load_weights = lambda weights: worker.load_weights(weights)  # type: ignore
-        self.model_runner = SimpleNamespace(
-            model=model, device=self.device, vllm_config=vllm_config, get_model=lambda: model
-        )
+        self.model_runner = SimpleNamespace(model=model, device=self.device, vllm_config=vllm_config)
+        self.model_runner.get_model = lambda: model
 
     def get_model(self) -> Any:
         """The model, a ``torch.nn.Module``."""

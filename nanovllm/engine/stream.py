@@ -14,7 +14,7 @@ class DeltaStream:
     def __init__(self, request: Request):
         self._request = request
         self._num_sent = [0] * len(request.seqs)  # tokens
-        self._num_sent_chars = [0] * len(request.seqs)
+        self._sent = [""] * len(request.seqs)  # text
         self._unsent = [""] * len(request.seqs)  # text
         params, tokenizer = request.params, request.tokenizer.tokenizer
         self._detokenizers = [
@@ -24,29 +24,31 @@ class DeltaStream:
         ]
         self._held_back = max((len(text) - 1 for text in params.stop or ()), default=0)
 
-    def delta(self) -> RequestOutput | None:
-        """What is new in a request that is not finished; None if nothing is."""
-        outputs = []
+    def delta(self, cumulative: bool = False) -> RequestOutput | None:
+        """What is new, or with ``cumulative`` everything until now; None if nothing is new."""
+        if self._request.num_unfinished == 0:
+            return self._request.output() if cumulative else self._last()
+        outputs, is_new = [], False
         for index, completion in enumerate(self._request.completions):
             seq = completion.seq
-            start, stop = self._num_sent[index], seq.num_completion_tokens
+            start, stop, first = self._num_sent[index], seq.num_completion_tokens, seq.num_prompt_tokens
             if seq.finish_reason is not None and stop > start:
                 stop -= 1  # the token that ended it may not belong to the text: the last delta tells
-            token_ids = seq.tokens(seq.num_prompt_tokens + start, seq.num_prompt_tokens + stop).tolist()
+            token_ids = seq.tokens(first + start, first + stop).tolist()
             text = self._new_text(index, token_ids)
-            self._num_sent[index] = start + len(token_ids)
+            self._num_sent[index], is_new = start + len(token_ids), is_new or len(token_ids) > 0
+            if cumulative:
+                start, text, token_ids = 0, self._sent[index], seq.tokens(first, first + stop).tolist()
             outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(index, token_ids, start)))
-        is_new = any(output.token_ids for output in outputs)
         return self._request.output_of(outputs, finished=False) if is_new else None
 
-    def last(self) -> RequestOutput:
-        """What is new in the finished request."""
+    def _last(self) -> RequestOutput:
         output = self._request.output()
         for index, whole in enumerate(output.outputs):
             start = self._num_sent[index]
             token_ids = whole.token_ids[start:]
             output.outputs[index] = CompletionOutput(
-                index, whole.text[self._num_sent_chars[index] :], token_ids, whole.cumulative_logprob,
+                index, whole.text[len(self._sent[index]) :], token_ids, whole.cumulative_logprob,
                 self._logprobs(index, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
             )  # fmt: skip
         return self._request.output_of(output.outputs)
@@ -58,7 +60,7 @@ class DeltaStream:
         unsent = self._unsent[index] + "".join(map(self._detokenizers[index].feed, token_ids))
         end = max(0, len(unsent) - self._held_back)
         self._unsent[index] = unsent[end:]
-        self._num_sent_chars[index] += end
+        self._sent[index] += unsent[:end]
         return unsent[:end]
 
     def _logprobs(self, index: int, token_ids: list[int], start: int) -> tuple:

@@ -60,9 +60,6 @@ class EngineThread:
                     future.set_exception(error)
             try:
                 llm.step()
-                while done:
-                    finished = done.pop()
-                    waiting.pop(finished).set_result(finished.result())
             except Exception as error:
                 if isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError)):
                     traceback.print_exc()
@@ -71,3 +68,9 @@ class EngineThread:
                     future.set_exception(error)
                 waiting.clear()
                 done.clear()
+            while done:
+                future = waiting.pop(finished := done.pop())
+                if (failure := finished.exception()) is None:
+                    future.set_result(finished.result())
+                else:
+                    future.set_exception(failure)

@@ -34,7 +34,8 @@ SAMPLING_FIELDS = {
 
 
 def resolve_model(
-    model: str | os.PathLike | None, revision: str | None = None, weights: bool = True, option: str = "model"
+    model: str | os.PathLike | None, revision: str | None = None, weights: bool = True, option: str = "model",
+    cache_dir: str | None = None,
 ) -> str:
     """Return the local directory of ``model`` (see ``Config``), after a download if it is a hub id not in the cache.
 
@@ -42,6 +43,7 @@ def resolve_model(
         revision: of a hub model; a directory has none, and ignores it.
         weights: False leaves the safetensors out of the download.
         option: the name of the option of ``LLM`` that gave ``model``, for errors.
+        cache_dir: of hub models; None is the hub library's.
 
     Raises:
         CheckpointError: neither a readable directory nor a hub id, or the hub cannot provide it.
@@ -65,7 +67,7 @@ def resolve_model(
 
     patterns = [*SMALL_FILES, "*.safetensors"] if weights else [*SMALL_FILES]
     try:
-        return snapshot_download(str(model), revision=revision, allow_patterns=patterns)
+        return snapshot_download(str(model), revision=revision, cache_dir=cache_dir, allow_patterns=patterns)
     except LocalEntryNotFoundError:
         hub = "it is not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
         if option == "model":

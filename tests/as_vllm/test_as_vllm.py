@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from nanovllm.as_vllm import launch, options
+from nanovllm.as_vllm import options
 from nanovllm.as_vllm.llm import LLM
 from nanovllm.as_vllm.sampling import SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -137,13 +137,13 @@ def test_data_parallel_processes_take_devices_of_their_own(monkeypatch, visible,
     if rank is not None:
         monkeypatch.setenv("VLLM_DP_SIZE", "2")
         monkeypatch.setenv("VLLM_DP_RANK", rank)
-    launch.claim_devices(2)
+    options.claim_devices(2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == devices
 
 
 def test_context_is_cut_to_what_the_kv_cache_holds():
     """vLLM's default is the model's context length; a small device holds less, and requests must know."""
-    llm = launch.start(str(DEMO_MODEL), {"num_gpu_blocks_override": 64, "device": "cpu"})
+    llm = options.start(str(DEMO_MODEL), {"num_gpu_blocks_override": 64, "device": "cpu"})
     try:
         assert llm.config.max_model_len == 1024
         with pytest.raises(RequestError, match="the prompt has 1024 tokens; with max_model_len=1024 at most 1023 fit"):
@@ -151,7 +151,7 @@ def test_context_is_cut_to_what_the_kv_cache_holds():
     finally:
         llm.exit()
     with pytest.raises(ConfigError, match="max_model_len=5000: the model has positions for 4096 tokens"):
-        launch.start(str(DEMO_MODEL), {"max_model_len": 5000})
+        options.start(str(DEMO_MODEL), {"max_model_len": 5000})
 
 
 @pytest.mark.parametrize("name", sorted(options.NEUTRAL))

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanovllm import ConfigError, OutOfMemoryError, RequestError, SamplingParams
+from nanovllm.engine.request import Request
 from nanovllm.integrations.engine_thread import EngineThread
 
 OPTIONS = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8, "num_kvcache_blocks": 64, "quiet": True}
@@ -35,6 +36,22 @@ def test_submit_from_many_threads(engine, reference):
 def test_errors_are_of_their_request(engine):
     good, bad = engine.submit([2], PARAMS), engine.submit([10**6], PARAMS)
     with pytest.raises(RequestError, match="outside the vocabulary"):
+        bad.result(60)
+    assert len(good.result(60)["token_ids"]) == 6
+
+
+def test_an_output_that_cannot_be_made_fails_its_request(engine, monkeypatch):
+    """Its caller waited for ever, and the requests beside it failed."""
+    output = Request.output
+
+    def failing(request):
+        if request.prompt_ids.tolist() == [3]:
+            raise OSError("the tokenizer's file is gone")
+        return output(request)
+
+    monkeypatch.setattr(Request, "output", failing)
+    good, bad = engine.submit([2], PARAMS), engine.submit([3], PARAMS)
+    with pytest.raises(OSError, match="file is gone"):
         bad.result(60)
     assert len(good.result(60)["token_ids"]) == 6
 

@@ -104,7 +104,7 @@ def test_hub_says_no(monkeypatch):
 def test_download(weights, monkeypatch):
     import huggingface_hub
 
-    def download(name, revision, allow_patterns):
+    def download(name, revision, cache_dir, allow_patterns):
         assert (name, revision, "*.safetensors" in allow_patterns) == ("Qwen/Qwen3-0.6B", "main", weights)
         return "/cache"
 
