@@ -15,22 +15,22 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
     "as_vllm": 1_000,
-    "cli": 270,
+    "cli": 95,
     "core": 290,
-    "distributed": 870,
-    "engine": 3_080,
+    "distributed": 865,
+    "engine": 3_060,
     "integrations": 445,
-    "jobs": 800,
-    "kernels": 6_080,
+    "jobs": 900,
+    "kernels": 5_930,
     "layers": 840,
     "models": 1_450,
-    "runner": 2_060,
+    "runner": 2_000,
     "sampling": 775,
     "utils": 165,
-    "other modules": 1_030,
+    "other modules": 1_045,
 }
 PATH_LINES = 3_100  # the reading path
-PATH_AND_IMPORTS_LINES = 8_200  # and what its files import directly, kernels apart
+PATH_AND_IMPORTS_LINES = 8_000  # and what its files import directly, kernels apart
 
 
 @cache

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
-FIRST = 128  # sequences of a call that its first step waits for: making them takes 1 ms
+FIRST = 256  # sequences of a call that its first step waits for: making them takes 2 ms
 
 
 class LLMEngine:
