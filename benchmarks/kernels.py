@@ -69,8 +69,9 @@ def check(name, actual, expected, limit=1e-2):
 
 def operations(device_type):
     """Those of layers and of sampling: kernels, or for "cpu" their references."""
-    sampling = (kernels.beside(f"nanovllm.sampling.{name}", device_type) for name in SAMPLING)
-    return SimpleNamespace(**vars(kernels.select(device_type)), **{n: f for m in sampling for n, f in vars(m).items()})
+    ops = kernels.select(device_type)
+    sampling = (ops.beside(f"nanovllm.sampling.{name}") for name in SAMPLING)
+    return SimpleNamespace(**vars(ops), **{name: value for module in sampling for name, value in vars(module).items()})
 
 
 def element_wise(ops, twins, shape, num_tokens):

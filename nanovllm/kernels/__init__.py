@@ -34,20 +34,13 @@ OPS = {
 def select(device_type: str | None = None) -> SimpleNamespace:
     """The operations for a device type; None is torch's default device.
 
+    ``beside(module)`` among them gives the functions of a module of references, such as "nanovllm.sampling.filters":
+    itself, or for CUDA the module of kernels with the same names, kernels/sampling/filters.py.
+
     Raises:
         ConfigError: a CUDA device without Triton.
     """
     return _load_ops((device_type or torch.get_default_device().type) == "cuda")
-
-
-def beside(reference: str, device_type: str) -> ModuleType:
-    """The module ``reference`` of plain functions, such as "nanovllm.sampling.filters"; for CUDA the module of kernels
-    with the same names, kernels/sampling/filters.py.
-
-    Raises:
-        ConfigError: as ``select``.
-    """
-    return _load(reference.removeprefix("nanovllm.")) if device_type == "cuda" else import_module(reference)
 
 
 @cache
@@ -56,7 +49,12 @@ def _load_ops(use_triton: bool) -> SimpleNamespace:
     for name, module in OPS.items():
         folder, _, _ = module.rpartition(".")
         ops[name] = getattr(_load(module if use_triton else f"{folder}.reference".lstrip(".")), name)
-    return SimpleNamespace(**ops)
+    beside = _load_beside if use_triton else import_module
+    return SimpleNamespace(**ops, beside=beside)
+
+
+def _load_beside(reference: str) -> ModuleType:
+    return _load(reference.removeprefix("nanovllm."))
 
 
 def _load(module: str) -> ModuleType:

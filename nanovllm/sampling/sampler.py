@@ -36,7 +36,8 @@ class Sampler:
 
     def __init__(self, state: Any, tp: TPGroup, max_model_len: int, vocab_size: int, processed_logprobs: bool = False):
         R, device = state.max_num_seqs, state.device
-        self.state, self.tp, self.ops = state, tp, kernels.beside("nanovllm.sampling.gumbel", device.type)
+        beside = kernels.select(device.type).beside
+        self.state, self.tp, self.ops = state, tp, beside("nanovllm.sampling.gumbel")
         self.masks = TokenMasks(R, vocab_size, device)
         self.logprobs = Logprobs(R, vocab_size, processed_logprobs)
         self.min_tokens, self.filters = MinTokens(), Filters()
@@ -44,7 +45,7 @@ class Sampler:
         # in the order in which they are applied; log-probabilities follow the draw
         self.features: tuple[Feature, ...] = (self.masks, self.min_tokens, self.penalties, self.filters, self.logprobs)
         for feature in self.features:
-            feature.ops, feature.state = kernels.beside(type(feature).__module__, device.type), state.sampling
+            feature.ops, feature.state = beside(type(feature).__module__), state.sampling
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
         self._no_thresholds = torch.full((R,), -torch.inf, dtype=torch.float32, device=device)
 

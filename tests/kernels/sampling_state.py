@@ -23,7 +23,7 @@ MODULES = ("masks", "penalties", "filters", "gumbel", "logprobs")
 
 def functions(device_type):
     """The functions of all sampling modules, references or kernels."""
-    modules = [vars(kernels.beside(f"nanovllm.sampling.{name}", device_type)) for name in MODULES]
+    modules = [vars(kernels.select(device_type).beside(f"nanovllm.sampling.{name}")) for name in MODULES]
     return SimpleNamespace(**{name: value for module in modules for name, value in module.items()})
 
 
