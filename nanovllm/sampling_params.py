@@ -222,6 +222,13 @@ class SamplingParams(Parameters):
         """A checked copy, for the engine to keep."""
         return SamplingParams(*VALUES_OF(self))
 
+    def without_texts(self) -> "SamplingParams":
+        """Without stop strings, bad words and grammars. Only the host reads these, and strings of the user's own class
+        (an ``Enum``) may be such that no other process can unpickle them."""
+        if not (self.stop or self.bad_words or self.structured_outputs):
+            return self
+        return replace(self, stop=None, bad_words=None, structured_outputs=None)
+
     def key(self) -> tuple | int:
         """Equal for parameters whose values, and their types, are equal; else the identity."""
         try:

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 BUDGETS = {
     "as_vllm": 1_000,
     "cli": 95,
-    "core": 290,
+    "core": 300,
     "distributed": 865,
     "engine": 3_060,
     "integrations": 445,
@@ -27,7 +27,7 @@ BUDGETS = {
     "runner": 2_000,
     "sampling": 775,
     "utils": 165,
-    "other modules": 1_045,
+    "other modules": 1_055,
 }
 PATH_LINES = 3_100  # the reading path
 PATH_AND_IMPORTS_LINES = 8_000  # and what its files import directly, kernels apart

@@ -1,5 +1,7 @@
 """What a request can ask gives the same on two ranks as on one."""
 
+from enum import Enum
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -29,6 +31,21 @@ def test_two_ranks():
     assert all(abs(a - b) < 0.01 for x, y in zip(one[3], two[3], strict=True) for a, b in zip(x, y, strict=True))
     (_, stopped, *_), streamed = one[0], one[1]
     assert stopped[0][2:] == ("stop", "11") and streamed == (stopped[0][0], stopped[0][1])
+
+
+class Text(str, Enum):
+    """No other process finds this class: a worker has another main module, and does not know this one."""
+
+    STOP = "11"
+
+
+def test_texts_of_a_class_of_the_user(monkeypatch):
+    """Stop strings and grammars of such a class went to the worker, which could not unpickle them and died."""
+    monkeypatch.setattr(Text, "__module__", "__main__")
+    params = SamplingParams(temperature=0, stop=[Text.STOP], bad_words=[Text.STOP.value * 3], max_tokens=40)
+    with LLM(str(DEMO_MODEL), device="cpu", tensor_parallel_size=2, quiet=True) as llm:
+        (output,) = llm.generate(["list all prime numbers within 100"], params, use_tqdm=False)
+    assert output.outputs[0].stop_reason == "11"
 
 
 def test_only_constrained_requests_need_a_second_message(monkeypatch):

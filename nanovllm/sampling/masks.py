@@ -28,13 +28,12 @@ class TokenMasks(Feature):
         self.table: torch.Tensor | None = None  # int32 [R + 1, ceil(V / 32)]
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        is_constrained = [params.is_constrained for params in new.params]
-        self._is_constrained[new.req_indices] = is_constrained
+        self._is_constrained[new.req_indices] = new.is_constrained
         has_mask = [mask is not None for mask in new.allowed_masks]
         if any(has_mask):
             masks = [mask for mask in new.allowed_masks if mask is not None]
             arrays.update(self.arrays_of((new.req_indices[has_mask], np.stack(masks))))
-        used = [a or b for a, b in zip(is_constrained, has_mask, strict=True)]
+        used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
         rows["is_masked"] = used
         return used
 
