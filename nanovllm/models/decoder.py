@@ -138,7 +138,9 @@ class DecoderLayer(nn.Module):
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
         for sublayer, norm, post_norm in self.sublayers:
-            y = self.tp.all_reduce(sublayer(residual, norm, context))
+            y = sublayer(residual, norm, context)
+            if self.tp.size > 1:
+                y = self.tp.all_reduce(y)
             residual = added_to(residual, y, post_norm, context)
         return residual
 
