@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, from packed rows to the dictionaries of an output.
 
-A row is packed as by ``reference.token_logprobs``, int32 [2 + 2k]: log-probability and rank of the token itself, then
+A row is packed as by ``token_logprobs`` (sampling), int32 [2 + 2k]: log-probability and rank of the token itself, then
 ids and log-probabilities of the k most probable ones.
 """
 

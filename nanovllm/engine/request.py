@@ -84,7 +84,7 @@ class Request:
         prompt_ids: integers [num_prompt_tokens], a copy of the user's.
         index: the place of the prompt in its call.
         scored: prompt tokens whose log-probabilities are reported, or None.
-        target_logprobs: theirs, chunk by chunk, packed as by ``reference.token_logprobs``.
+        target_logprobs: theirs, chunk by chunk, packed as by ``token_logprobs``.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
         future: of ``submit``.

@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     """What a step computed, on the host."""
 
     token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch
-    logprobs: np.ndarray | None  # of these, packed as by ``reference.token_logprobs``; None if no request wants them
+    logprobs: np.ndarray | None  # of these, packed as by ``token_logprobs``; None if no request wants them
     target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
 
 

@@ -40,7 +40,7 @@ def pick(state: int, seed: int, forbidden=()) -> int:
 
 
 def fake_logprobs(tokens, places, k):
-    """Rows packed as by ``reference.token_logprobs``, int32 [n, 2 + 2k]: the "log-probability" is the token, the
+    """Rows packed as by ``token_logprobs``, int32 [n, 2 + 2k]: the "log-probability" is the token, the
     "rank" its place, and the alternatives are tokens that the vocabulary does not have."""
     chosen, ranks = np.array(tokens, np.float32).view(np.int32), np.array(places, np.int32)
     others = np.arange(VOCAB, VOCAB + k, dtype=np.int32)

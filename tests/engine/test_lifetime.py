@@ -43,7 +43,7 @@ def sigint_handler():
 @pytest.mark.parametrize(("device", "max_in_flight"), [("cpu", 0), ("cpu", 1), gpu_param("cuda", 1)])
 def test_keyboard_interrupt(make_llm, reference, where, after, device, max_in_flight, monkeypatch):
     """After Ctrl-C in generate() the next call hung, answered the old prompts too, or decoded garbage, because the host
-    believed that the device had the staged writes of a step that was never launched."""
+    believed that the device had what was staged in a step that was never launched."""
     llm = make_llm(device=device, max_num_seqs=4)
     if max_in_flight:
         run_ahead(llm)

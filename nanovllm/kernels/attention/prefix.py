@@ -2,7 +2,7 @@
 
 Owns this first half of decode attention. It leaves the state of the online softmax (accumulator, maximum, sum) of every
 member's query heads in fp32; decode.py starts a sequence from it, at the first token of its own. Knows nothing of who
-shares what: runner/prefix_groups.py finds the groups. Legend: paging.py; G groups.
+shares what: runner/cascade.py finds the groups. Legend: paging.py; G groups.
 
     members      group 0: sequences 4, 0, 7, ...     group 1: ...
     rows         members x query heads of a KV head, in tiles of BLOCK_M     every row attends every key: no causal mask
