@@ -226,6 +226,29 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class StateMoves:
+    """Which states of recurrent layers a prefill of S sequences begins with, and where it leaves more than their own.
+
+    A state is a row in tables of every rank: a row for each request slot, one for padding, and one for each snapshot.
+    """
+
+    load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
+    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, and the row
+    copies: np.ndarray  # int32 [n, 2], rows from and to: after the forward pass, for forked completions
+
+    @classmethod
+    def of(cls, seqs: ListLike[Sequence], loads: dict[int, int], saves: dict[int, list[tuple[int, int]]],
+           copies: list[tuple[int, int]]) -> "StateMoves":
+        """Of sequences in the order of the batch. ``loads`` and ``saves`` (tokens, row) by seq_id."""
+        flat = [(i, *save) for i, seq in enumerate(seqs) for save in saves.get(seq.seq_id, ())]
+        return cls(
+            _int32(loads[seq.seq_id] for seq in seqs),
+            np.array(flat, np.int32).reshape(-1, 3),
+            np.array(copies, np.int32).reshape(-1, 2),
+        )
+
+
+@dataclass(frozen=True)
 class PrefillBatch:
     """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
 
@@ -245,11 +268,15 @@ class PrefillBatch:
     new: NewSequences  # admitted by this batch
     block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
     targets: Targets | None
+    states: StateMoves | None = None  # None without recurrent layers
 
     @classmethod
     def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
-           block_copies: list[tuple[int, int]]) -> "PrefillBatch":
-        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one."""
+           block_copies: list[tuple[int, int]], state_moves: tuple | None = None) -> "PrefillBatch":
+        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one.
+
+        ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
+        """
         chunks = sorted(chunks, key=lambda chunk: not chunk[3])  # stable: each kind in its order
         sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
         return cls(
@@ -264,11 +291,15 @@ class PrefillBatch:
             NewSequences.of(new),
             np.array(block_copies, np.int32).reshape(-1, 2),
             Targets.of(chunk[:3] for chunk in chunks),
+            None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+NO_COPIES = np.empty((0, 2), np.int32)
 
 
 @dataclass(frozen=True)
@@ -280,6 +311,7 @@ class DecodeBatch:
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
+    state_copies: np.ndarray = NO_COPIES  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
 
     @property
     def num_tokens(self) -> int:

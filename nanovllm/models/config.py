@@ -46,8 +46,8 @@ ARCHITECTURES = Rule(
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in MODELS,
 )
 LAYER_TYPES = list_of(
-    choice("full_attention", "sliding_attention"),
-    "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
+    choice("full_attention", "sliding_attention", "linear_attention"),
+    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)",
 )
 
 
@@ -76,6 +76,11 @@ MOE_RULES = by_field(
     ("routed_scaling_factor", SCALE),
     ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
     ("scoring_func", optional(choice("softmax", "sigmoid"))),
+)
+DELTA_RULES = by_field(
+    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
+    ("linear_conv_kernel_dim full_attention_interval", SIZE),
+    ("attn_output_gate", optional(choice(True))),
 )
 # of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
@@ -131,6 +136,34 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """The gated delta net of the recurrent layers.
+
+    Attributes:
+        num_key_heads, num_value_heads: the second is a multiple of the first.
+        key_dim, value_dim: sizes of a head.
+        conv_size: tokens that the convolution before it sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @classmethod
+    def from_fields(cls, given: dict[str, Any]) -> "DeltaConfig":
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        delta = cls(*(given[f"linear_{name}"] for name in names))
+        if delta.num_value_heads % delta.num_key_heads:
+            raise CheckpointError(
+                f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "
+                f"{delta.num_key_heads} key heads."
+            )
+        return delta
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
@@ -165,6 +198,7 @@ class ModelConfig:
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
         layers: of the decoder, from the first to the last.
         moe: None in a dense model.
+        delta: None without recurrent layers.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
     """
@@ -190,6 +224,7 @@ class ModelConfig:
     logit_scale: float
     layers: tuple[LayerConfig, ...]
     moe: MoEConfig | None
+    delta: DeltaConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
     dtype: str
@@ -199,7 +234,8 @@ class ModelConfig:
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
         family, raw = _normalized(raw)
-        given = check_all("config.json", raw, RULES | (MOE_RULES if family.experts else {}), CheckpointError)
+        rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
+        given = check_all("config.json", raw, rules, CheckpointError)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
@@ -232,6 +268,7 @@ class ModelConfig:
             "logit_scale": 1 / given["logits_scaling"],
             "layers": layers,
             "moe": MoEConfig.from_fields(given, family) if family.experts else None,
+            "delta": DeltaConfig.from_fields(given) if family.recurrent else None,
             "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
         }
@@ -247,7 +284,8 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
-        return tuple(layer.rope for layer in self.layers)
+        """Of the attention layers; None: not rotated."""
+        return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens."""
@@ -305,6 +343,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
+            ("key heads of linear attention", self.delta.num_key_heads if self.delta else 0),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
@@ -355,11 +394,18 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
     windows = _windows(given, family)
+    mixers = ["attention"] * len(windows)
+    if family.recurrent:
+        interval = given["full_attention_interval"]
+        kinds = given["layer_types"] or [("linear" if (i + 1) % interval else "full") + "_attention"
+                                         for i in range(len(windows))]
+        mixers = [family.recurrent if kind == "linear_attention" else "attention" for kind in kinds]
+    elif "linear_attention" in (given["layer_types"] or ()):
+        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
     ropes = _ropes(raw, given, family, windows)
     sparse = [bool(family.experts) and _is_sparse(given, i) for i in range(len(windows))]
-    return tuple(
-        LayerConfig("attention", *of_layer) for of_layer in zip(windows, ropes, sparse, fp8_linears, strict=True)
-    )
+    ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
+    return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, sparse, fp8_linears, strict=True))
 
 
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
