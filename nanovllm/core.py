@@ -299,9 +299,6 @@ class PrefillBatch:
         return len(self.token_ids)
 
 
-NO_COPIES = np.empty((0, 2), np.int32)
-
-
 @dataclass(frozen=True)
 class DecodeBatch:
     """Compute one token of every sequence and sample the next."""
@@ -311,7 +308,7 @@ class DecodeBatch:
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
-    state_copies: np.ndarray = NO_COPIES  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
+    state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
 
     @property
     def num_tokens(self) -> int:
