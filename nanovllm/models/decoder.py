@@ -15,7 +15,7 @@ Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV he
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.gated_delta_net import PACKED, GatedDeltaNet
+from nanovllm.models.gated_delta_net import GatedDeltaNet, packed_modules
 from nanovllm.models.moe import SparseMoE
 
 
@@ -95,7 +95,7 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
 
 
-MIXERS = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}  # by the kind of a layer, see ``ModelConfig.mixers``
+MIXERS: dict[str, Any] = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}  # by the kind of a layer, see ``ModelConfig.mixers``
 
 
 class MLP(nn.Module):
@@ -191,7 +191,7 @@ class CausalLM(nn.Module):
     """A decoder and its LM head, built on torch's default device and dtype, weights uninitialised."""
 
     # checkpoint module -> (merged module, shard id)
-    packed_modules_mapping: ClassVar = {
+    packed_modules_mapping: dict[str, tuple[str, Any]] = {  # noqa: RUF012 (read only)
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -205,7 +205,7 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         self.fp8 = config.fp8
         if config.delta is not None:
-            self.packed_modules_mapping = {**self.packed_modules_mapping, **PACKED[config.fp8 is not None]}
+            self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
         self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

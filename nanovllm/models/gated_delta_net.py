@@ -22,15 +22,18 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, grouped_rows, split_rows
 from nanovllm.models.config import LayerConfig, ModelConfig
 
-# Checkpoint module -> (merged module, its parts there). With FP8 weights b and a stay in 16 bits, as a product of
-# their own. Qwen3-Next has (renamed) in_proj and in_proj_ba.
-_INPUTS = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj": "qkvz", "in_proj_b": "b", "in_proj_a": "a",
-           "in_proj_ba": "ba"}  # fmt: skip
-PACKED = {
-    is_fp8: {name: ("in_proj_ba" if is_fp8 and parts in ("b", "a", "ba") else "in_proj", parts)
-             for name, parts in _INPUTS.items()}
-    for is_fp8 in (False, True)
-}  # fmt: skip
+
+def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
+    """Checkpoint module -> (merged module, its parts there). With FP8 weights b and a stay in 16 bits, as a product of
+    their own."""
+    if config.family.groups_delta_inputs:
+        of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
+    else:
+        of_qkvz, of_ba = {"in_proj_qkv": "qkv", "in_proj_z": "z"}, {"in_proj_b": "b", "in_proj_a": "a"}
+    merged = "in_proj_ba" if config.fp8 else "in_proj"
+    return {name: ("in_proj", parts) for name, parts in of_qkvz.items()} | {
+        name: (merged, parts) for name, parts in of_ba.items()
+    }
 
 
 class DeltaProjection(MergedColumnParallelLinear):
@@ -71,20 +74,20 @@ class GatedDeltaNet(nn.Module):
         self.tp, self.ops = tp, kernels.select()
         key_size, value_size = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
-        of_heads = dict.fromkeys("ba", delta.num_value_heads)
+        of_ba = dict.fromkeys("ba", delta.num_value_heads)
         fp8 = [config.fp8_block(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
-        self.in_proj_ba = DeltaProjection(C, of_heads, tp, None, delta.num_key_heads) if config.fp8 else None
-        sizes |= {} if config.fp8 else of_heads
+        self.in_proj_ba = DeltaProjection(C, of_ba, tp, None, delta.num_key_heads) if config.fp8 else None
+        sizes |= {} if config.fp8 else of_ba
         self.in_proj = DeltaProjection(C, sizes, tp, fp8[0], delta.num_key_heads)
         self.num_gates = 2 * delta.num_value_heads // tp.size
         self.conv_sizes = [key_size, key_size, value_size]
         conv_shape = sum(self.conv_sizes) // tp.size, delta.conv_size
         self.conv_weight = nn.Parameter(torch.empty(conv_shape), requires_grad=False)
         self.conv_weight.weight_loader = self.load_conv  # type: ignore[attr-defined]
-        for name in ("A_log", "dt_bias"):  # fp32: they are exponents
-            values = torch.empty(delta.num_value_heads // tp.size, dtype=torch.float32)
-            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
-            getattr(self, name).weight_loader = self.load_heads
+        of_heads = torch.empty(2, delta.num_value_heads // tp.size, dtype=torch.float32)  # fp32: they are exponents
+        self.A_log, self.dt_bias = (nn.Parameter(values.clone(), requires_grad=False) for values in of_heads)
+        for param in (self.A_log, self.dt_bias):
+            param.weight_loader = self.load_heads  # type: ignore[attr-defined]
         self.norm = RMSNorm(delta.value_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear(value_size, C, tp=tp, fp8_block=fp8[1])
         self.weights = DeltaWeights(
