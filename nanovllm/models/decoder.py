@@ -95,7 +95,8 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
 
 
-MIXERS: dict[str, Any] = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}  # by the kind of a layer, see ``ModelConfig.mixers``
+# by the kind of a layer, see ``LayerConfig.mixer``
+MIXERS: dict[str, Any] = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}
 
 
 class MLP(nn.Module):

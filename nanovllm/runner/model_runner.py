@@ -359,8 +359,8 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = self._computed = None
-        for name in ("model", "kv_cache", "states", "request_state", "sampler", "shared_prefixes", "prefill_inputs", "backend",
-                     "weights", "micro_batches"):  # fmt: skip
+        for name in ("model", "kv_cache", "states", "request_state", "sampler", "shared_prefixes", "prefill_inputs",
+                     "backend", "weights", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":
