@@ -1,4 +1,4 @@
-"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits, greedy tokens, and every way to them.
+"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits, greedy tokens, all ways to them.
 
 Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_delta.py`` has the kernels,
 ``engine/test_snapshots.py`` the prefix cache of states.
@@ -111,18 +111,16 @@ def test_graphs(checkpoint, expected, make_llm):
         assert generate(llm, prompts, greedy(NUM_DECODED)) == want
 
 
-def test_forked_completions(checkpoint, expected, make_llm):
-    """Each completion goes on from a copy of the prompt's states."""
-    llm = make_llm(model=checkpoint("qwen3.5")[0], **OPTIONS)
-    outputs = llm.generate(PROMPTS, greedy(NUM_DECODED, n=3), use_tqdm=False)
-    for output, want in zip(outputs, expected("qwen3.5"), strict=True):
-        assert [completion.token_ids for completion in output.outputs] == [want] * 3
-    sampled = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
-    together = llm.generate(PROMPTS, sampled, use_tqdm=False)
-    alone = [llm.generate([prompt], sampled, use_tqdm=False)[0] for prompt in PROMPTS]
-    for a, b in zip(together, alone, strict=True):
-        assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
-        assert len({tuple(c.token_ids) for c in a.outputs}) > 1
+def test_forked_completions(checkpoint, make_llm):
+    """Each completion goes on from a copy of the prompt's states: as if it had computed the prompt itself."""
+    path, params = checkpoint("qwen3.5")[0], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    forked, one_by_one = (
+        [[completion.token_ids for completion in output.outputs] for output in
+         make_llm(model=path, **OPTIONS, **options).generate(PROMPTS, params, use_tqdm=False)]
+        for options in ({}, {"max_num_seqs": 1, "enable_prefix_caching": False})
+    )  # fmt: skip
+    assert forked == one_by_one
+    assert all(len(set(map(tuple, completions))) > 1 for completions in forked)
 
 
 def test_prompt_logprobs(checkpoint, make_llm):
