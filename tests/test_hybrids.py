@@ -17,6 +17,7 @@ from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
+from nanovllm.engine.beam_search import BeamSearchParams
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import read_model_config
 
@@ -121,6 +122,18 @@ def test_forked_completions(checkpoint, make_llm):
     )  # fmt: skip
     assert forked == one_by_one
     assert all(len(set(map(tuple, completions))) > 1 for completions in forked)
+
+
+def test_beams(checkpoint, make_llm):
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, **OPTIONS)
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    for prompt, output in zip(PROMPTS[1:3], llm.beam_search(PROMPTS[1:3], params), strict=True):
+        want = model.generate(
+            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False,
+            eos_token_id=None, early_stopping="never",
+        )  # fmt: skip
+        assert [beam.tokens for beam in output.sequences] == want.tolist()
 
 
 def test_prompt_logprobs(checkpoint, make_llm):
