@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import families
+import fp8_checkpoints
 import pytest
 import torch
 from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
@@ -203,6 +204,20 @@ def test_quantized(checkpoint, make_llm):
     _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
     want = hf_logits(model, PROMPTS[2])[-1]
     assert (logits[0] - want).abs().max() / want.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("form", ["qwen", "channel"])
+def test_fp8_checkpoint(form, make_llm, tmp_path):
+    """Blocks of 128 rows lie across q, k and v; b and a stay in 16 bits."""
+    model = families.make(tmp_path, "qwen3.5", hidden_size=192, intermediate_size=320)
+    fp8_checkpoints.write(tmp_path, model, form)
+    want = hf_logits(model, PROMPTS[2])[-1]
+    for size in (1, 2):
+        llm = make_llm(model=str(tmp_path), tensor_parallel_size=size, **OPTIONS)
+        if size == 1:
+            _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
+            assert (logits[0] - want).abs().max() / want.abs().max() < TOLERANCE
+        assert generate(llm, PROMPTS[2:3], greedy(1)) == [[int(want.argmax())]]
 
 
 def as_published(path, target, architecture):
