@@ -70,8 +70,7 @@ class Snapshots:
 
     def hit(self, block_hash: int) -> int:
         """The row of a snapshot that this batch loads."""
-        row = self._remove(block_hash)
-        self._protect(block_hash, row)
+        row = self._promote(block_hash)
         self.used[row] = False
         return row
 
@@ -83,17 +82,15 @@ class Snapshots:
     def save(self, block_hash: int, is_junction: bool) -> int | None:
         """The row for a new snapshot; None if it is there, or has to stand back for others."""
         if block_hash in self:
-            if is_junction:
-                self._protect(block_hash, self._remove(block_hash))
-            return None
-        row = self._take_row(self.probation, self.protected) if is_junction else self._take_row(self.probation)
-        if row is None:
-            return None
-        self.used[row] = True
-        if is_junction:
-            self._protect(block_hash, row)
+            row = None
         else:
+            row = self._take_row(self.probation, self.protected) if is_junction else self._take_row(self.probation)
+            if row is None:
+                return None
+            self.used[row] = True
             self.probation[block_hash] = row
+        if is_junction:
+            self._promote(block_hash)
         return row
 
     def roll(self, block_hash: int, seq_id: int, previous: int | None) -> int | None:
@@ -116,11 +113,13 @@ class Snapshots:
         self.owners.pop(block_hash, None)
         return (self.probation if block_hash in self.probation else self.protected).pop(block_hash)
 
-    def _protect(self, block_hash: int, row: int) -> None:
-        self.protected[block_hash] = row
+    def _promote(self, block_hash: int) -> int:
+        """Protect a snapshot, as the most recently used; return its row."""
+        row = self.protected[block_hash] = self._remove(block_hash)
         if len(self.protected) > self.num_rows * 3 // 4:
-            demoted, row = self.protected.popitem(last=False)
-            self.probation[demoted] = row
+            demoted, its_row = self.protected.popitem(last=False)
+            self.probation[demoted] = its_row
+        return row
 
     def _take_row(self, *segments: OrderedDict[int, int]) -> int | None:
         """A free row, else that of the least recently used snapshot; None if this batch uses them all."""
