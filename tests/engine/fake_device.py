@@ -1,8 +1,8 @@
 """A device whose KV slots hold hashes of token histories, and what each request must get from it.
 
 ``FakeDevice`` reads nothing but pickled batches and its request state, as another rank does. Every launch checks every
-slot that it attends. The next token is a hash of the history and of the request's seed. With recurrent layers it keeps a
-table of states, too: the hash of the history that each has seen.
+slot that it attends. The next token is a hash of the history and of the request's seed. With recurrent layers it keeps
+a table of states, too: the hash of the history that each has seen.
 """
 
 import pickle

@@ -3,8 +3,9 @@
 The device is played by ``FakeDevice``: it reads nothing but the prepared steps and its request state,
 as a real one does, and keeps in each KV slot a hash of the whole token history that led there. Every
 launch checks every slot that it attends, so a block given away too early, a stale prefix hit or a
-wrong block table shows at the launch that reads it; so with the states of recurrent layers. The next token is a hash of the history and the
-seed, so what each request must get is known from the request alone (invariant 7).
+wrong block table shows at the launch that reads it. The states of recurrent layers are such hashes, too.
+The next token is a hash of the history and the seed, so what each request must get is known from the
+request alone (invariant 7).
 
 Histories hold what users can ask of the scheduler: several completions of a prompt, log-probabilities of
 prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache.
