@@ -3,15 +3,19 @@
 A recurrent layer keeps one state of fixed size per sequence, so a cached prefix is of use only where somebody has saved
 the state at its end. The devices hold a table of states; R = max_num_seqs, P snapshots::
 
-    rows [0, R)            of the sequence in that request slot
-    row R                  padding
+    rows [0, R)              of the sequences, by request slot
+    row R                    padding
     rows [R + 1, R + 1 + P)  snapshots
 
-A snapshot is the state after some full block and is known by that block's hash, which names the whole prefix. It
-weighs as much as the keys and values of 1,500 tokens and more, so there are few: at multiples of ``grain`` tokens only,
-and of two kinds. A *junction* is where others are known to go on: a waiting prompt shares so much and no more, or the
-prefix cache has keys and values up to there but no state. A *speculative* one is the last of a prompt, or the rolling
-one of a decoding sequence, which moves on with it. Knows nothing of devices.
+A snapshot is the state after a full block, and known by the block's hash, which stands for the whole prefix. It is as
+large as the keys and values of 1,500 tokens or more, so there are few, at multiples of ``grain`` tokens, and of two
+kinds:
+
+    junction     where others are known to go on: a waiting prompt shares so much and no more, or the prefix cache has
+                 keys and values up to there but no state
+    speculative  the last of a prompt; or the rolling one of a decoding sequence, replaced every ``grain`` tokens
+
+Knows nothing of devices.
 """
 
 from collections import Counter, OrderedDict
@@ -38,7 +42,7 @@ class Snapshots:
     """Block hash -> row of the snapshot after that block; a segmented LRU.
 
     Speculative snapshots are on probation; junctions, and what was hit, are protected, as long as these are at most 3/4
-    of all. A batch reads and writes a row in no order, so each row that it uses keeps its snapshot until it is made.
+    of all. A launch reads and writes rows in no order, so a row that a batch uses is not taken again by the same batch.
 
     Args:
         num_rows: P; may be 0.
@@ -61,7 +65,7 @@ class Snapshots:
         return block_hash in self.probation or block_hash in self.protected
 
     def longest(self, block_hashes: ListLike[int], num_blocks: int, block_size: int) -> int:
-        """How many of the first ``num_blocks`` blocks can be used: there is a snapshot after them."""
+        """Up to which of the first ``num_blocks`` blocks there is a snapshot."""
         if not self.probation and not self.protected:
             return 0
         step = self.grain // block_size
@@ -81,9 +85,8 @@ class Snapshots:
 
     def save(self, block_hash: int, is_junction: bool) -> int | None:
         """The row for a new snapshot; None if it is there, or has to stand back for others."""
-        if block_hash in self:
-            row = None
-        else:
+        row = None
+        if block_hash not in self:
             row = self._take_row(self.probation, self.protected) if is_junction else self._take_row(self.probation)
             if row is None:
                 return None
@@ -163,7 +166,7 @@ class RecurrentStates:
             self._counts.update(hashes)
 
     def expect_no_more(self, seq: Sequence) -> None:
-        """It waits no longer, or never did."""
+        """A prompt waits no longer, or never did."""
         for block_hash in self._expected.pop(seq.seq_id, ()):
             self._counts[block_hash] -= 1
             if not self._counts[block_hash]:
@@ -193,18 +196,17 @@ class RecurrentStates:
         grain = self.snapshots.grain
         if not self.snapshots.num_rows or start // grain == stop // grain:
             return
-        self.block_manager.hashes(seq)  # all are read below
-        junctions = {self._known_end(seq, start)}
-        for position in range(start - start % grain + grain, stop + 1, grain):
-            num_sharers = self._counts[self._hash_at(seq, position)]
-            following = position + grain
-            if num_sharers > (self._counts[self._hash_at(seq, following)] if following <= seq.num_tokens else 0):
-                junctions.add(position)
-        last = seq.max_cached_tokens // grain * grain
+        self.block_manager.hashes(seq)  # all are looked at below
+        positions = range(start - start % grain + grain, stop + 1, grain)
+        known_end, last = self._known_end(seq, start), seq.max_cached_tokens // grain * grain
+        junctions = [
+            position for position in positions if position == known_end
+            or self._num_sharers(seq, position) > self._num_sharers(seq, position + grain)
+        ]  # fmt: skip
         saves = []
-        for position, is_junction in [*((each, True) for each in sorted(junctions)), (last, False)]:
-            if start < position <= stop and self._is_cached(seq, position):
-                row = self.snapshots.save(self._hash_at(seq, position), is_junction)
+        for position in [*junctions, last]:
+            if position in positions and self._is_cached(seq, position):
+                row = self.snapshots.save(self._hash_at(seq, position), position in junctions)
                 if row is not None:
                     saves.append((position, row))
         if saves:
@@ -236,6 +238,10 @@ class RecurrentStates:
 
     def _hash_at(self, seq: Sequence, position: int) -> int:
         return seq.block_hashes[position // seq.block_size - 1]
+
+    def _num_sharers(self, seq: Sequence, position: int) -> int:
+        """How many waiting prompts begin with the same tokens up to ``position``, and may find them cached."""
+        return self._counts[self._hash_at(seq, position)] if position <= seq.num_tokens else 0
 
     def _is_cached(self, seq: Sequence, position: int) -> bool:
         """Whether the prefix cache has the block before ``position``: a snapshot lives no longer than its block."""
