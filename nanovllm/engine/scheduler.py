@@ -10,6 +10,9 @@ decoding, so free request slots are filled in batches: see ``_waits_for_slots``.
 latest sequences are preempted: they give up their blocks and are recomputed later.
 
 Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
+
+Of recurrent layers' states ``snapshots.py`` knows which a batch loads and saves; a batch ends before a sequence that
+would load what it saves.
 """
 
 from collections import deque
@@ -71,7 +74,7 @@ class Scheduler:
         num_blocks: size of the KV cache.
         eos_token_ids: end a sequence unless it asked for ``ignore_eos``. The first is the end-of-sequence token; the
             others are stop tokens, reported as ``stop_reason``.
-        state_rows: of models with recurrent layers.
+        state_rows: of models with recurrent layers, else None.
     """
 
     def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = (),
