@@ -17,7 +17,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -223,6 +223,13 @@ class Targets:
             return None
         num_top = -1 if -1 in wanted else max(wanted)
         return cls(seq_ids, sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
+
+
+class StateRows(NamedTuple):
+    """What the devices keep of recurrent layers."""
+
+    num_snapshots: int
+    chunk: int = 64  # tokens; kernels compute a sequence in chunks, counted from its first token
 
 
 @dataclass(frozen=True)

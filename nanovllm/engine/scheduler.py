@@ -22,10 +22,10 @@ from math import lcm
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus, StateRows
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.snapshots import RecurrentStates, Snapshots, StateRows
+from nanovllm.engine.snapshots import RecurrentStates, Snapshots
 
 MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
 

@@ -21,7 +21,7 @@ Knows nothing of devices.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,13 +29,6 @@ from nanovllm.core import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import BlockManager
-
-
-class StateRows(NamedTuple):
-    """What the devices keep of recurrent layers."""
-
-    num_snapshots: int  # P
-    chunk: int = 64  # tokens; kernels compute a sequence in chunks, counted from its first token
 
 
 class Snapshots:

@@ -13,9 +13,10 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Worker, Workers
+from nanovllm.kernels.delta.reference import CHUNK
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.models.decoder import CausalLM
@@ -335,6 +336,11 @@ class ModelRunner:
         graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
         graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
         graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them
+
+    @property
+    def state_rows(self) -> StateRows | None:
+        """What the scheduler must know of recurrent layers; None without any."""
+        return StateRows(self.num_snapshots, CHUNK) if self.config.model_config.delta is not None else None
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

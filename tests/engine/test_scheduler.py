@@ -24,13 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
-from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
+from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.request import Caller
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.snapshots import StateRows
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.runner import cascade, prefill_graphs

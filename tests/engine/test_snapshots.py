@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Harness
 
-from nanovllm.core import PrefillBatch, Sequence
+from nanovllm.core import PrefillBatch, Sequence, StateRows
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.snapshots import RecurrentStates, Snapshots, StateRows
+from nanovllm.engine.snapshots import RecurrentStates, Snapshots
 
 
 class NaiveSnapshots:
