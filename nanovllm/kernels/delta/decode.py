@@ -93,14 +93,15 @@ def _decode_kernel(
     key_head = head // (HV // HK)
     offs_k, offs_v = tl.arange(0, K), tl.arange(0, V)
     y_ptrs = y_ptr + token * (HV * V) + head * V + offs_v
-    if tl.load(slot_mapping_ptr + token) < 0:
+    # Before the wait (see launch.py): slots, request indices, positions, weights, and this layer's states.
+    slot = tl.load(slot_mapping_ptr + token)
+    row = tl.load(req_indices_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token)
+    if slot < 0:
         pdl_wait(USE_PDL)
         tl.store(y_ptrs, tl.zeros([V], DTYPE))
         return
 
-    # Before the wait (see launch.py): weights, request indices, positions, and this layer's states.
-    row = tl.load(req_indices_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token)
     # [V, K]: 16-byte vectors, a warp reads whole rows.
     state_ptrs = delta_ptr + row * delta_stride + head * (V * K) + offs_v[:, None] * K + offs_k[None, :]
     state = tl.load(state_ptrs).to(tl.float32)
