@@ -4,7 +4,6 @@ Every field that would change the computation is honoured or refused, never igno
 does not say.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -322,15 +321,8 @@ class ModelConfig:
             kinds.setdefault(replace(layer, rope=None), layer)
         return replace(self, layers=(*kinds.values(), last))
 
-    def check_padded_heads(self, padded_head_dim: Callable[[int], int]) -> None:
-        """Raise ConfigError unless heads with zeros behind them, up to the kernels' size, give the model's numbers."""
-        padded, delta = padded_head_dim(self.head_dim), self.delta
-        for size in (delta.key_dim, delta.value_dim) if delta else ():
-            if padded_head_dim(size) != size:
-                raise ConfigError(
-                    f"heads of linear attention have {size} dimensions, and the GPU's kernels take powers of two from "
-                    "16 on. Use device='cpu'."
-                )
+    def check_padded_heads(self, padded: int) -> None:
+        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
         if padded == self.head_dim:
             return
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
