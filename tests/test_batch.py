@@ -19,8 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.jobs import engines, files
-from nanovllm.jobs.rows import openai_logprobs, plain_logprobs, row_seed
-from nanovllm.outputs import CompletionOutput, Logprob
+from nanovllm.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 OPTIONS = ("--device", "cpu", "--max-num-seqs", "8", "--kvcache-block-size", "16")
 ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -117,10 +117,14 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
 
 
 def test_the_log_probability_of_a_masked_token_is_json():
+    """JSON knows no -Infinity, and other readers than Python's refuse it."""
     logprobs = [None, {7: Logprob(-math.inf, 2, "x"), 8: Logprob(-0.5, 1, "y")}]
     written = json.loads(json.dumps(plain_logprobs(logprobs), allow_nan=False))
     assert [at["logprob"] for at in written[1].values()] == [-9999.0, -0.5]
-    output = CompletionOutput(0, "x", [7], logprobs=logprobs[1:])
+    output = CompletionOutput(0, "x", [7], -math.inf, logprobs=logprobs[1:])
+    request = RequestOutput("0", "x", [5], [output])
+    (plain,) = record_of(Row("a", {}), request, SamplingParams(logprobs=1), "m")["outputs"]
+    assert plain["cumulative_logprob"] is None and "Infinity" not in json.dumps(plain)
     (at,) = json.loads(json.dumps(openai_logprobs(output, 2), allow_nan=False))["content"]
     assert [top["logprob"] for top in (at, *at["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
 
@@ -134,6 +138,11 @@ def test_openai_lines(tmp_path):
     rows = [
         line("chat", messages=ask, temperature=0, max_completion_tokens=5, logprobs=True, top_logprobs=2),
         line("text", url="/v1/completions", prompt="2 + 3", temperature=0, max_tokens=4),
+        line("columns", url="/v1/completions", prompt=["2 + 3"], temperature=0, max_tokens=4, logprobs=2, echo=False,
+             best_of=1, suffix=None, tool_choice="auto"),
+        line("echo", url="/v1/completions", prompt="x", echo=True), line("best", messages=ask, best_of=3),
+        line("list", url="/v1/completions", prompt=["x", "y"]), line("tools", messages=ask, tools=[{}]),
+        line("top", messages=ask, top_logprobs=-3), line("less", messages=ask, max_completion_tokens="5"),
         line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
         line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
         line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
@@ -154,13 +163,25 @@ def test_openai_lines(tmp_path):
     assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
                              "total_tokens": num_prompt + num_generated}  # fmt: skip
     assert found["text"]["response"]["body"]["choices"][0]["text"] == text["text"]
+    (choice,) = found["columns"]["response"]["body"]["choices"]
+    columns, whole = choice["logprobs"], "".join(choice["logprobs"]["tokens"])
+    assert choice["text"] == text["text"] and whole == text["text"] + "<|im_end|>"
+    assert all(len(column) == len(text["token_ids"]) for column in columns.values())
+    for token, logprob, top, offset in zip(*columns.values(), strict=True):
+        assert whole[offset:].startswith(token) and len(top) == 2 and logprob == top[token] == max(top.values())
     assert [choice["index"] for choice in found["two"]["response"]["body"]["choices"]] == [0, 1]
     messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
     assert all(found[key]["response"] is None for key in messages)
     assert messages == {
         "embed": "url must be /v1/chat/completions or /v1/completions, not '/v1/embeddings'; body an object.",
         "unknown": "SamplingParams has no parameter 'functions'.",
-        "stream": "stream=true has no meaning in a batch.",
+        "stream": "the body's stream=true is not supported; false is.",
+        "echo": "the body's echo=true is not supported; false is.",
+        "best": "the body's best_of=3 is not supported; 1 is.",
+        "list": "the body's prompt is a list of prompts; give each a line of its own.",
+        "tools": "the chat template reads no tools, so the model would not be told of them.",
+        "top": "the body: top_logprobs=-3 must be an integer >= 0.",
+        "less": "the body: max_completion_tokens='5' must be an integer >= 0.",
         "form": "response_format must be of type text, json_object or json_schema, not {'type': 'xml'}.",
     }
 
