@@ -21,8 +21,10 @@ from nanovllm.validation import at_least, check
 # of a body: what changes no token (--model decides), and what changes none with these values
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
            "prompt_cache_key")  # fmt: skip
-NEUTRAL = {"stream": (False,), "echo": (False,), "best_of": (1,), "suffix": ("",), "tool_choice": ("auto", "none"),
-           "parallel_tool_calls": (True, False), "modalities": (["text"],)}  # fmt: skip
+NEUTRAL: dict[str, tuple] = {
+    "stream": (False,), "echo": (False,), "best_of": (1,), "suffix": ("",), "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -98,9 +100,9 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
         raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
     own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name, values in NEUTRAL.items():
-        if own.get(name, values[0]) not in values:
-            allowed = " or ".join(map(json.dumps, values))
+    for name, neutral in NEUTRAL.items():
+        if own.get(name, neutral[0]) not in neutral:
+            allowed = " or ".join(map(json.dumps, neutral))
             raise RequestError(f"the body's {name}={json.dumps(own[name]):.100} is not supported; {allowed} is.")
         own.pop(name, None)
     if prompt not in own:
@@ -209,7 +211,7 @@ def plain_logprobs(logprobs: Any) -> Any:
 
 def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
     """As /v1/completions has them: columns. Offsets are those of the tokens' texts, each decoded alone, joined."""
-    found = [list(at.values()) for at in output.logprobs or ()]
+    found = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
     tokens = [chosen.decoded_token or "" for chosen, *_ in found]
     top: list[dict[str, float]] = [{} for _ in found]
     for each, entries in zip(top, found, strict=True):

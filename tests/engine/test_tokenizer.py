@@ -94,7 +94,8 @@ def test_where_templates_are_written(tmp_path):
     """Several by name in tokenizer_config.json, or in files, which win."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{% set _ = tools %}"}]
+    of_tools = "t{% set _ = tools %}"
+    config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": of_tools}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
     def rendered(**options):
