@@ -653,6 +653,15 @@ def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
     assert max(ahead) <= 2 * 8 + 1 and len(ahead) == 400
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_a_full_disk_costs_the_metrics_alone(tmp_path, caplog):
+    """It ended the job, with an error that named no file."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl", "--metrics", "/dev/full"
+    assert batch(*argv, *OPTIONS) == 0 and len(read_jsonl(argv[1])) == 3
+    expected = "--metrics /dev/full: No space left on device. No more metrics are written."
+    assert [record.getMessage() for record in caplog.records] == [expected]
+
+
 def test_a_torn_line_of_metrics_is_ended(tmp_path, stubbed):
     """The resumed job appended its first line to what a killed one had left of its last."""
     argv = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl", "--metrics", tmp_path / "metrics"
