@@ -101,7 +101,8 @@ class AsyncTokenizer:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
-            raise RequestError(f"the model's chat template cannot take these messages: {error}") from None
+            why = str(error) or type(error).__name__  # a MemoryError says nothing
+            raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
 
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""

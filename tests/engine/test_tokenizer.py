@@ -83,6 +83,8 @@ def test_what_templates_have(demo, template, options, expected):
         ("{% if %}", "Expected an expression"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),  # in a sandbox, for it came with the checkpoint
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ 'a' * 10**18 }}", "MemoryError"),  # which has no text
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
     ],
 )
 def test_templates_that_fail(demo, template, reason):
