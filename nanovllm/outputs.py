@@ -135,6 +135,11 @@ class RequestOutput(dict):
         self.metrics = None
         self.lora_request = None
 
+    def __getattr__(self, name: str) -> Any:  # where it is no attribute
+        is_of_completion = name in CompletionOutput.__dataclass_fields__
+        hint = f"; its first completion has: output.outputs[0].{name}" if is_of_completion else ""
+        raise AttributeError(f"a RequestOutput has no attribute {name!r}{hint}.")
+
     __eq__ = object.__eq__  # a dictionary's would compare the completions of different requests
     __ne__ = object.__ne__
     __hash__ = object.__hash__  # type: ignore[assignment]
