@@ -15,6 +15,7 @@ from dataclasses import fields
 import pytest
 from helpers import ROOT
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import Config
@@ -105,7 +106,7 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
     assert completion["logprobs"][0][str(own["token_ids"][0])]["logprob"] == pytest.approx(first.logprob, abs=1e-4)
     messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
     assert messages == {
-        "row-20": "the line is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "row-20": "line 21 of in.jsonl is not JSON: Expecting property name enclosed in double quotes, at column 2.",
         "empty": "the row has neither 'prompt' nor 'messages'.",
         "long": "the prompt has 4097 tokens; with max_model_len=4096 at most 4095 fit. Shorten it or raise "
         "max_model_len.",
@@ -278,6 +279,19 @@ def test_every_option_of_sampling_and_engine_is_there(capsys):
     text = capsys.readouterr().out
     for f in (*fields(SamplingParams), *(f for f in fields(Config) if f.init and f.name != "quiet")):
         assert f"--{f.name.replace('_', '-')}" in text
+    assert """For example '{"198": -5.5}'.""" in " ".join(text.split())
+
+
+def test_a_mistyped_option(tmp_path, capsys):
+    for argv, said in ((("batch", "in", "out", "--temprature", "0"), "--temprature 0. Did you mean '--temperature'?"),
+                       (("batch", "in", "out", "--max_tokens=5"), "--max_tokens=5. Did you mean '--max-tokens'?"),
+                       (("plot", "in", "out", "more"), "more.")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert capsys.readouterr().err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
 
 
 def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
@@ -418,7 +432,7 @@ def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
     assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl") == 3
     errors = [record["error"] and record["error"]["message"][:50] for record in read_jsonl(tmp_path / "out.jsonl")]
     assert errors == [
-        None, "chat_template_kwargs must be an object, not 5.", "the line is not JSON: maximum recursion depth exce",
+        None, "chat_template_kwargs must be an object, not 5.", "line 3 of in.jsonl is not JSON: maximum recursion ",
         "the text in 'sampling_params' is not JSON: maximum",
     ]  # fmt: skip
 
@@ -543,16 +557,17 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(out)) == 2
 
 
-def test_csv(tmp_path, stubbed):
+def test_csv(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text(
-        'key,question,sampling_params\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z\n,w,\n',
+        'key,question,sampling_params,temperature\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z,z\n,w,,0.5\n',
         encoding="utf-8-sig",
     )
     out = tmp_path / "out.jsonl"
     assert batch(tmp_path / "in.csv", out, "--id-column", "key", "--prompt-column", "question") == 3
+    assert "Columns of IN that are not used: temperature.\n" in capsys.readouterr().err
     found = {record["custom_id"]: record for record in read_jsonl(out)}
     assert found["a"]["text"] == "1, 2\nand 3" and found["a"]["finish_reason"] == "1.0 7" and found["b"]["text"] == "x"
-    assert found["row-2"]["error"]["message"] == "the row has more fields than the header."
+    assert found["row-2"]["error"]["message"] == "line 5 of in.csv has more fields than the header."
     assert found["row-3"]["error"]["message"] == "the row's 'key' must be a text or an integer, not ''."
 
 
