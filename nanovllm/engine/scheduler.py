@@ -313,6 +313,7 @@ class Scheduler:
         params = seq.sampling_params
         if token_id == NO_TOKEN:
             self.table.num_tokens[seq.req_idx] -= 1
+            self.metrics.generation_tokens -= 1
             seq.finish_reason, seq.stop_reason = "error", NO_TOKEN_REASON
         elif token_id == self.eos_token_id and not params.ignore_eos:
             seq.finish_reason = "stop"

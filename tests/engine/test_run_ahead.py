@@ -143,6 +143,7 @@ def test_logits_of_nan_end_their_own_request(make_llm, reference, monkeypatch, c
         assert all("every logit is NaN or -inf" in output.outputs[0].stop_reason for output in outputs[1:])
         assert len(outputs[1].outputs[0].logprobs) == 2
     assert [record.getMessage()[:33] for record in caplog.records[:1]] == ["request 3: no token could be samp"]
+    assert llm.metrics()["generation_tokens"] == 2 * (12 + 2 + 2) and llm.metrics()["request_success"]["error"] == 6
     *_, last = llm.stream(bad, greedy(9))
     assert last["finish_reason"] == "error" and last["token_ids"] == []
     with pytest.raises(EngineError, match=r"every logit is NaN"):
