@@ -149,3 +149,15 @@ def test_logits_of_nan_end_their_own_request(make_llm, reference, monkeypatch, c
     with pytest.raises(EngineError, match=r"every logit is NaN"):
         llm.beam_search([bad], BeamSearchParams(beam_width=2, max_tokens=5))
     assert llm.is_finished() and llm.scheduler.block_manager.num_available == 8
+
+
+def test_logits_of_nan_are_no_token_to_look_at(make_llm):
+    """-1 is no id that stop strings, bad words and grammars could take in."""
+    llm = make_llm(model=None, skip_tokenizer_init=False)
+    with torch.inference_mode():
+        llm.model_runner.model.model.norm.weight.fill_(torch.nan)
+    params = [greedy(9, stop=["zz"]), greedy(9, bad_words=["a"]), greedy(9, n=1), SamplingParams(n=2, stop=["zz"]),
+              greedy(9, structured_outputs=StructuredOutputsParams(regex="a+"))]  # fmt: skip
+    outputs = [each for output in llm.generate(["The"] * 5, params, use_tqdm=False) for each in output.outputs]
+    assert [(each.finish_reason, each.text, each.token_ids) for each in outputs] == [("error", "", [])] * 6
+    assert all("every logit is NaN" in each.stop_reason for each in outputs)
