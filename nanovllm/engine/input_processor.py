@@ -46,7 +46,12 @@ class InputProcessor:
 
     def encode(self, prompts: ListLike[Prompt]) -> list[Encoded]:
         """Prompts with their token ids; a text that comes with ids is carried, and not encoded."""
-        split = [split_prompt(prompt) for prompt in prompts]
+        split = []
+        for i, prompt in enumerate(prompts):
+            try:
+                split.append(split_prompt(prompt))
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
         encoded = iter(self._tokenizer.encode([text if ids is None else None for text, ids in split]))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 

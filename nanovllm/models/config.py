@@ -21,8 +21,9 @@ from nanovllm.models.quantization_config import (
 )
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
-from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
+MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
 
@@ -34,6 +35,7 @@ def _supported(*allowed: Any) -> Rule:
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
+LAYERS = integer(f"an integer >= 1 and at most {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
 PATTERN = Rule(  # n: every n-th layer is global; converted to letters
@@ -54,7 +56,8 @@ LAYER_TYPES = list_of(
 RULES = by_field(
     ("layer_types", LAYER_TYPES),
     ("hidden_act", _supported(*ACTIVATIONS)),
-    ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings", SIZE),
+    ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
+    ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
