@@ -36,6 +36,8 @@ class DriverWorker:
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         """Any number of tensors at a time, under their names in the checkpoint."""
+        if self._llm.model_runner.weights.lora is not None:
+            self._llm.update_weights(lora=None)
         return self._llm.update_weights(weights, partial=True)
 
     def reload_weights(self) -> None:

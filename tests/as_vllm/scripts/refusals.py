@@ -47,7 +47,7 @@ with pytest.raises(ValueError, match=r"top_p=1\.5"):
 assert current_platform.is_cuda() != current_platform.is_cpu() and not current_platform.is_rocm()
 
 llm = LLM(model=sys.argv[1])
-with pytest.raises(ValueError, match="LoRA adapters are not supported"):
+with pytest.raises(ValueError, match=r"lora_request=.* needs LLM\(enable_lora=True\)"):
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
 with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
