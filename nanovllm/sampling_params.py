@@ -42,10 +42,6 @@ def _is_bias(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _is_processor(value: Any) -> bool:
-    return callable(value) or hasattr(value, "for_completion")
-
-
 def _as_strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
@@ -80,7 +76,7 @@ ALLOWED_TOKEN_IDS = Rule(
 )
 PROCESSORS = Rule(
     "a list of functions (token_ids, logits) -> logits, or None",
-    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(_is_processor, x))),
+    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(callable, x))),
     lambda x: list(x) if x else None,
 )
 
@@ -176,8 +172,8 @@ class SamplingParams(Parameters):
         truncate_prompt_tokens: keep the last k tokens of the prompt; -1 keeps what ``max_model_len`` allows.
         logits_processors: functions, called in turn for each token, before it is sampled, with the ids generated so
             far (or with the prompt's and these, if they have three parameters) and the logits, a tensor f32 [V] on the
-            device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). An
-            object with a method ``for_completion()`` gives each completion a function of its own.
+            device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). One
+            with a method ``clone()`` is cloned for each completion.
         structured_outputs: what the text must be; see ``StructuredOutputsParams``.
 
     Raises:

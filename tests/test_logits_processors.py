@@ -1,5 +1,5 @@
-"""``SamplingParams(logits_processors=...)``: tokens of transformers with the same functions, whatever else happens to the
-request; what a function raises ends its own request. 20 s."""
+"""``SamplingParams(logits_processors=...)``: tokens of transformers with the same functions, whatever else happens to
+the request; what a function raises ends its own request. 20 s."""
 
 import pytest
 import torch
@@ -131,11 +131,14 @@ def test_with_everything_else(tiny, make_llm):
 
 
 def test_several_completions(make_llm):
-    """Each sees its own tokens, and has the function that ``for_completion`` made for it."""
+    """Each sees its own tokens, and has a clone of the processor."""
     made, calls = [], []
 
     class Alternate:
-        def for_completion(self):
+        def __call__(self, prompt_ids, token_ids, logits):
+            raise AssertionError("not cloned")
+
+        def clone(self):
             mine = []
             made.append(mine)
 
@@ -149,7 +152,8 @@ def test_several_completions(make_llm):
 
     params = SamplingParams(n=3, max_tokens=5, seed=1, ignore_eos=True, logits_processors=[Alternate()])
     (output,) = make_llm(max_num_seqs=2).generate(PROMPTS[:1], params, use_tqdm=False)
-    assert [each.token_ids for each in output.outputs] == [[10, 11] * 2 + [10], [11, 10] * 2 + [11], [10, 11] * 2 + [10]]
+    even, odd = [10, 11, 10, 11, 10], [11, 10, 11, 10, 11]
+    assert [each.token_ids for each in output.outputs] == [even, odd, even]
     assert len(calls) == 15
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm import options
+from nanovllm.as_vllm import options, processors
 from nanovllm.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.as_vllm.worker import worker_class
 from nanovllm.engine.prompts import is_one_prompt
@@ -34,11 +34,12 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **keywords: Any):
-        make_worker = worker_class(keywords.get("worker_extension_cls") or "")
+        make_worker = worker_class(keywords.get("worker_cls"), keywords.get("worker_extension_cls") or "")
         self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
+        self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
         self._requests: dict[str, tuple[int, RequestOutputKind, DeltaStream]] = {}  # by the user's name
         self._profile: Any = None  # torch's profiler, while it runs
 
@@ -100,7 +101,7 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
         self._adapt(lora_request)
-        number = self.awake().add_request(as_prompt(prompt), snapshots(params))
+        number = self.awake().add_request(as_prompt(prompt), snapshots(params, self._processors))
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         self._requests[request_id] = number, kind, self._llm.deltas(number)
         return request_id
@@ -191,7 +192,7 @@ class LLM(LLMEngine):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
 
         def run(prompts: Any, params: Any) -> list[RequestOutput]:
-            return self.awake().generate(prompts, snapshots(params), use_tqdm)
+            return self.awake().generate(prompts, snapshots(params, self._processors), use_tqdm)
 
         prompts = as_prompts(prompts, prompt_token_ids)
         return flatten_logprobs(self._by_adapter(prompts, params, lora_request, run), params)
@@ -230,7 +231,7 @@ class LLM(LLMEngine):
 
         def run(messages: Any, params: Any) -> list[RequestOutput]:
             return self.awake().chat(
-                messages, snapshots(params), use_tqdm, chat_template=chat_template, tools=tools,
+                messages, snapshots(params, self._processors), use_tqdm, chat_template=chat_template, tools=tools,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )  # fmt: skip

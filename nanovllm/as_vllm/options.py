@@ -33,19 +33,18 @@ OWN: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6B", "max_model_len": None, "block_size": None, "num_gpu_blocks_override": None,
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
-    "enable_lora": False,
+    "enable_lora": False, "logits_processors": None, "worker_cls": "auto",
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path override_pooler_config pooler_config lora_modules
         kv_cache_memory_bytes kv_transfer_config kv_offloading_size speculative_config speculative_model
         num_speculative_tokens logits_processor_pattern"""),
-    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config logits_processors"),
+    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
     ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
     ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
     ((0,), "cpu_offload_gb"),
-    (("auto",), "worker_cls"),
     (("auto", "hf"), "tokenizer_mode config_format"),
     (("auto", "vllm"), "model_impl"),
     (("auto", "generate"), "runner"),

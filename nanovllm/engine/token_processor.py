@@ -205,8 +205,8 @@ class TokenProcessors:
 
 def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
     """A logits processor as a function of the logits: of two parameters, or of three if it takes the prompt's ids."""
-    if hasattr(function, "for_completion"):
-        function = function.for_completion()
+    if hasattr(function, "clone"):  # it may have a state
+        function = function.clone()
     try:
         takes_prompt = len(signature(function).parameters) == 3
     except (TypeError, ValueError):  # not written in Python

@@ -26,6 +26,8 @@ class Processors(Feature):
 
     def __init__(self, max_num_seqs: int):
         self._has_processors = np.zeros(max_num_seqs, bool)
+        self._rows = np.empty(0, np.int64)  # of the batch that is sampled next
+        self._process: Process | None = None
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         self._has_processors[new.req_indices] = new.has_processors
