@@ -4,10 +4,12 @@ import json
 import warnings
 from pathlib import Path
 
+import fp8_checkpoints
 import pytest
 import torch
 from helpers import DEVICES, generate, greedy, prompt_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nanovllm import CheckpointError, ConfigError, EngineError
 
@@ -31,7 +33,6 @@ ADAPTERS = {  # case -> arguments of LoraConfig
 def train(base_path, path, seed=0, **config):
     """Write an adapter with random factors; return PEFT's merged model."""
     import peft
-    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32)
     with warnings.catch_warnings(action="ignore"):
@@ -150,6 +151,22 @@ def test_the_sum_is_rounded_once(options, adapters, make_llm, tmp_path):
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0)
         else:  # but for ties: the order of fp32 sums
             assert (got[name] == want[name]).float().mean() > 0.99, name
+
+
+def test_fp8_weights(adapters, make_llm, tmp_path):
+    """Quantized anew with each adapter; to a checkpoint in FP8 nothing is added."""
+    base, made = adapters
+    (first, _), (second, _) = made["attention"], made["rslora"]
+    llm = make_llm(model=base, quantization="fp8", lora=first)
+    want = {lora: weights_of(make_llm(model=base, quantization="fp8", lora=lora)) for lora in (second, None)}
+    for lora, weights in want.items():
+        llm.update_weights(lora=lora)
+        assert all(torch.equal(p.float(), weights[name].float()) for name, p in weights_of(llm).items())
+    (tmp_path / "config.json").write_text(Path(base, "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    fp8_checkpoints.write(tmp_path, model, "channel")
+    with pytest.raises(CheckpointError, match=r"_proj.weight' is FP8, and an adapter is merged into 16-bit weights"):
+        make_llm(model=str(tmp_path), lora=first)
 
 
 def test_experts_and_merged_layers(make_llm, tmp_path):

@@ -204,14 +204,15 @@ class TokenProcessors:
 
 
 def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
-    """A logits processor as a function of the logits: of two parameters, or of three if it takes the prompt's ids."""
+    """A logits processor as a function of the logits. With three parameters without defaults it takes the prompt."""
     if hasattr(function, "clone"):  # it may have a state
         function = function.clone()
     try:
-        takes_prompt = len(signature(function).parameters) == 3
+        parameters = list(signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python
-        takes_prompt = False
-    prompt = [seq.prompt_token_ids] if takes_prompt else []
+        parameters = []
+    required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    prompt = [seq.prompt_token_ids] if len(required) == 3 else []
     return lambda logits: function(*prompt, seq.completion_token_ids, logits)
 
 
