@@ -130,6 +130,17 @@ def test_with_everything_else(tiny, make_llm):
         assert reported == pytest.approx(raw.log_softmax(0)[output["token_ids"][at]].item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("processed", [False, True])
+def test_log_probabilities(processed, tiny, make_llm):
+    """The raw ones are the model's, although the function changes the logits in place."""
+    llm = make_llm(logprobs_mode="processed_logprobs" if processed else "raw_logprobs")
+    (output,) = llm.generate(PROMPTS[:1], greedy(1, logits_processors=[ban(*range(500))], logprobs=0), use_tqdm=False)
+    logits, (token,) = tiny.logits(PROMPTS[0])[0, -1], output["token_ids"]
+    logits = ban(*range(500))([], logits.clone()) if processed else logits
+    want = logits.log_softmax(0)[token].item()
+    assert output.outputs[0].logprobs[0][token].logprob == pytest.approx(want, abs=1e-4)
+
+
 def test_several_completions(make_llm):
     """Each sees its own tokens, and has a clone of the processor."""
     made, calls = [], []

@@ -39,7 +39,7 @@ def train(base_path, path, seed=0, **config):
         model = peft.get_peft_model(model, peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")):
             param.data.normal_(float("norm" in name), 0.2, generator=generator)
     with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(path)
@@ -240,6 +240,13 @@ def test_adapters_that_do_not_fit(adapters, make_checkpoint, make_llm, tmp_path)
               tmp_path / "adapter_model.safetensors")  # fmt: skip
     with pytest.raises(CheckpointError, match=r"up_proj.lora_B.weight' has shape \[97, 2\], expected \[96, 2\]"):
         llm.update_weights(lora=tmp_path)
+    name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"  # the checkpoint has three tensors
+    save_file({name: torch.zeros(2, 64), name.replace("lora_A", "lora_B"): torch.zeros(256, 2)},
+              tmp_path / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"has none of 1 tensors .* among them model.layers.0.self_attn.qkv_proj"):
+        llm.update_weights(lora=tmp_path)
+    with pytest.raises(EngineError, match="an update of the weights failed half way"):
+        tokens(llm)
     llm.update_weights(lora=path)
     assert tokens(llm) == of_adapter
     with pytest.raises(CheckpointError, match=r"lora='/none' is not a directory .*holds adapter_config.json"):
