@@ -112,9 +112,12 @@ class LLMEngine:
         Raises:
             RequestError: ``enable_lora`` is not set, or the weights are not the checkpoint's.
         """
+        if not self._keywords.get("enable_lora"):
+            if lora_request is not None:
+                raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
+            return
+        self._llm._require_running()
         lora, weights = None if lora_request is None else lora_request.lora_path, self._llm.model_runner.weights
-        if lora is not None and not self._keywords.get("enable_lora"):
-            raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
         if lora is not None and weights.lora is None and weights.changed:
             raise RequestError(
                 "a lora_request after new weights were loaded is not supported: nanovllm merges adapters into the "

@@ -143,7 +143,8 @@ class ModelRunner:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
 
         ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
-        for them; without a constrained request they have sampled by now. ``process``: calls its logits processors.
+        for them; without a constrained request they sample at once. ``process``: calls its logits processors, whose
+        results the other ranks wait for in a collective.
         """
         assert self._computed is not None
         batch = self._computed.batch
