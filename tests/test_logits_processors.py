@@ -130,6 +130,22 @@ def test_with_everything_else(tiny, make_llm):
         assert reported == pytest.approx(raw.log_softmax(0)[output["token_ids"][at]].item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stop(ahead, make_llm):
+    """No function is called for the surplus token behind it, although its forward pass may run by then."""
+    lengths = []
+
+    def count_up(token_ids, logits):
+        lengths.append(len(token_ids))
+        return logits.index_fill(0, torch.tensor([20 + len(token_ids)]), 1000.0)
+
+    llm = run_ahead(make_llm()) if ahead else make_llm()
+    params = [greedy(20, logits_processors=[count_up], stop_token_ids=[23]), greedy(20)]
+    first, second = generate(llm, PROMPTS[:2], params)
+    assert first == [20, 21, 22, 23] and len(second) == 20
+    assert lengths == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("processed", [False, True])
 def test_log_probabilities(processed, tiny, make_llm):
     """The raw ones are the model's, although the function changes the logits in place."""
