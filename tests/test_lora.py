@@ -4,6 +4,7 @@ import json
 import warnings
 from pathlib import Path
 
+import families
 import fp8_checkpoints
 import pytest
 import torch
@@ -35,13 +36,15 @@ def train(base_path, path, seed=0, **config):
     import peft
 
     model = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT, about itself
         model = peft.get_peft_model(model, peft.LoraConfig(**config))
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
         if param.requires_grad or name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")):
             param.data.normal_(float("norm" in name), 0.2, generator=generator)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model.save_pretrained(path)
     if config.get("fan_in_fan_out"):  # PEFT has stored what it took
         edit(path, fan_in_fan_out=True)
@@ -85,6 +88,16 @@ def test_as_peft_merges_it(case, device, make_checkpoint, make_llm, tmp_path):
     llm = make_llm(model=base, lora=tmp_path / "adapter", **options)
     assert_equal(llm, want)
     assert tokens(llm) == expected(merged)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "granite", "phi3", "glm4-moe"])
+def test_families(case, make_llm, tmp_path):
+    """Renamed tensors, scaled ones, merged ones; attention beside experts."""
+    families.make(tmp_path / "base", case)
+    targets = ["q_proj", "qkv_proj", "o_proj"] + ["gate_up_proj", "down_proj"] * ("moe" not in case)
+    train(tmp_path / "base", tmp_path / "adapter", target_modules=targets).save_pretrained(tmp_path / "merged")
+    want = weights_of(make_llm(model=str(tmp_path / "merged"), max_model_len=128))
+    assert_equal(make_llm(model=str(tmp_path / "base"), lora=str(tmp_path / "adapter"), max_model_len=128), want, 1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +184,6 @@ def test_fp8_weights(adapters, make_llm, tmp_path):
 
 def test_experts_and_merged_layers(make_llm, tmp_path):
     """Factors of each expert; and of q, k and v at once where the checkpoint has them so."""
-    import families
-
     generator = torch.Generator().manual_seed(1)
     for case, modules in (
         ("qwen3-moe", ["mlp.experts.3.down_proj", "mlp.experts.0.gate_proj", "self_attn.k_proj", "mlp.gate"]),
