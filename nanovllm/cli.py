@@ -19,6 +19,8 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import did_you_mean
 
+# of SamplingParams: functions are for programs
+SAMPLING_FIELDS = [f for f in fields(SamplingParams) if f.name != "logits_processors"]
 # of Config: --seed is the requests', quiet is for scripts
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
 EXAMPLES = {  # of options that are JSON
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--retry-errors", action="store_true", help="do the rows again that failed")
     add("--overwrite", action="store_true", help="drop what OUT holds")
     add("--metrics", metavar="FILE", help="append a line of JSON every second; nanovllm plot draws it")
-    add_fields(batch.add_argument_group("sampling", SAMPLING), fields(SamplingParams), SamplingParams)
+    add_fields(batch.add_argument_group("sampling", SAMPLING), SAMPLING_FIELDS, SamplingParams)
     add_fields(batch.add_argument_group("engine"), ENGINE_FIELDS, Config)
     plot = commands.add_parser("plot", help="draw what --metrics wrote", description="Draw what --metrics wrote.")
     plot.add_argument("metrics", help="the file of batch --metrics")
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             from nanovllm.jobs.batch import run
 
             args.engine = {f.name: getattr(args, f.name) for f in ENGINE_FIELDS if hasattr(args, f.name)}
-            args.sampling = {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+            args.sampling = {f.name: getattr(args, f.name) for f in SAMPLING_FIELDS if hasattr(args, f.name)}
         return run(args)
     except (NanoVLLMError, OSError) as error:
         print(f"nanovllm {args.command}: error: {error}", file=sys.stderr)

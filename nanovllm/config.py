@@ -56,6 +56,7 @@ class Config:
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
             feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
+        lora: a local directory or hub id of a PEFT adapter, which is merged into the weights as they load.
         enable_prefix_caching: reuse the keys and values of equal prompt prefixes, by full blocks.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.
         revision: branch, tag or commit of a hub model; ignored for a directory.
@@ -92,6 +93,7 @@ class Config:
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
     load_format: str = option("auto", choice("auto", "dummy"))
     quantization: str | None = option(None, choice(None, "fp8"))
+    lora: str | None = option(None, optional(PATH))
     enable_prefix_caching: bool = option(True, FLAG)
     seed: int = option(0, integer("an integer in [0, 2**63)", lambda seed: 0 <= seed < 2**63))
     revision: str | None = option(None, optional(Rule("a string", lambda x: isinstance(x, str))))
@@ -105,6 +107,7 @@ class Config:
     # derived
     model_path: str = field(init=False)
     tokenizer_path: str = field(init=False)
+    lora_path: str | None = field(init=False)
     model_config: ModelConfig = field(init=False)
 
     @classmethod
@@ -146,6 +149,9 @@ class Config:
         tokenizer_path = model_path
         if self.tokenizer not in (None, self.model) and not self.skip_tokenizer_init:
             tokenizer_path = resolve_model(self.tokenizer, weights=False, option="tokenizer")
+        lora_path = None if self.lora is None else resolve_model(self.lora, option="lora")
+        if self.lora is not None and self.load_format == "dummy":
+            raise ConfigError(f"lora={str(self.lora)!r} needs a checkpoint's weights; leave out load_format='dummy'.")
         model_config = read_model_config(model_path)
         model_config.check_tensor_parallel(self.tensor_parallel_size)
         if self.quantization == "fp8":
@@ -155,6 +161,6 @@ class Config:
         if max_model_len > limit:
             raise ConfigError(f"max_model_len={max_model_len}: the model has positions for {limit} tokens.")
         vars(self).update(
-            model_path=model_path, tokenizer_path=tokenizer_path, model_config=model_config.for_length(max_model_len),
-            max_model_len=max_model_len,
+            model_path=model_path, tokenizer_path=tokenizer_path, lora_path=lora_path,
+            model_config=model_config.for_length(max_model_len), max_model_len=max_model_len,
         )  # fmt: skip

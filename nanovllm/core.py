@@ -164,6 +164,7 @@ class NewSequences:
     seeds: np.ndarray  # uint64 [n]
     params: list[SamplingParams]
     is_constrained: list[bool]  # what it may sample depends on its tokens
+    has_processors: list[bool]  # functions of the user's change its logits
     min_tokens_stop_ids: list[tuple[int, ...]]
     allowed_masks: list[np.ndarray | None]
     histories: list[np.ndarray | None]  # token ids int32 [num_tokens], where penalties count them
@@ -180,6 +181,7 @@ class NewSequences:
             np.fromiter((seq.seed for seq in seqs), np.uint64),
             [seq.sampling_params for seq in seqs],
             [seq.sampling_params.is_constrained for seq in seqs],
+            [bool(seq.sampling_params.logits_processors) for seq in seqs],
             [seq.min_tokens_stop_ids for seq in seqs],
             [seq.allowed_mask for seq in seqs],
             [seq.tokens(0, seq.num_tokens) if seq.sampling_params.has_penalties else None for seq in seqs],
@@ -191,7 +193,7 @@ class NewSequences:
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks get: of equal parameters one object, without what only the host reads."""
         sent = {id(params): params for params in self.params}
-        sent = {key: params.without_texts() for key, params in sent.items()}
+        sent = {key: params.without_host_fields() for key, params in sent.items()}
         return {**vars(self), "params": [sent[id(params)] for params in self.params]}
 
 

@@ -1,5 +1,6 @@
 """``LLM``: the engine with the methods that people call."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, as_list, as_prompts, is_one_prompt
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import LogprobsAt, RequestOutput, Score
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.runner.weights import Source, Weights
 
 Conversation = ListLike[dict[str, Any]]
+UNCHANGED: Any = object()  # the adapter, where None is none
 
 
 class LLM(LLMEngine):
@@ -195,7 +197,8 @@ class LLM(LLMEngine):
 
     # ---------------------------------------------------------------- between rollouts of a training loop
 
-    def update_weights(self, weights: "Source", partial: bool = False) -> set[str]:
+    def update_weights(self, weights: "Source | None" = None, partial: bool = False, *,
+                       lora: str | os.PathLike | None = UNCHANGED) -> set[str]:
         """Replace the weights in place, and forget cached prefixes.
 
         Args:
@@ -203,6 +206,8 @@ class LLM(LLMEngine):
                 ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads. For an
                 FP8 weight data (e4m3) and scale (``X.weight_scale``), or a tensor that is quantized here.
             partial: False: every tensor of the model must be given.
+            lora: given in place of weights, a directory or hub id of a PEFT adapter: the weights become those of the
+                model's checkpoint with this adapter, and no other; None: without any. Only what differs is read.
 
         Returns:
             The names of the tensors written; copies of tied weights are passed over.
@@ -212,8 +217,10 @@ class LLM(LLMEngine):
                 some were written by then, no request is taken until all of them are.
             EngineError: requests are unfinished, or the weights sleep.
         """
+        if lora is not UNCHANGED and (weights is not None or partial):
+            raise ConfigError("update_weights: give weights, or lora, which is merged into the checkpoint's weights.")
         with self._idle("update_weights") as of_runner:
-            return of_runner.update(weights, partial)
+            return of_runner.update(weights, partial) if lora is UNCHANGED else of_runner.merge(lora)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory: weights, KV cache and CUDA graphs. Requests are refused until ``wake_up``.

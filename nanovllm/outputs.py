@@ -60,7 +60,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
-            failed while it was decoded, or every logit was NaN); None while unfinished.
+            or a logits processor failed while it was decoded, or every logit was NaN); None while unfinished.
         stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
             token.
     """

@@ -2,6 +2,7 @@
 
 import marshal
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from operator import attrgetter, is_not
@@ -73,6 +74,11 @@ ALLOWED_TOKEN_IDS = Rule(
     lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
     lambda x: None if x is None else array("q", x).tolist(),
 )
+PROCESSORS = Rule(
+    "a list of functions (token_ids, logits) -> logits, or None",
+    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(callable, x))),
+    lambda x: list(x) if x else None,
+)
 
 
 INSTEAD = {  # of what vLLM had once
@@ -143,9 +149,9 @@ class StructuredOutputsParams(Parameters):
 class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
-    Order of what changes the logits: allowed tokens, bad words and structured outputs; min_tokens; logit_bias;
-    repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p, relative to
-    the most probable token.
+    Order of what changes the logits: allowed tokens, bad words and structured outputs; min_tokens; logits_processors;
+    logit_bias; repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p,
+    relative to the most probable token.
 
     Args:
         temperature: divides the logits; 0, or less than 1e-5, takes the most probable token (greedy).
@@ -173,6 +179,10 @@ class SamplingParams(Parameters):
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text, where the tokenizer can.
         truncate_prompt_tokens: keep the last k tokens of the prompt; -1 keeps what ``max_model_len`` allows.
+        logits_processors: functions, called in turn for each token, before it is sampled, with the ids generated so
+            far (or with the prompt's and these, if they have three parameters) and the logits, a tensor f32 [V] on the
+            device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). One
+            with a method ``clone()`` is cloned for each completion.
         structured_outputs: what the text must be; see ``StructuredOutputsParams``.
 
     Raises:
@@ -205,6 +215,7 @@ class SamplingParams(Parameters):
     truncate_prompt_tokens: int | None = option(
         None, optional(integer("an integer >= 1, or -1 for max_model_len", lambda k: k >= 1 or k == -1))
     )
+    logits_processors: list[Callable] | None = option(None, PROCESSORS)
     structured_outputs: StructuredOutputsParams | None = option(
         None, optional(Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace))
     )
@@ -231,12 +242,12 @@ class SamplingParams(Parameters):
         """A checked copy, for the engine to keep."""
         return SamplingParams(*VALUES_OF(self))
 
-    def without_texts(self) -> "SamplingParams":
-        """Without stop strings, bad words and grammars. Only the host reads these, and strings of the user's own class
-        (an ``Enum``) may be such that no other process can unpickle them."""
-        if not (self.stop or self.bad_words or self.structured_outputs):
+    def without_host_fields(self) -> "SamplingParams":
+        """Without stop strings, bad words, grammars and logits processors. Only rank 0 reads these, and functions and
+        strings of the user's own class (an ``Enum``) may be such that no other process can unpickle them."""
+        if not (self.stop or self.bad_words or self.structured_outputs or self.logits_processors):
             return self
-        return replace(self, stop=None, bad_words=None, structured_outputs=None)
+        return replace(self, stop=None, bad_words=None, structured_outputs=None, logits_processors=None)
 
     def key(self) -> tuple | int:
         """Equal for parameters whose values, and their types, are equal; else the identity."""

@@ -26,7 +26,7 @@ def gpu_param(*values):
 
 
 DEVICES = ["cpu", gpu_param("cuda")]
-FEATURES = ("masks", "min_tokens", "penalties", "filters", "logprobs")  # of the sampler, in their order
+FEATURES = ("masks", "min_tokens", "processors", "penalties", "filters", "logprobs")  # of the sampler, in their order
 
 
 def greedy(max_tokens, **params):

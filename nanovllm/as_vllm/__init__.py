@@ -5,6 +5,7 @@ Adapters from vLLM's offline interface to nanovllm's. The rest of nanovllm does 
     modules   the module tree that scripts import, put in place of vLLM's
     llm       LLM and LLMEngine; the forms of prompts, and arguments that are refused
     sampling  SamplingParams, structured outputs, flat log-probabilities
+    processors  logits processors of the engine's
     options   engine keywords: passed on, or accepted at values that change nothing; from them to a running engine, and
               the configuration that scripts read
     worker    what code that reaches into a worker finds: the model, its weights, sleep

@@ -3,12 +3,31 @@
 import gc
 import socket
 import uuid
-from collections import namedtuple
+from dataclasses import dataclass
 from typing import Any
 
-# names an adapter: may be made, and a request with one is refused
-LoRARequest = namedtuple("LoRARequest", "lora_name lora_int_id lora_path long_lora_max_len base_model_name",
-                         defaults=("", None, None))  # fmt: skip
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Names a PEFT adapter. Two with the same path are the same adapter, unless one is ``load_inplace``: read again."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise ValueError(f"LoRARequest: lora_int_id={self.lora_int_id!r} must be at least 1.")
+        if not self.lora_path:
+            raise ValueError("LoRARequest: lora_path must be the directory, or the hub id, of a PEFT adapter.")
+
+    adapter_id = property(lambda self: self.lora_int_id)
+    name = property(lambda self: self.lora_name)
+    path = local_path = property(lambda self: self.lora_path)
 
 
 def get_tokenizer(tokenizer_name: Any, *args: Any, tokenizer_mode: str = "auto", download_dir: str | None = None,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm import options
+from nanovllm.as_vllm import options, processors
 from nanovllm.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.as_vllm.worker import worker_class
 from nanovllm.engine.prompts import is_one_prompt
@@ -15,7 +15,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils import checkpoint
 
 OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
-NO_LORA = "LoRA adapters are not supported. Merge the adapter into the weights, and pass None."
 PROMPT_KEYS = "prompt", "prompt_token_ids"
 IGNORED_KEYS = "cache_salt", "type"  # no value of theirs changes an output
 
@@ -35,11 +34,12 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **keywords: Any):
-        make_worker = worker_class(keywords.get("worker_extension_cls") or "")
+        make_worker = worker_class(keywords.get("worker_cls"), keywords.get("worker_extension_cls") or "")
         self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
+        self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
         self._requests: dict[str, tuple[int, RequestOutputKind, DeltaStream]] = {}  # by the user's name
         self._profile: Any = None  # torch's profiler, while it runs
 
@@ -65,7 +65,6 @@ class LLMEngine:
     engine_core = property(lambda self: self)
 
     def get_tokenizer(self, lora_request: Any = None) -> Any:
-        refuse("get_tokenizer", lora_request=lora_request)
         return self._llm.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
@@ -96,15 +95,36 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None,
                     lora_request: Any = None, **others: Any) -> str:
         """Queue a prompt: text, token ids or a dictionary."""
-        refuse("add_request", lora_request=lora_request, **others)
+        refuse("add_request", **others)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        number = self.awake().add_request(as_prompt(prompt), snapshots(params))
+        self._adapt(lora_request)
+        number = self.awake().add_request(as_prompt(prompt), snapshots(params, self._processors))
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         self._requests[request_id] = number, kind, self._llm.deltas(number)
         return request_id
+
+    def _adapt(self, lora_request: Any) -> None:
+        """Merge a request's adapter into the weights in place of the one before, which takes an idle engine.
+
+        Raises:
+            RequestError: ``enable_lora`` is not set, or the weights are not the checkpoint's.
+        """
+        if not self._keywords.get("enable_lora"):
+            if lora_request is not None:
+                raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
+            return
+        self._llm._require_running()
+        lora, weights = None if lora_request is None else lora_request.lora_path, self._llm.model_runner.weights
+        if lora is not None and weights.lora is None and weights.changed:
+            raise RequestError(
+                "a lora_request after new weights were loaded is not supported: nanovllm merges adapters into the "
+                "checkpoint's weights. Call collective_rpc('reload_weights'), or save a new checkpoint."
+            )
+        if weights.lora != lora or getattr(lora_request, "load_inplace", False):
+            self.awake().update_weights(lora=lora)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -171,10 +191,37 @@ class LLM(LLMEngine):
         Raises:
             RequestError: a prompt or a parameter cannot be served, or one of the ``others`` is given.
         """
-        refuse("generate", lora_request=lora_request, **others)
+        refuse("generate", **others)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = self.awake().generate(as_prompts(prompts, prompt_token_ids), snapshots(params), use_tqdm)
-        return flatten_logprobs(outputs, params)
+
+        def run(prompts: Any, params: Any) -> list[RequestOutput]:
+            return self.awake().generate(prompts, snapshots(params, self._processors), use_tqdm)
+
+        prompts = as_prompts(prompts, prompt_token_ids)
+        return flatten_logprobs(self._by_adapter(prompts, params, lora_request, run), params)
+
+    def _by_adapter(self, prompts: Any, params: Any, lora_request: Any, run: Callable[[Any, Any], list]) -> list[Any]:
+        """``run(prompts, params)``, adapter by adapter where each prompt has a ``lora_request`` of its own; the outputs
+        in the order of the prompts.
+        """
+        if not isinstance(lora_request, (list, tuple)):
+            self._adapt(lora_request)
+            outputs = run(prompts, params)
+            lora_request = [lora_request] * len(outputs)
+        else:
+            prompts = [prompts] if is_one_prompt(prompts) else prompts
+            if len(lora_request) != len(prompts):
+                raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
+            outputs = [None] * len(prompts)
+            for adapter in dict.fromkeys(lora_request):
+                ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
+                own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
+                self._adapt(adapter)
+                for i, output in zip(ours, run([prompts[i] for i in ours], own), strict=True):
+                    outputs[i] = output
+        for output, adapter in zip(outputs, lora_request, strict=True):
+            output.lora_request = adapter
+        return outputs
 
     def chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
              lora_request: Any = None, chat_template: str | None = None, chat_template_content_format: str = "auto",
@@ -182,20 +229,23 @@ class LLM(LLMEngine):
              tools: list[dict] | None = None, chat_template_kwargs: dict | None = None,
              **others: Any) -> list[RequestOutput]:
         """Answer one conversation or many. Raises what ``generate`` raises."""
-        refuse("chat", lora_request=lora_request, **others)
+        refuse("chat", **others)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = self.awake().chat(
-            messages, snapshots(params), use_tqdm, chat_template=chat_template, tools=tools,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
-        return flatten_logprobs(outputs, params)
+
+        def run(messages: Any, params: Any) -> list[RequestOutput]:
+            return self.awake().chat(
+                messages, snapshots(params, self._processors), use_tqdm, chat_template=chat_template, tools=tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )  # fmt: skip
+
+        return flatten_logprobs(self._by_adapter(messages, params, lora_request, run), params)
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
         """``concurrency_limit`` changes no result: the engine batches by its memory."""
-        refuse("beam_search", lora_request=lora_request)
-        return self.awake().beam_search(as_prompts(prompts), params)
+        run = self.awake().beam_search
+        return self._by_adapter(as_prompts(prompts), params, lora_request, run)
 
     def _no_pooling(self, *_: Any, **__: Any) -> Any:
         raise EngineError("embed, encode, classify, reward and score of vLLM need a pooling model; nanovllm generates "
@@ -229,5 +279,4 @@ def refuse(method: str, **values: Any) -> None:
     """Raise RequestError for arguments that would change the result and are not supported."""
     for name, value in values.items():
         if any(value) if isinstance(value, (list, tuple)) else value:  # priorities of 0 change nothing
-            advice = NO_LORA if name == "lora_request" else "is not supported by nanovllm; leave it out."
-            raise RequestError(f"{method}: {name}={value!r:.200} {advice}")
+            raise RequestError(f"{method}: {name}={value!r:.200} is not supported by nanovllm; leave it out.")

@@ -24,7 +24,8 @@ PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for 
 LEAVES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
     tokenizers transformers_utils.tokenizer logger config multimodal platforms usage.usage_lib lora.request
     prompt_adapter.request entrypoints.llm entrypoints.chat_utils engine.arg_utils engine.llm_engine
-    engine.async_llm_engine v1.engine.llm_engine v1.engine.async_llm v1.sample.logits_processor v1.worker.gpu_worker
+    engine.async_llm_engine v1.engine.llm_engine v1.engine.async_llm v1.sample.logits_processor.interface
+    v1.sample.logits_processor.builtin v1.worker.gpu_worker
     v1.metrics.reader v1.metrics.stats worker.worker worker.worker_base utils.argparse_utils utils.network_utils
     utils.counter utils.torch_utils distributed.parallel_state distributed.utils
     distributed.device_communicators.pynccl model_executor.utils model_executor.models.registry
@@ -39,6 +40,8 @@ SOURCES = {
     "nanovllm.as_vllm.sampling": "SamplingParams RequestOutputKind FlatLogprobs StructuredOutputsParams "
                                  "GuidedDecodingParams=StructuredOutputsParams",
     "nanovllm.as_vllm.worker": "Worker=DriverWorker",
+    "nanovllm.as_vllm.processors": "LogitsProcessor AdapterLogitsProcessor RequestLogitsProcessor BatchUpdate "
+                                   "MoveDirectionality process_dict_updates",
     "nanovllm.as_vllm.helpers": "LoRARequest get_tokenizer cached_get_tokenizer=get_tokenizer "
         "get_cached_tokenizer=get_tokenizer cached_tokenizer_from_config=get_tokenizer resolve_hf_chat_template "
         "resolve_chat_template=resolve_hf_chat_template random_uuid get_open_port set_random_seed "
@@ -58,8 +61,7 @@ HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMo
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM PoolingParams PoolerConfig PoolingRequestOutput PoolingOutput
     EmbeddingRequestOutput EmbeddingOutput ClassificationRequestOutput ClassificationOutput ScoringRequestOutput
     ScoringOutput EmbedsPrompt KVTransferConfig KVEventsConfig SpeculativeConfig WeightTransferConfig VllmConfig
-    ModelConfig ModelRegistry LogitsProcessor BatchUpdate MoveDirectionality AdapterLogitsProcessor
-    RequestLogitsProcessor PyNcclCommunicator StatelessProcessGroup WorkerWrapperBase MultiModalDataDict ImagePrompt
+    ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup WorkerWrapperBase MultiModalDataDict ImagePrompt
     RepetitionDetectionParams Counter Gauge Histogram Vector Metric RequestMetrics RequestStateStats GroupCoordinator
     PromptAdapterRequest SamplingType get_ip get_distributed_init_method get_tensor_model_parallel_rank
     load_chat_template"""

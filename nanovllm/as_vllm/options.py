@@ -33,18 +33,18 @@ OWN: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6B", "max_model_len": None, "block_size": None, "num_gpu_blocks_override": None,
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
+    "enable_lora": False, "logits_processors": None, "worker_cls": "auto",
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path override_pooler_config pooler_config lora_modules
         kv_cache_memory_bytes kv_transfer_config kv_offloading_size speculative_config speculative_model
         num_speculative_tokens logits_processor_pattern"""),
-    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config logits_processors"),
-    ((False, None), """enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter enable_expert_parallel
+    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
+    ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
     ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
     ((0,), "cpu_offload_gb"),
-    (("auto",), "worker_cls"),
     (("auto", "hf"), "tokenizer_mode config_format"),
     (("auto", "vllm"), "model_impl"),
     (("auto", "generate"), "runner"),
@@ -59,7 +59,7 @@ NEUTRAL: dict[str, tuple] = {name: values for values, names in ONLY for name in 
 ON = "disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_block_manager use_tqdm_on_load"
 OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input disable_sliding_window
     disable_cascade_attn disable_custom_all_reduce ray_workers_use_nsight disable_mm_preprocessor_cache
-    guided_decoding_disable_fallback"""
+    guided_decoding_disable_fallback fully_sharded_loras"""
 UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills
     long_prefill_token_threshold num_scheduler_steps num_lookahead_slots scheduler_delay_factor preemption_mode
     async_scheduling stream_interval prefix_caching_hash_algo attention_backend max_parallel_loading_workers

@@ -1,12 +1,14 @@
 """vLLM's ``SamplingParams``, with its order of arguments, its defaults, and the fields that nanovllm lacks."""
 
 import copy
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, make_dataclass
 from enum import Enum
 from itertools import accumulate
 from typing import Any
 
 import nanovllm.sampling_params as core
+from nanovllm.as_vllm.processors import EngineProcessor
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 
@@ -46,8 +48,8 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "extra_args": (None, {}), "thinking_token_budget": (None, -1), "repetition_detection": (None,),
-    "logprob_token_ids": (None, []), "logits_processors": (None, []), "best_of": (None, 1),
+    "thinking_token_budget": (None, -1), "repetition_detection": (None,),
+    "logprob_token_ids": (None, []), "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
 }  # fmt: skip
 # vLLM's order of positional arguments
@@ -57,7 +59,7 @@ ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "te
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(ORDER), **core.DEFAULTS, "stop_token_ids": None, "max_tokens": 16, "flat_logprobs": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "skip_clone": False, "skip_reading_prefix_cache": None,
-    "guided_decoding": None, **{name: neutral[0] for name, neutral in NEUTRAL.items()},
+    "guided_decoding": None, "extra_args": None, **{name: neutral[0] for name, neutral in NEUTRAL.items()},
 }  # fmt: skip
 
 
@@ -107,16 +109,21 @@ SamplingParams: Any = make_dataclass("SamplingParams", [(n, Any, DEFAULTS[n]) fo
                                      bases=(_SamplingParams,), namespace={"__module__": __name__})  # fmt: skip
 
 
-def snapshots(params: Any) -> Any:
-    """Of one SamplingParams or of a list of them; an object that is there many times is copied once."""
+def snapshots(params: Any, processors: ListLike[EngineProcessor] = ()) -> Any:
+    """Of one SamplingParams or of a list of them, with the engine's logits processors; an object that is there many
+    times is copied once.
+    """
     if isinstance(params, (list, tuple)):
-        copies = {key: snapshots(p) for key, p in {id(p): p for p in params}.items()}
+        copies = {key: snapshots(p, processors) for key, p in {id(p): p for p in params}.items()}
         return [copies[id(p)] for p in params]
     if not isinstance(params, SamplingParams):
         return params  # refused by the engine
     # vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions
     are_equal = params.n > 1 and params.temperature < core.MIN_TEMPERATURE
-    return params.as_core(temperature=1.0, top_k=1) if are_equal else params.as_core()
+    copied = params.as_core(temperature=1.0, top_k=1) if are_equal else params.as_core()
+    rows = [processor.of_request(params, copied) for processor in processors]
+    copied.logits_processors = [*(copied.logits_processors or ()), *rows] or None
+    return copied
 
 
 class FlatLogprobs(list):

@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from nanovllm.as_vllm.processors import imported
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.llm import LLM
 
@@ -36,6 +36,8 @@ class DriverWorker:
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         """Any number of tensors at a time, under their names in the checkpoint."""
+        if self._llm.model_runner.weights.lora is not None:
+            self._llm.update_weights(lora=None)
         return self._llm.update_weights(weights, partial=True)
 
     def reload_weights(self) -> None:
@@ -85,12 +87,14 @@ class DriverWorker:
             raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
 
 
-def worker_class(extension: str) -> type[DriverWorker]:
-    """``DriverWorker`` with the methods of a class "module.Class" (``worker_extension_cls``)."""
+def worker_class(worker: Any, extension: str) -> type[DriverWorker]:
+    """``DriverWorker``, or a class derived from it (``worker_cls``, itself or its name); with the methods of a class
+    "module.Class" (``worker_extension_cls``).
+    """
+    kind = DriverWorker if worker in (None, "", "auto") else worker
+    kind = imported("worker_cls", kind) if isinstance(kind, str) else kind
+    if not (isinstance(kind, type) and issubclass(kind, DriverWorker)):
+        raise ConfigError(f"LLM: worker_cls={worker!r:.200} must be 'auto', or a class derived from vLLM's Worker.")
     if not extension:
-        return DriverWorker
-    module, _, name = extension.rpartition(".")
-    try:
-        return type("Worker", (DriverWorker, getattr(import_module(module), name)), {})
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"LLM: worker_extension_cls={extension!r} cannot be imported: {error}.") from error
+        return kind
+    return type("Worker", (kind, imported("worker_extension_cls", extension)), {})

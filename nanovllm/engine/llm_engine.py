@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from functools import partial
 from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, PrefillBatch
+from nanovllm.core import Batch, PrefillBatch, Sequence
 from nanovllm.engine.futures import refuse, resolve
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -216,7 +217,7 @@ class LLMEngine:
         if batch is not None:
             # what a constrained request may sample depends on the tokens just taken in
             masks = self._masks(batch) if self._outputs.constrained else None
-            self._in_flight.append((batch, self.model_runner.sample(masks)))
+            self._in_flight.append((batch, self._sample(batch, masks)))
             if self.model_runner.max_in_flight == 0:
                 done = self._take_in()
         if self._submitted.finished:
@@ -237,10 +238,21 @@ class LLMEngine:
     def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""
         req_indices, masks, failed = self._outputs.masks(batch)
-        if failed:
-            self.scheduler.finish(failed)
-            self._outputs.finish(failed)
+        self._end(failed)
         return req_indices, masks
+
+    def _sample(self, batch: Batch, masks: Any) -> "StepHandle":
+        """Launch the sampling. Ends sequences whose logits processors fail; their tokens are surplus."""
+        failed: list[Sequence] = []
+        process = partial(self._outputs.process_logits, batch, failed) if self._outputs.with_functions else None
+        handle = self.model_runner.sample(masks, process)
+        self._end(failed)
+        return handle
+
+    def _end(self, seqs: list[Sequence]) -> None:
+        if seqs:
+            self.scheduler.finish(seqs)
+            self._outputs.finish(seqs)
 
     def _collect(self, requests: list[Request], result: Callable[[Request], T],
                  use_tqdm: bool | Callable = False) -> list[T]:

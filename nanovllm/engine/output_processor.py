@@ -32,6 +32,7 @@ class OutputProcessor:
     Attributes:
         unfinished: requests, by their id as text.
         constrained: token processors by seq_id, of those that say what may be sampled.
+        with_functions: the same, of those with logits processors.
         num_not_queued: sequences of unfinished requests that the scheduler does not know yet.
     """
 
@@ -39,6 +40,7 @@ class OutputProcessor:
         self._tokenizer, self._token_processors, self._metrics = tokenizer, token_processors, metrics or Metrics()
         self.unfinished: dict[str, Request] = {}
         self.constrained: dict[int, TokenProcessor] = {}
+        self.with_functions: dict[int, TokenProcessor] = {}
         self.num_not_queued = 0
         self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
         self._processors: dict[int, TokenProcessor] = {}  # the same, where every token is looked at
@@ -65,6 +67,8 @@ class OutputProcessor:
                 self._processors[seq.seq_id] = processor
                 if seq.sampling_params.is_constrained:
                     self.constrained[seq.seq_id] = processor
+                if seq.sampling_params.logits_processors:
+                    self.with_functions[seq.seq_id] = processor
             if seq.is_sampled or seq.scored is not None:
                 waiting.append(seq)
             else:
@@ -109,6 +113,18 @@ class OutputProcessor:
                 processors.append(processor)
         return np.array(req_indices, np.int32), *self._token_processors.masks(processors)
 
+    def process_logits(self, batch: Batch, failed: list[Sequence], rows: np.ndarray, logits: Any) -> None:
+        """Call the logits processors of some of a batch's sequences on their logits, a tensor f32 [n, V], in place.
+
+        Args:
+            failed: sequences that end by what one of their functions raises are added here.
+            rows: their places in the batch.
+        """
+        for row, values in zip(rows.tolist(), logits, strict=True):
+            processor = self.with_functions.get(int(batch.seq_ids[row]))  # none: a grammar has ended it
+            if processor is not None and not processor.process_logits(values):
+                failed.append(processor.seq)
+
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Take in finished sequences; requests that are complete now go to their callers.
 
@@ -145,6 +161,7 @@ class OutputProcessor:
         request.caller.num_queued -= 1
         self._processors.pop(seq.seq_id, None)
         self.constrained.pop(seq.seq_id, None)
+        self.with_functions.pop(seq.seq_id, None)
         return request
 
     def _forget(self, request: Request) -> None:
@@ -159,6 +176,6 @@ class OutputProcessor:
             request.caller.num_queued = 0
             request.caller.unfinished.clear()
         self.num_not_queued = 0
-        for known in (self.unfinished, self._requests, self._processors, self.constrained):
+        for known in (self.unfinished, self._requests, self._processors, self.constrained, self.with_functions):
             known.clear()
         return dropped

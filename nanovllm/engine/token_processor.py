@@ -1,10 +1,12 @@
-"""What the host does with each token of a sequence whose request needs it: stop strings, log-probabilities, grammars.
+"""What the host does with each token of a sequence whose request needs it: stop strings, log-probabilities, grammars,
+logits processors.
 
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
 
 from array import array
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ class TokenProcessor:
     def __init__(self, seq: Sequence, stop: StopStrings | None, logprobs: SampleLogprobs | None,
                  grammar: Grammar | None = None, bad_words: BadWords | None = None):
         self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
+        self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
         self._stop, self._logprobs = stop, logprobs
         self.stop_text: str | None = None
 
@@ -64,13 +67,32 @@ class TokenProcessor:
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
 
-    def fail(self, error: BaseException) -> None:
-        """Mark the sequence as ended by an error of its grammar."""
+    def process_logits(self, logits: Any) -> bool:
+        """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
+        error = error_of(self._call_functions, logits)
+        if error is not None:
+            self.fail(error, "a logits processor failed")
+        return error is None
+
+    def _call_functions(self, logits: Any) -> None:
+        if self._functions is None:
+            self._functions = [bound(each, self.seq) for each in self.seq.sampling_params.logits_processors or ()]
+        for function in self._functions:
+            result = function(logits)
+            if getattr(result, "shape", None) != logits.shape:
+                raise RequestError(
+                    f"a logits processor must return the logits, a tensor of shape {list(logits.shape)}, not "
+                    f"{result!s:.100}."
+                )
+            logits.copy_(result)
+
+    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded") -> None:
+        """Mark the sequence as ended by an error of its grammar, or of a logits processor."""
         self.seq.finish_reason = "error"
         if isinstance(error, RequestError):
             self.seq.stop_reason = str(error)
         else:
-            self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
+            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500})"
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
@@ -103,7 +125,7 @@ class TokenProcessors:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not params.stop and params.logprobs is None and not params.is_constrained:
+        if not (params.stop or params.logprobs is not None or params.is_constrained or params.logits_processors):
             return None
         stop = StopStrings(self._required("stop"), params) if params.stop else None
         logprobs = None if params.logprobs is None else SampleLogprobs(params, self._tokenizer)
@@ -179,8 +201,21 @@ class TokenProcessors:
         return tokenizer
 
 
+def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
+    """A logits processor as a function of the logits. With three parameters without defaults it takes the prompt."""
+    if hasattr(function, "clone"):  # it may have a state
+        function = function.clone()
+    try:
+        parameters = list(signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        parameters = []
+    required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    prompt = [seq.prompt_token_ids] if len(required) == 3 else []
+    return lambda logits: function(*prompt, seq.completion_token_ids, logits)
+
+
 def error_of(function: Callable, *args: Any) -> BaseException | None:
-    """What a grammar's function raises, if it does. A panic of llguidance is no ``Exception``; interrupts pass."""
+    """What a grammar, or a user's function, raises. A panic of llguidance is no ``Exception``; interrupts pass."""
     try:
         function(*args)
     except (KeyboardInterrupt, SystemExit):

@@ -16,6 +16,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.quantization import Scales, quantized
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
@@ -33,13 +34,16 @@ class WeightFiller:
 
     Args:
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
+        adapter: directory of a PEFT adapter, which is merged into the tensors.
+        only: checkpoint tensors to fill besides those that the adapter changes, by their names here; None: all.
 
     Attributes:
-        missing: checkpoint tensors not given yet, by their names here.
+        adapted: checkpoint tensors that the adapter changes, by their names here.
+        missing: those not given yet.
         filled: those given.
     """
 
-    def __init__(self, model: Any, quantizes: bool = True):
+    def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
         self._quantizes, self._renamed, self._unused = quantizes, model.renamed_tensors, model.unused_tensors
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._parts = {name: _parts(name, param, model.packed_modules_mapping) for name, param in self._params.items()}
@@ -49,25 +53,28 @@ class WeightFiller:
             name.removesuffix(".attn"): module for name, module in model.named_modules()
             if hasattr(module, "load_kv_scale")
         }  # fmt: skip
-        self.missing = set(self._targets)
-        self.filled: set[str] = set()
         self.device = str(next(iter(self._params.values())).device)
+        self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
+        names = {part for name in self._changes for part in self._parts_of(name)}
+        self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)
+        self._only = None if only is None else only | self.adapted
+        self.missing = set(self._targets) if self._only is None else set(self._only)
+        self.filled: set[str] = set()
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         if self._unused.fullmatch(tensor.name):
             return
-        name = tensor.name
-        for old, new in self._renamed:
-            name = name.replace(old, new)
+        name = self._name_here(tensor.name)
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             self._attentions[match[1]].load_kv_scale(match[2] or match[3], tensor)
             return
-        parts, shard_id = [name], None
-        if name in self._targets:
-            name, shard_id = self._targets[name]
-        else:  # stored as it is merged here, or unknown
-            parts = [part for part, _ in self._parts.get(name, [])]
+        parts = self._parts_of(name)
+        if self._only is not None and parts and self._only.isdisjoint(parts):
+            return
+        if name in self._changes:
+            tensor = self._changes.pop(name)(tensor)
+        name, shard_id = self._targets.get(name, (name, None))
         param: Any = self._params.get(name)
         writes = [(param, tensor)]
         if hasattr(param, "group_size"):
@@ -84,6 +91,36 @@ class WeightFiller:
                 copy_shard(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
+
+    def _name_here(self, name: str) -> str:
+        for old, new in self._renamed:
+            name = name.replace(old, new)
+        return name
+
+    def _parts_of(self, name: str) -> list[str]:
+        """A checkpoint tensor's name, or its parts' if it is merged as it is here; none if it is unknown."""
+        return [name] if name in self._targets else [part for part, _ in self._parts.get(name, [])]
+
+    def _read_adapter(self, path: str) -> dict[str, Change]:
+        """An adapter's changes by the names of tensors here."""
+        changes = {self._name_here(name): change for name, change in read_adapter(path, self.device).items()}
+        tied = {"lm_head.weight", "model.embed_tokens.weight"} & changes.keys()
+        if tied and "lm_head.weight" not in self._params:
+            raise CheckpointError(
+                f"{path} changes {' and '.join(sorted(tied))}, which are one tensor in this model. Train the adapter "
+                "without them, or merge it by PEFT and save a model whose embeddings are not tied."
+            )
+        known = {name: change for name, change in changes.items() if self._parts_of(name)}
+        self._check_used({name for name in changes.keys() - known.keys() if not self._unused.fullmatch(name)}, path)
+        return known
+
+    def _check_used(self, names: set[str], path: str) -> None:
+        if names:
+            some = ", ".join(sorted(names)[:5])
+            raise CheckpointError(
+                f"{path}: the model, or its checkpoint, has none of {len(names)} tensors that the adapter changes, "
+                f"among them {some}. Is it an adapter of this model?"
+            )
 
     def fill_from_files(self, path: str | Path) -> None:
         """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
@@ -106,6 +143,7 @@ class WeightFiller:
             self.fill(CheckpointTensor.of(name, tensor.detach()), source)
 
     def check_complete(self, source: str, advice: str = "") -> None:
+        self._check_used(set(self._changes), str(self._adapter))
         if self.missing:
             some = ", ".join(sorted(self.missing)[:5])
             raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}{advice}.")
@@ -127,15 +165,19 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
     return shards or [(name, None)]
 
 
-def load_model(model: Any, path: str) -> None:
+def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
     """Fill ``model`` from the safetensors files in directory ``path``. ``model.fp8``: its ``FP8Weights``, or None.
+
+    Returns:
+        The checkpoint tensors that the adapter in directory ``adapter`` has changed.
 
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model, quantizes=model.fp8 is None or not model.fp8.in_checkpoint)
+    filler = WeightFiller(model, model.fp8 is None or not model.fp8.in_checkpoint, adapter)
     filler.fill_from_files(path)
     filler.check_complete(path)
+    return filler.adapted
 
 
 def _weight_files(path: Path) -> list[Path]:

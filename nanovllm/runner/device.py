@@ -65,9 +65,10 @@ def describe(config: Config, runner: "ModelRunner") -> str:
         where = f"{times or 'the '}CPU{why}"
     weights = " with FP8 weights" if config.model_config.fp8 else ""
     model = "the demo model" if config.model is None else config.model
+    adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "
     return (
-        f"nanovllm: {model} on {where}, {str(dtype).removeprefix('torch.')}{weights}; {fp8}KV cache of "
+        f"nanovllm: {model}{adapter} on {where}, {str(dtype).removeprefix('torch.')}{weights}; {fp8}KV cache of "
         f"{num_blocks * config.kvcache_block_size:,} tokens; max_model_len {config.max_model_len:,}, "
         f"max_num_seqs {num_seqs:,}{seats}"
     )

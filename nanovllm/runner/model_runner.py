@@ -32,6 +32,7 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Feature, Logits, Tensors
 from nanovllm.sampling.masks import Masks
+from nanovllm.sampling.processors import Process
 from nanovllm.sampling.sampler import Sampler
 
 
@@ -120,6 +121,7 @@ class ModelRunner:
             self.prefill_sizes = PrefillSizes.of(config, self.backend, tp.peers is not None, max_work)
         self.graphs: CUDAGraphs | None = None
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
+        self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
         self._owner = os.getpid()
         self.weights = Weights(self)
@@ -143,14 +145,16 @@ class ModelRunner:
         assert self._computed is None
         self.call("run_model", batch)
 
-    def sample(self, masks: Masks | None = None) -> StepHandle:
+    def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
 
         ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
-        for them; without a constrained request they have sampled by now.
+        for them; without a constrained request they sample at once. ``process``: calls its logits processors, whose
+        results the other ranks wait for in a collective.
         """
         assert self._computed is not None
         batch = self._computed.batch
+        self._process = process
         outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
         self._last_handle = StepHandle(batch, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
@@ -209,6 +213,8 @@ class ModelRunner:
             self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
         n, logprobs = len(batch.req_indices), None
         used = self.sampler.used_by(batch.req_indices)
+        if self.sampler.processors in used:
+            self.sampler.processors.set_batch(batch.req_indices, self._process)
         if batch.is_decode and not used and self.graphs is not None:
             self.graphs.replay(SAMPLE, len(hidden))  # as padded as the forward pass
         elif n:

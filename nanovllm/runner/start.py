@@ -63,7 +63,8 @@ def load(runner: ModelRunner) -> CausalLM:
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed + runner.tp.rank)
         else:
-            load_model(model, config.model_path)
+            runner.weights.changed = load_model(model, config.model_path, config.lora_path)
+            runner.weights.lora = None if config.lora is None else str(config.lora)
     return model
 
 

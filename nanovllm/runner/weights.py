@@ -23,6 +23,7 @@ from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import detach_kv_cache
 from nanovllm.runner.recurrent import detach_states
+from nanovllm.utils.checkpoint import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -40,12 +41,16 @@ class Weights:
     Attributes:
         sleeping: tags of what is not in the device's memory.
         missing: weights to be given before the engine can run, by their names in the checkpoint, and why. On rank 0.
+        changed: weights that are not the checkpoint's, by the same names. On rank 0.
+        lora: the adapter that is merged into them, as it was given, or None. On rank 0.
     """
 
     def __init__(self, runner: "ModelRunner"):
         self._runner = weakref.proxy(runner)  # in a cycle a failed start would keep its memory until the next full GC
         self.sleeping: set[str] = set()
         self.missing: dict[str, str] = {}
+        self.changed: set[str] = set()
+        self.lora: str | None = None
         self._needs_calibration = False
         # of parameters and buffers, by its address: storage, size in bytes, its bytes on the host (none if dropped)
         self._offloaded: dict[int, tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = {}
@@ -84,21 +89,43 @@ class Weights:
             return error
         return None
 
-    def update(self, weights: Source, partial: bool) -> set[str]:
+    def update(self, weights: Source | None, partial: bool) -> set[str]:
         """Rank 0: write the weights on every rank; returns their names.
 
         An update that fails leaves all weights missing, unless it ends before it wrote any.
         """
-        if "weights" in self.sleeping:
-            raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are updated.")
         source = "update_weights"
         if isinstance(weights, (str, os.PathLike)):
             weights = source = os.path.abspath(os.path.expanduser(weights))  # ranks may have other working directories
             if not os.path.exists(source):
                 raise CheckpointError(f"update_weights: {source} does not exist; give a directory of safetensors.")
-        self.call("begin_update")
+        written = self._write(weights, source, partial)
+        is_checkpoint = source == os.path.abspath(self._runner.config.model_path)
+        self.changed = set() if is_checkpoint else self.changed | written if partial else written
+        self.lora = None
+        return written
+
+    def merge(self, lora: str | os.PathLike | None) -> set[str]:
+        """Rank 0: make the weights the checkpoint's with this adapter; returns the names of those written.
+
+        Read are the tensors that it changes, and those that are not the checkpoint's now.
+        """
+        config = self._runner.config
+        if config.load_format == "dummy":
+            raise ConfigError("update_weights: lora needs a checkpoint's weights; leave out load_format='dummy'.")
+        path = None if lora is None else os.path.abspath(resolve_model(lora, option="lora"))
+        written = self._write(config.model_path, config.model_path, False, path, self.changed | self.missing.keys())
+        self.lora, self.changed = None if lora is None else str(lora), self._filler.adapted
+        return written
+
+    def _write(self, weights: Any, source: str, partial: bool, adapter: str | None = None,
+               only: set[str] | None = None) -> set[str]:
+        """Rank 0: fill the parameters of every rank. ``adapter`` and ``only`` as for ``WeightFiller``."""
+        if "weights" in self.sleeping:
+            raise EngineError("the weights sleep; call wake_up(tags=['weights']) before they are updated.")
+        self.call("begin_update", adapter, only)
         filler, before = self._filler, self.missing
-        self.missing = dict.fromkeys(filler.missing, "an update of the weights failed half way")
+        self.missing = before | dict.fromkeys(filler.missing, "an update of the weights failed half way")
         try:
             with closing(self._parts(weights)) as parts:
                 for part in parts:
@@ -132,9 +159,9 @@ class Weights:
                     bucket.clear()
                     yield file
 
-    def begin_update(self) -> None:
+    def begin_update(self, adapter: str | None, only: set[str] | None) -> None:
         """Every rank: no weight is written yet."""
-        self._filler = WeightFiller(self._runner.model)
+        self._filler = WeightFiller(self._runner.model, adapter=adapter, only=only)
 
     @torch.inference_mode()
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -68,6 +68,7 @@ class Feature:
     Attributes:
         columns: name -> numpy dtype of its columns of the request state, which ``add`` fills and its kernel reads.
         in_place: ``apply`` changes the logits that it gets.
+        has_kernels: ``apply`` launches kernels.
         ops: the functions that ``apply`` launches: the references in the feature's own module, or on CUDA the kernels
             under the same names in the module of its name in ``kernels/sampling``. Given by the sampler, as is
         state: all sampling columns on the device.
@@ -75,6 +76,7 @@ class Feature:
 
     columns: ClassVar[dict[str, Any]] = {}
     in_place: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
     ops: ModuleType
     state: SamplingState
 

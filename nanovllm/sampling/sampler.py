@@ -17,6 +17,7 @@ from nanovllm.sampling.filters import Filters
 from nanovllm.sampling.logprobs import Logprobs
 from nanovllm.sampling.masks import MinTokens, TokenMasks
 from nanovllm.sampling.penalties import Penalties
+from nanovllm.sampling.processors import Processors
 
 
 class Sampler:
@@ -40,12 +41,16 @@ class Sampler:
         self.state, self.tp, self.ops = state, tp, beside("nanovllm.sampling.gumbel")
         self.masks = TokenMasks(R, vocab_size, device)
         self.logprobs = Logprobs(R, vocab_size, processed_logprobs)
-        self.min_tokens, self.filters = MinTokens(), Filters()
+        self.min_tokens, self.processors, self.filters = MinTokens(), Processors(R), Filters()
         self.penalties = Penalties(R, max_model_len, vocab_size, state.last_token)
         # in the order in which they are applied; log-probabilities follow the draw
-        self.features: tuple[Feature, ...] = (self.masks, self.min_tokens, self.penalties, self.filters, self.logprobs)
+        self.features: tuple[Feature, ...] = (
+            self.masks, self.min_tokens, self.processors, self.penalties, self.filters, self.logprobs
+        )  # fmt: skip
         for feature in self.features:
-            feature.ops, feature.state = beside(type(feature).__module__), state.sampling
+            feature.state = state.sampling
+            if feature.has_kernels:
+                feature.ops = beside(type(feature).__module__)
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
         self._no_thresholds = torch.full((R,), -torch.inf, dtype=torch.float32, device=device)
 

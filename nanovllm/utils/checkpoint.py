@@ -57,7 +57,7 @@ def resolve_model(
     if stat.S_ISDIR(mode):
         return str(path)
     if mode or not HUB_ID.fullmatch(str(model)):
-        file = "config.json" if option == "model" else "tokenizer.json"
+        file = {"model": "config.json", "lora": "adapter_config.json"}.get(option, "tokenizer.json")
         raise CheckpointError(
             f"{given} is not a directory ({why}), nor a hub id; give the directory that holds {file}."
         )

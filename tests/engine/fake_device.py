@@ -142,8 +142,8 @@ class FakeDevice:
             self.look_at(batch)
         self.computed = batch, *(self._prefill if isinstance(batch, PrefillBatch) else self._decode)(batch)
 
-    def sample(self, masks):
-        assert masks is None
+    def sample(self, masks, process):
+        assert masks is process is None
         self.may_fail()
         (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
         assert len(tokens) == len(batch.req_indices) and req_indices.tolist() == batch.req_indices.tolist()

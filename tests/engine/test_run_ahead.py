@@ -39,10 +39,10 @@ class Events:
             self.order.append(("forward", self.number))
             forward(batch)
 
-        def record_sample(masks=None):
+        def record_sample(masks=None, process=None):
             self.order.append(("sample", self.number))
             self.masked |= set() if masks is None else {self.number}
-            handle = sample(masks)
+            handle = sample(masks, process)
             handle.number = self.number
             return handle
 

@@ -39,6 +39,8 @@ SLOTS, MAX_LEN, V = 4, 24, 70
         ({"temperature": 0, "logit_bias": {1: 2}, "logprobs": 0}, ["penalties", "logprobs"]),
         ({"allowed_mask": mask_of([1], V), "presence_penalty": 1}, ["masks", "penalties"]),
         ({"bad_words": ["a"]}, ["masks"]),
+        ({"logits_processors": []}, []),
+        ({"logits_processors": [lambda ids, logits: logits], "logit_bias": {1: 2}}, ["processors", "penalties"]),
         ({"structured_outputs": StructuredOutputsParams(regex="a")}, ["masks"]),
     ],
 )

@@ -3,8 +3,10 @@
 import sys
 from types import ModuleType
 
+import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.v1.worker.gpu_worker import Worker
 
 
 class WorkerExtension:
@@ -18,8 +20,22 @@ class WorkerExtension:
         return (params["model.norm.weight"] == 0).all().item()
 
 
+class OwnWorker(Worker):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.group = "mine"
+
+    def of_group(self, name):
+        return self.group == name
+
+
 module = sys.modules["trainer_extension"] = ModuleType("trainer_extension")
-module.WorkerExtension = WorkerExtension
+module.WorkerExtension, module.OwnWorker = WorkerExtension, OwnWorker
+for worker_cls in (OwnWorker, "trainer_extension.OwnWorker"):
+    llm = LLM(sys.argv[1], worker_cls=worker_cls)
+    assert llm.collective_rpc("of_group", args=("mine",)) == [True]
+with pytest.raises(ValueError, match=r"worker_cls=.* must be 'auto', or a class derived from vLLM's Worker"):
+    LLM(sys.argv[1], worker_cls=WorkerExtension)
 llm = LLM(sys.argv[1], worker_extension_cls="trainer_extension.WorkerExtension", enforce_eager=True, dtype="float32")
 assert llm.collective_rpc("check_weights_changed") == [False]
 args = ("model.norm.weight", torch.float32, torch.Size([256]), False)

@@ -1,0 +1,47 @@
+"""Logits processors: the user's own functions of a request's logits.
+
+They are called on rank 0 alone, where the user's process is, and the results go to the other ranks; so a function need
+be neither picklable nor deterministic.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanovllm.core import NewSequences
+from nanovllm.sampling.feature import Arrays, Feature, Logits
+
+# of places in the batch, int [n], and their logits, f32[n, V], which it changes in place
+Process = Callable[[np.ndarray, torch.Tensor], None]
+
+
+class Processors(Feature):
+    """Functions see the whole vocabulary, in fp32. They need the tokens so far, which the host knows by now: it has
+    taken in the step before.
+    """
+
+    in_place = True
+    has_kernels = False
+
+    def __init__(self, max_num_seqs: int):
+        self._has_processors = np.zeros(max_num_seqs, bool)
+        self._rows = np.empty(0, np.int64)  # of the batch that is sampled next
+        self._process: Process | None = None
+
+    def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
+        self._has_processors[new.req_indices] = new.has_processors
+        return new.has_processors
+
+    def set_batch(self, req_indices: np.ndarray, process: Process | None) -> None:
+        """Host: the request slots that are sampled next. ``process``: of the engine; None on other ranks."""
+        self._rows, self._process = np.flatnonzero(self._has_processors[req_indices]), process
+
+    def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
+        whole = logits.gather()
+        values, rows = whole.values.float(), torch.from_numpy(self._rows).to(whole.values.device)
+        processed = values[rows]
+        if self._process is not None:
+            self._process(self._rows, processed)
+        values[rows] = logits.tp.all_gather(processed)[0]
+        return whole._replace(values=values)

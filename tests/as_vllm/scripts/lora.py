@@ -1,0 +1,67 @@
+"""Adapters by request: one for a call, one for each prompt, none again; and in an engine's loop."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import LLM, EngineArgs, LLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
+
+
+def make_adapter(seed):
+    directory = Path(tempfile.mkdtemp())
+    down = load_file(Path(sys.argv[1], "model.safetensors"))["model.layers.0.mlp.down_proj.weight"]
+    (directory / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"], "bias": "none",
+    }))  # fmt: skip
+    name, generator = "base_model.model.model.layers.0.mlp.down_proj.lora_", torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((2, down.shape[1]), (down.shape[0], 2)))
+    save_file({f"{name}A.weight": a, f"{name}B.weight": b}, directory / "adapter_model.safetensors")
+    return str(directory)
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+if __name__ == "__main__":
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
+    llm = LLM(model=sys.argv[1], **options)
+    one, two = (LoRARequest(f"adapter {i}", i, make_adapter(i)) for i in (1, 2))
+    assert (one.name, one.adapter_id) == ("adapter 1", 1)
+    prompts = ["2 + 3", "introduce yourself"]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    of_base = texts(llm.generate(prompts, params))
+    outputs = llm.generate(prompts, params, lora_request=one)
+    of_one, of_two = texts(outputs), texts(llm.generate(prompts, params, lora_request=two))
+    assert outputs[0].lora_request is one
+    assert of_base != of_one != of_two != of_base
+    assert texts(llm.generate(prompts, params)) == of_base
+    asked = [two, None, one, two]
+    outputs = llm.generate(prompts * 2, [params] * 4, lora_request=asked, use_tqdm=False)
+    assert texts(outputs) == [of_two[0], of_base[1], of_one[0], of_two[1]]
+    assert [output.lora_request for output in outputs] == asked
+    chat = [{"role": "user", "content": "2 + 3"}]
+    assert texts(llm.chat(chat, params)) != texts(llm.chat(chat, params, lora_request=one))
+    with pytest.raises(ValueError, match="4 prompts but 2 lora_requests"):
+        llm.generate(prompts * 2, params, lora_request=[one, two])
+    with pytest.raises(ValueError, match="lora_int_id=0 must be at least 1"):
+        LoRARequest("adapter", 0, "/path")
+    llm.apply_model(lambda model: model.load_weights([("model.norm.weight", torch.ones(256))]))
+    with pytest.raises(ValueError, match="a lora_request after new weights were loaded is not supported"):
+        llm.generate(prompts, params, lora_request=one)
+    llm.collective_rpc("reload_weights")
+    assert texts(llm.generate(prompts, params, lora_request=one)) == of_one
+    del llm
+
+    engine = LLMEngine.from_engine_args(EngineArgs(sys.argv[1], **options))
+    engine.add_request("one", prompts[0], params, lora_request=one)
+    with pytest.raises(RuntimeError, match="needs an idle engine"):
+        engine.add_request("two", prompts[0], params, lora_request=two)
+    while engine.has_unfinished_requests():
+        finished = [output for output in engine.step() if output.finished]
+    assert texts(finished) == of_one[:1]

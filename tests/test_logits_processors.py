@@ -1,0 +1,216 @@
+"""``SamplingParams(logits_processors=...)``: tokens of transformers with the same functions, whatever else happens to
+the request; what a function raises ends its own request. 20 s."""
+
+import pytest
+import torch
+from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_on_cpu
+from leaks import check_is_empty
+
+from nanovllm import RequestError, SamplingParams
+
+PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2), prompt_of(30, seed=3)]
+
+
+def ban(*ids):
+    def processor(token_ids, logits):
+        logits[list(ids)] = -torch.inf
+        return logits
+
+    return processor
+
+
+def no_repeat(token_ids, logits):
+    """Depends on all tokens; returns another tensor."""
+    return logits.scatter(0, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), -torch.inf)
+
+
+def not_in_prompt(prompt_ids, token_ids, logits):
+    """Three parameters; and the last token plus one is wanted where it is not in the prompt."""
+    wanted = (token_ids[-1] + 1) % 512 if len(token_ids) % 2 else None
+    logits[list(prompt_ids)] -= 5.0
+    if wanted is not None and wanted not in prompt_ids:
+        logits[wanted] += 4.0
+    return logits
+
+
+def of_two(processor):
+    """The same processor as a function of prompt, tokens and logits."""
+    takes_prompt = processor.__code__.co_argcount == 3
+    return processor if takes_prompt else lambda prompt, tokens, logits: processor(tokens, logits)
+
+
+def expected(tiny, prompt, n, *processors):
+    """By transformers, greedily, without a cache."""
+    tokens = []
+    for _ in range(n):
+        logits = tiny.logits(prompt + tokens)[0, -1]
+        for processor in processors:
+            logits = of_two(processor)(prompt, list(tokens), logits.clone())
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+CASES = {"none": (), "ban": (ban(5, 7, 300),), "history": (no_repeat,), "three parameters": (not_in_prompt,),
+         "two of them": (not_in_prompt, no_repeat)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny):
+    """[tokens of PROMPTS[i] with the processors of case i], and each case on each prompt."""
+    chosen = ["history", "none", "three parameters", "two of them"]
+    processors = [CASES[name] for name in chosen]
+    return processors, [expected(tiny, p, 20, *ours) for p, ours in zip(PROMPTS, processors, strict=True)]
+
+
+def params_of(processors, **more):
+    return [greedy(20, logits_processors=list(ours), **more) for ours in processors]
+
+
+ENGINES = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 16},
+    "preempted": {"num_kvcache_blocks": 7, "max_model_len": 96},
+    "two slots": {"max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_as_transformers(engine, ahead, device, oracle, make_llm):
+    """Requests with and without processors in one batch, their tokens known when a function is called."""
+    processors, want = oracle
+    llm = make_llm(device=device, dtype="float32", **ENGINES[engine])
+    if ahead and device == "cpu":
+        run_ahead(use_graphs_on_cpu(llm))
+    for _ in range(2):
+        assert generate(llm, PROMPTS, params_of(processors)) == want
+    assert engine != "preempted" or llm.scheduler.num_preemptions > 0
+    check_is_empty(llm)
+
+
+@pytest.mark.parametrize("case", ["ban", "history"])
+def test_two_ranks(case, oracle, tiny, make_llm):
+    """Functions run on rank 0 alone: those here cannot be pickled."""
+    processors, want = oracle
+    llm = make_llm(tensor_parallel_size=2)
+    assert generate(llm, PROMPTS, params_of(processors)) == want
+    mixed = [greedy(20, logits_processors=[ban(5, 7, 300)], bad_words=None, logprobs=1), *params_of(processors)[1:]]
+    assert generate(llm, PROMPTS, mixed)[0] == expected(tiny, PROMPTS[0], 20, ban(5, 7, 300))
+
+
+def test_an_interrupted_function_on_two_ranks(make_llm):
+    """The other rank waits for its results, and is not waited for."""
+    def interrupt(tokens, logits):
+        raise KeyboardInterrupt
+
+    llm = make_llm(tensor_parallel_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, PROMPTS[:1], greedy(4, logits_processors=[interrupt]))
+    assert not llm.model_runner.workers or not any(p.is_alive() for p in llm.model_runner.workers.processes.values())
+
+
+def test_with_everything_else(tiny, make_llm):
+    """Masks come before, penalties and log-probabilities after; the raw ones are not changed."""
+    seen = []
+
+    def look(token_ids, logits):
+        seen.append(logits.clone())
+        return logits.index_fill(0, torch.tensor([8, 9]), 50.0)
+
+    params = greedy(6, logits_processors=[look], allowed_token_ids=[8, 9, 10], logprobs=3, frequency_penalty=2,
+                    logit_bias={9: 1}, stop_token_ids=[10])  # fmt: skip
+    (output,) = make_llm().generate(PROMPTS[:1], params, use_tqdm=False)
+    assert output["token_ids"] == [9, 8, 9, 8, 9, 8]  # bias 1 and penalties of 2 decide between equals
+    for at, logits in enumerate(seen):
+        assert logits.isfinite().nonzero().flatten().tolist() == [8, 9, 10] and logits.dtype == torch.float32
+        raw = tiny.logits(PROMPTS[0] + output["token_ids"][:at])[0, -1]
+        torch.testing.assert_close(logits[8:11], raw[8:11], rtol=0, atol=1e-4)
+        reported = output.outputs[0].logprobs[at][output["token_ids"][at]].logprob
+        assert reported == pytest.approx(raw.log_softmax(0)[output["token_ids"][at]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stop(ahead, make_llm):
+    """No function is called for the surplus token behind it, although its forward pass may run by then."""
+    lengths = []
+
+    def count_up(token_ids, logits):
+        lengths.append(len(token_ids))
+        return logits.index_fill(0, torch.tensor([20 + len(token_ids)]), 1000.0)
+
+    llm = run_ahead(make_llm()) if ahead else make_llm()
+    params = [greedy(20, logits_processors=[count_up], stop_token_ids=[23]), greedy(20)]
+    first, second = generate(llm, PROMPTS[:2], params)
+    assert first == [20, 21, 22, 23] and len(second) == 20
+    assert lengths == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_log_probabilities(processed, tiny, make_llm):
+    """The raw ones are the model's, although the function changes the logits in place."""
+    llm = make_llm(logprobs_mode="processed_logprobs" if processed else "raw_logprobs")
+    (output,) = llm.generate(PROMPTS[:1], greedy(1, logits_processors=[ban(*range(500))], logprobs=0), use_tqdm=False)
+    logits, (token,) = tiny.logits(PROMPTS[0])[0, -1], output["token_ids"]
+    logits = ban(*range(500))([], logits.clone()) if processed else logits
+    want = logits.log_softmax(0)[token].item()
+    assert output.outputs[0].logprobs[0][token].logprob == pytest.approx(want, abs=1e-4)
+
+
+def test_several_completions(make_llm):
+    """Each sees its own tokens, and has a clone of the processor."""
+    made, calls = [], []
+
+    class Alternate:
+        def __call__(self, prompt_ids, token_ids, logits):
+            raise AssertionError("not cloned")
+
+        def clone(self):
+            mine = []
+            made.append(mine)
+
+            def processor(prompt_ids, token_ids, logits):
+                assert prompt_ids == PROMPTS[0] and token_ids == mine
+                calls.append(token_ids)
+                mine.append(10 + (len(mine) + made.index(mine)) % 2)
+                return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor(mine[-1:]), 0.0)
+
+            return processor
+
+    params = SamplingParams(n=3, max_tokens=5, seed=1, ignore_eos=True, logits_processors=[Alternate()])
+    (output,) = make_llm(max_num_seqs=2).generate(PROMPTS[:1], params, use_tqdm=False)
+    even, odd = [10, 11, 10, 11, 10], [11, 10, 11, 10, 11]
+    assert [each.token_ids for each in output.outputs] == [even, odd, even]
+    assert len(calls) == 15
+
+
+def test_what_a_function_raises_ends_its_request(oracle, make_llm):
+    processors, want = oracle
+
+    def fail(token_ids, logits):
+        return logits / (len(token_ids) - 3) if len(token_ids) != 3 else {}["nothing"]
+
+    wrong = {"None": lambda ids, logits: None, "shape": lambda ids, logits: logits[:3], "arity": lambda ids: ids}
+    for ahead in (False, True):
+        llm = make_llm()
+        if ahead:
+            run_ahead(llm)
+        params = params_of(processors)
+        params[0] = greedy(20, logits_processors=[fail])
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [each["token_ids"] for each in outputs[1:]] == want[1:]
+        first = outputs[0].outputs[0]
+        assert first.finish_reason == "error" and len(first.token_ids) == 3
+        assert first.stop_reason == "a logits processor failed (KeyError: 'nothing')"
+        for name, text in (("None", r"shape \[512\], not None"), ("shape", "must return the logits"),
+                           ("arity", "a logits processor failed (TypeError: ")):  # fmt: skip
+            (output,) = llm.generate(PROMPTS[:1], greedy(4, logits_processors=[wrong[name]]), use_tqdm=False)
+            assert output["finish_reason"] == "error" and output["token_ids"] == []
+            assert text.replace("\\", "") in output.outputs[0].stop_reason
+        check_is_empty(llm)
+
+
+@pytest.mark.parametrize("value", [5, "name", [5], lambda ids, logits: logits])
+def test_what_is_refused(value):
+    with pytest.raises(RequestError, match=r"logits_processors=.* must be a list of functions"):
+        SamplingParams(logits_processors=value)
