@@ -51,13 +51,17 @@ class WeightFiller:
         }  # fmt: skip
         self.missing = set(self._targets)
         self.filled: set[str] = set()
+        # of the decoder: checkpoints of a decoder alone have them at the top
+        self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
         self.device = str(next(iter(self._params.values())).device)
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
-        if self._unused.fullmatch(tensor.name):
-            return
         name = tensor.name
+        if name.partition(".")[0] in self._parts_of_decoder:
+            name = f"model.{name}"
+        if self._unused.fullmatch(name):
+            return
         for old, new in self._renamed:
             name = name.replace(old, new)
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
