@@ -9,11 +9,12 @@ import families
 import numpy as np
 import pytest
 import torch
-from helpers import generate, greedy, run_ahead, use_graphs_on_cpu
+from helpers import generate, greedy, record_calls, run_ahead, use_graphs_on_cpu
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 TOLERANCE = 1e-5
@@ -129,6 +130,27 @@ def test_beside_requests_that_generate_and_score(kind, qwen3, make_llm):
             finished |= dict(llm.step()[0])
         assert [finished[i] for i in ids] == expected
         check_nothing_is_left(llm)
+
+
+def test_order_of_a_batch(make_llm, qwen3):
+    """Prompts that are embedded keep their place before sampled ones, which may read their blocks; nor do these draw
+    from their hidden states."""
+    model, paths = qwen3
+    expected = generate(make_llm(model=paths[""]), PROMPTS[4:6], greedy(3))
+    llm = make_llm(model=paths[""], max_num_batched_tokens=256)
+    prompts, batches, more = iter(PROMPTS[4:6]), record_calls(llm.model_runner, "forward"), []
+
+    def requests():  # the sampled ones are queued between those that are embedded
+        for request in llm._inputs.make_pooling([PROMPTS[4], PROMPTS[1]], "last"):
+            yield request
+            more.append(llm._inputs.make(next(prompts), greedy(3), 5))
+            yield more[-1]
+
+    finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
+    check([finished[i].pooled_output(lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
+          [PROMPTS[4], PROMPTS[1]])  # fmt: skip
+    assert [request.completions[0].token_ids for request in more] == expected
+    assert batches[0].sampled_from.tolist() == [1, 3] and batches[0].pooled.rows.tolist() == [0, 2]
 
 
 def test_norm_and_dimensions(qwen3, make_llm):
