@@ -190,7 +190,7 @@ def test_decoders_without_a_head(case, make_llm, tmp_path):
         check(llm.embed(PROMPTS), model)
         for refused in (lambda: llm.generate([[5, 6]], use_tqdm=False), lambda: llm.score([[5, 6]]),  # noqa: B023
                         lambda: llm.add_request([5, 6]), lambda: next(llm.stream([5, 6]))):  # noqa: B023  # fmt: skip
-            with pytest.raises(RequestError, match="this model has no LM head, so it predicts no tokens; see LLM.embed"):
+            with pytest.raises(RequestError, match="this model has no LM head, so it predicts no tokens"):
                 refused()
         with pytest.raises(RequestError, match="neither a classification head nor an LM head"):
             llm.rerank("a", ["b"])
@@ -359,7 +359,7 @@ def test_refused(qwen3, make_llm):
     long = prompt_of(151)
     for call, said in (
         (lambda: llm.embed([[5], []]), "prompt 1: the prompt is empty; it must hold at least one token."),
-        (lambda: llm.embed([[5], long]), "prompt 1: the prompt has 151 tokens; with max_model_len=150 at most 150 fit."),
+        (lambda: llm.embed([[5], long]), "prompt 1: the prompt has 151 tokens; with max_model_len=150 at most 150"),
         (lambda: llm.embed([long[:145]]), "prompt 0: the prompt has 145 tokens; the KV cache has 9 blocks of 16."),
         (lambda: llm.embed([[5], [128]]), "prompt 1: token id 128 is outside the vocabulary [0, 128)."),
         (lambda: llm.embed(["text"]), "text needs a tokenizer"),
