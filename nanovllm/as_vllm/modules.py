@@ -60,10 +60,10 @@ HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMo
     PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
     SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry LogitsProcessor BatchUpdate
-    MoveDirectionality AdapterLogitsProcessor RequestLogitsProcessor PyNcclCommunicator StatelessProcessGroup WorkerWrapperBase MultiModalDataDict ImagePrompt
-    RepetitionDetectionParams Counter Gauge Histogram Vector Metric RequestMetrics RequestStateStats GroupCoordinator
-    PromptAdapterRequest SamplingType get_ip get_distributed_init_method get_tensor_model_parallel_rank
-    load_chat_template"""
+    MoveDirectionality AdapterLogitsProcessor RequestLogitsProcessor PyNcclCommunicator StatelessProcessGroup
+    WorkerWrapperBase MultiModalDataDict ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
+    RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
+    get_distributed_init_method get_tensor_model_parallel_rank load_chat_template"""
 NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]
 ENVIRONMENT = {"VLLM_USE_V1": True, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": False}
 
