@@ -53,6 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
     add("--attention-backend", choices=["auto", "flash_attn", "triton", "sdpa"], help="nanovllm only")
     add("--kv-cache-dtype", choices=["auto", "fp8"], help="nanovllm only")
+    add("--state-dtype", choices=["float32", "float16"], help="of recurrent layers; nanovllm only")
     add("--kvcache-block-size", type=int, metavar="N", help="nanovllm only")
     add("--num-kvcache-blocks", type=int, metavar="N", help="nanovllm only")
     add("--transformers-batch-size", type=int, default=32, metavar="N", help="rows of a padded batch")
@@ -105,7 +106,7 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
         enforce_eager=args.enforce_eager,
         transformers_batch_size=args.transformers_batch_size,
         nanovllm=given(args, "attention_backend", "kv_cache_dtype", "kvcache_block_size", "num_kvcache_blocks",
-                       "quantization"),
+                       "quantization", "state_dtype"),
         shared=given(args, *shared),
     )
 

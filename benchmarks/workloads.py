@@ -40,6 +40,19 @@ def _llama3(factor: float) -> dict[str, Any]:
 
 
 _QWEN: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "eos_token_id": 151_645}
+
+
+def _qwen3_5(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int,
+             **more: Any) -> dict[str, Any]:
+    """A gated delta net of 16 key heads in three of four layers, attention in the fourth."""
+    shape = _shape("Qwen3_5ForCausalLM", hidden, intermediate, layers, heads, kv_heads, 256, 248_320, 262_144)
+    return shape | {
+        "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "eos_token_id": 248_044, "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads, "full_attention_interval": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}, **more,
+    }  # fmt: skip
+
+
 OTHERS = {  # published shapes of other families; model_type is for other engines
     "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128_256, 131_072, **_llama3(32.0))
     | {"tie_word_embeddings": True},
@@ -70,6 +83,13 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=[],
     ) | _QWEN,
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16, tie_word_embeddings=True),
+    "qwen3.5-9b": _qwen3_5(4096, 12_288, 32, 16, 4, 32),
+    "qwen3.5-27b": _qwen3_5(5120, 17_408, 64, 24, 4, 48),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        2048, 512, 40, 16, 2, 32, architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text",
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+    ),
 }  # fmt: skip
 SIZES = (*QWEN3, *OTHERS)
 
@@ -148,6 +168,13 @@ def batch32(scale: int = 1) -> Workload:
     return Workload("batch32", prompts, [512 // scale] * 32, False)
 
 
+def batch256(scale: int = 1) -> Workload:
+    """256 prompts of 128 tokens, 512 to generate."""
+    rng = Random(6)
+    prompts = [[rng.randint(0, 10_000) for _ in range(128 // scale)] for _ in range(256)]
+    return Workload("batch256", prompts, [512 // scale] * 256, False)
+
+
 def short(scale: int = 1) -> Workload:
     """2,048 prompts of 32 tokens, with 8 to 64 tokens to generate: requests come and go at every step."""
     rng = Random(5)
@@ -186,7 +213,7 @@ def as_embedding(workload: Workload, name: str) -> Workload:
     return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
 
 
-GENERATION = headline, single, prefill, sharedprefix, batch32, short, prefillshort
+GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
 WORKLOADS = {make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)}
 
 

@@ -37,7 +37,7 @@ class Config:
     Args:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
         max_num_batched_tokens: limit on tokens in one launch; longer prompts are prefilled in chunks.
-        max_num_seqs: limit on sequences that run at once.
+        max_num_seqs: limit on sequences that run at once; fewer, if the states of recurrent layers have no room.
         max_model_len: limit on prompt and completion tokens together; None is 4096, or the model's positions if fewer.
         gpu_memory_utilization: fraction of the device's memory to fill, the memory of other processes included.
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
@@ -49,6 +49,9 @@ class Config:
             or "half", "float32" or "float"; or torch's.
         kv_cache_dtype: "auto" (the model's) or "fp8" (also "fp8_e4m3"): half the bytes, twice the sequences, keys and
             values rounded to 4 significant bits, with a scale for each layer and KV head.
+        state_dtype: "float32" (as published) or "float16" (half the bytes, an error of 1e-4) of the states of recurrent
+            layers, which take the place of keys and values.
+        num_state_snapshots: of these states, for the prefix cache; -1 takes a tenth of the cache's memory.
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
@@ -83,6 +86,8 @@ class Config:
     num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
     device: str = option("auto", choice("auto", "cuda", "cpu"))
     dtype: str = option("auto", choice("auto", *DTYPES))
+    state_dtype: str = option("float32", choice("float32", "float16"))
+    num_state_snapshots: int = option(-1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1))
     kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
     load_format: str = option("auto", choice("auto", "dummy"))

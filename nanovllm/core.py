@@ -17,7 +17,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -246,6 +246,36 @@ class Targets:
         return cls(seq_ids, sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
 
 
+class StateRows(NamedTuple):
+    """What the devices keep of recurrent layers."""
+
+    num_snapshots: int
+    chunk: int = 64  # tokens; kernels compute a sequence in chunks, counted from its first token
+
+
+@dataclass(frozen=True)
+class StateMoves:
+    """Which states of recurrent layers a prefill of S sequences begins with, and where it leaves more than their own.
+
+    A state is a row in tables of every rank: a row for each request slot, one for padding, and one for each snapshot.
+    """
+
+    load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
+    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, and the row
+    copies: np.ndarray  # int32 [n, 2], rows from and to: after the forward pass, for forked completions
+
+    @classmethod
+    def of(cls, seqs: ListLike[Sequence], loads: dict[int, int], saves: dict[int, list[tuple[int, int]]],
+           copies: list[tuple[int, int]]) -> "StateMoves":
+        """Of sequences in the order of the batch. ``loads`` and ``saves`` (tokens, row) by seq_id."""
+        flat = [(i, *save) for i, seq in enumerate(seqs) for save in saves.get(seq.seq_id, ())]
+        return cls(
+            _int32(loads[seq.seq_id] for seq in seqs),
+            np.array(flat, np.int32).reshape(-1, 3),
+            np.array(copies, np.int32).reshape(-1, 2),
+        )
+
+
 @dataclass(frozen=True)
 class Pooled:
     """Prompts of a prefill whose hidden states are reported: of each, P in all, the sum over some of its tokens."""
@@ -290,12 +320,16 @@ class PrefillBatch:
     new: NewSequences  # admitted by this batch
     block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
     targets: Targets | None
+    states: StateMoves | None = None  # None without recurrent layers
     pooled: Pooled | None = None
 
     @classmethod
     def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
-           block_copies: list[tuple[int, int]]) -> "PrefillBatch":
-        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one."""
+           block_copies: list[tuple[int, int]], state_moves: tuple | None = None) -> "PrefillBatch":
+        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one.
+
+        ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
+        """
         # stable: each kind in its order
         chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or chunk[0].is_last_pooled(chunk[2])))
         sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
@@ -311,6 +345,7 @@ class PrefillBatch:
             NewSequences.of(new),
             np.array(block_copies, np.int32).reshape(-1, 2),
             Targets.of(chunk[:3] for chunk in chunks),
+            None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
             Pooled.of(chunk[:3] for chunk in chunks),
         )
 
@@ -339,6 +374,7 @@ class DecodeBatch:
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
+    state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
 
     @property
     def num_tokens(self) -> int:

@@ -77,13 +77,24 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 32 or 96 units, so that
         "n_group": 4, "topk_group": 2,
     }),
 }  # fmt: skip
+# A gated delta net in three of four layers. No two sizes are equal.
+HYBRID = dict(
+    vocab_size=140, hidden_size=80, intermediate_size=120, head_dim=32, max_position_embeddings=1024,
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=16,
+)  # fmt: skip
+HYBRID_MOE = {**MOE, **HYBRID, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48}
+HYBRID_CASES: dict[str, tuple[str, dict]] = {
+    "qwen3.5": ("Qwen3_5Text", HYBRID),
+    "qwen3.5-moe": ("Qwen3_5MoeText", HYBRID_MOE),
+    "qwen3-next": ("Qwen3Next", {**HYBRID_MOE, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]}),
+}
 
 
 def make(path, name, seed=0, **more):
     """Write the checkpoint of a case, with ``more`` in its config, into ``path``; return transformers' model."""
     import transformers
 
-    kind, changes = {**CASES, **MOE_CASES}[name]
+    kind, changes = {**CASES, **MOE_CASES, **HYBRID_CASES}[name]
     config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes, **more})
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
         config, attn_implementation="eager", dtype=torch.float32
@@ -91,8 +102,12 @@ def make(path, name, seed=0, **more):
     generator = torch.Generator().manual_seed(seed)
     choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
     for param_name, p in [*model.named_parameters(), *choice]:
-        p.data.normal_(0.0, 0.3 if "norm" in param_name else 0.15, generator=generator)
-        if "norm" in param_name and not kind.startswith("Gemma"):
+        std = 0.15
+        if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
+            std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
+        p.data.normal_(0.0, 0.3 if "norm" in param_name else std, generator=generator)
+        has_offset = kind.startswith("Gemma") or (name in HYBRID_CASES and "linear_attn.norm" not in param_name)
+        if "norm" in param_name and not has_offset:
             p.data.add_(1.0)
     model.save_pretrained(path)
     return model.eval()

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 # the last blocks of 128 are partial
 SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, layer_types=None)
 KV_SCALES = {"k": 0.02, "v": 0.03}
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+_proj)\.weight")
+LINEAR = re.compile(
+    r"model\.layers\.\d+\.((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj))\.weight"
+)
 
 
 def qwen(model):

@@ -176,7 +176,10 @@ def test_a_checkpoint_without_normalize(qwen3, make_llm, tmp_path):
     check(llm.embed(PROMPTS, normalize=True), model)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen2", "mistral-nemo", "llama-tied-biased", "granite", "mixtral"])
+BARE = ["qwen3", "qwen2", "mistral-nemo", "llama-tied-biased", "granite", "gemma3", "mixtral", "qwen3.5"]
+
+
+@pytest.mark.parametrize("case", BARE)
 def test_decoders_without_a_head(case, make_llm, tmp_path):
     """Saved under the name of the decoder, or of the model it was taken from; such a model generates nothing."""
     model = families.make(tmp_path / "whole", case)

@@ -33,14 +33,14 @@ KINDS = {
     ],
     "true or false": [{"tie_word_embeddings": "false"}, {"attention_bias": 0}],
     "an object": [{"rope_scaling": "linear"}, {"rope_parameters": ["yarn"]}],
-    "a list of 'full_attention' or 'sliding_attention' (others are not supported)": [
+    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)": [
         {"layer_types": 5},
-        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["full_attention", "mamba"]},
     ],
     "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
     f"one of {', '.join(MODELS)} (others are not supported)": [
         {"architectures": bad}
-        for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Qwen3NextForCausalLM"],
+        for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"],
                     ["HunYuanDenseV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
     ],
     "'silu' or 'swish' or 'gelu_pytorch_tanh' (others are not supported)": [

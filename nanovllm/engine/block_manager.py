@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.core import Sequence
+from nanovllm.engine.snapshots import Snapshots
 
 NO_PARENT = -1  # parent hash of a sequence's first block
 
@@ -34,9 +35,14 @@ class Block:
 
 
 class BlockManager:
-    """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes."""
+    """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    With ``snapshots``, of models with recurrent layers, a prefix ends where there is one; each dies with its block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 snapshots: Snapshots | None = None):
+        self.snapshots = snapshots
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -61,7 +67,20 @@ class BlockManager:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
+    def hashes(self, seq: Sequence) -> list[int]:
+        """Of all its full blocks whose tokens are known."""
+        if seq.num_tokens >= self.block_size:
+            self._hash_of(seq, seq.num_tokens // self.block_size - 1)
+        return seq.block_hashes
+
+    def find(self, seq: Sequence, i: int) -> int | None:
+        """The block in the prefix cache that holds the sequence's full block ``i``."""
+        block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
+        # equal hashes are no proof of equal tokens
+        is_equal = block_id is not None and self.blocks[block_id].token_ids == seq.block(i).tobytes()
+        return block_id if is_equal else None
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that already hold the sequence's leading full blocks.
 
         The block of the last token is never among them: one token must be computed, to have logits to sample from.
@@ -69,11 +88,12 @@ class BlockManager:
         found: list[int] = []
         if self.enable_prefix_caching:
             for i in range(seq.max_cached_tokens // self.block_size):
-                block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
-                # equal hashes are no proof of equal tokens
-                if block_id is None or self.blocks[block_id].token_ids != seq.block(i).tobytes():
+                block_id = self.find(seq, i)
+                if block_id is None:
                     break
                 found.append(block_id)
+            if self.snapshots is not None:
+                del found[self.snapshots.longest(seq.block_hashes, len(found), self.block_size) :]
         return found
 
     def can_allocate(self, seq: Sequence) -> bool:
@@ -81,14 +101,14 @@ class BlockManager:
         num_available = self.num_available
         if seq.num_blocks <= num_available:
             return True
-        prefix = self._find_prefix(seq)
+        prefix = self.find_prefix(seq)
         revived = sum(self.blocks[i].ref_count == 0 for i in prefix)
         return seq.num_blocks - len(prefix) + revived <= num_available
 
     def allocate(self, seq: Sequence) -> None:
         """Give the sequence blocks for all its known tokens; sets ``num_computed_tokens`` to the prefix hit."""
         assert not seq.block_table
-        prefix = self._find_prefix(seq)
+        prefix = self.find_prefix(seq)
         for block_id in prefix:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -162,6 +182,8 @@ class BlockManager:
         for block_id in self.hash_to_block_id.values():
             self.blocks[block_id].forget()
         self.hash_to_block_id.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self.free_block_ids.extend(self.cached_block_ids)
         self.cached_block_ids.clear()
 
@@ -171,7 +193,10 @@ class BlockManager:
         else:
             block_id, _ = self.cached_block_ids.popitem(last=False)
             block = self.blocks[block_id]
-            del self.hash_to_block_id[block.hash]  # type: ignore[arg-type]
+            assert block.hash is not None
+            del self.hash_to_block_id[block.hash]
+            if self.snapshots is not None:
+                self.snapshots.drop(block.hash)
             block.forget()
         self.blocks[block_id].ref_count = 1
         return block_id

@@ -57,11 +57,12 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | None = None, **options: Any):
-        self.config = config = Config.from_options(model, options)
+        config = Config.from_options(model, options)
         with Guard():
             tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
             self._tokenizer = AsyncTokenizer(*tokenizer_source)
             self.model_runner = start_runner(config)
+            self.config = config = self.model_runner.config  # with as many sequences as have room
             # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
             self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
             try:
@@ -71,7 +72,8 @@ class LLMEngine:
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
                 with translate_oom():
-                    self._set_up(Scheduler(config, self.model_runner.num_kvcache_blocks, eos_token_ids))
+                    num_blocks, state_rows = self.model_runner.num_kvcache_blocks, self.model_runner.state_rows
+                    self._set_up(Scheduler(config, num_blocks, eos_token_ids, state_rows))
             except BaseException:
                 self.exit()
                 raise

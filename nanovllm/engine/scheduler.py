@@ -10,17 +10,22 @@ decoding, so free request slots are filled in batches: see ``_waits_for_slots``.
 latest sequences are preempted: they give up their blocks and are recomputed later.
 
 Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
+
+Of recurrent layers' states ``snapshots.py`` knows which a batch loads and saves; a batch ends before a sequence that
+would load what it saves.
 """
 
 from collections import deque
 from collections.abc import Iterable
+from math import lcm
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus, StateRows
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.snapshots import RecurrentStates, Snapshots
 
 MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
 
@@ -69,9 +74,11 @@ class Scheduler:
         num_blocks: size of the KV cache.
         eos_token_ids: end a sequence unless it asked for ``ignore_eos``. The first is the end-of-sequence token; the
             others are stop tokens, reported as ``stop_reason``.
+        state_rows: of models with recurrent layers, else None.
     """
 
-    def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = (),
+                 state_rows: StateRows | None = None):
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
@@ -83,7 +90,7 @@ class Scheduler:
         # [V], ids that stop some sequence; a hit is then checked against the sequence itself
         self._is_stop_token = np.zeros(vocab_size, bool)
         self._is_stop_token[list(self.eos_token_ids)] = True
-        self._config, self._num_blocks = config, num_blocks
+        self._config, self._num_blocks, self._state_rows = config, num_blocks, state_rows
         self.clear()
 
     def clear(self) -> None:
@@ -91,8 +98,14 @@ class Scheduler:
 
         Everything is made anew: an interrupt may have left any of it half updated.
         """
-        config = self._config
-        self.block_manager = BlockManager(self._num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
+        config, rows, block_size = self._config, self._state_rows, self.block_size
+        num_snapshots, chunk = rows or (0, 1)
+        # a prefix without a state at its end is of no use to recurrent layers
+        caching = config.enable_prefix_caching and (rows is None or num_snapshots > 0)
+        grain = lcm(block_size, chunk)
+        snapshots = None if rows is None else Snapshots(caching * num_snapshots, config.max_num_seqs + 1, grain)
+        self.block_manager = BlockManager(self._num_blocks, block_size, caching, snapshots)
+        self.states = None if snapshots is None else RecurrentStates(snapshots, self.block_manager, chunk)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
@@ -107,6 +120,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the KV cache when alone (invariant 6)."""
         self.waiting.append(seq)
+        if self.states is not None:
+            self.states.expect(seq)
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
@@ -135,7 +150,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int, int, list[Sequence]]] = []
         new_seqs: list[Sequence] = []
         block_copies: list[tuple[int, int]] = []
-        budget = self.max_num_batched_tokens
+        budget, states = self.max_num_batched_tokens, self.states
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
             if seq.req_idx < 0:
@@ -144,21 +159,27 @@ class Scheduler:
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
             stop = min(seq.num_tokens, start + budget)
+            if states is not None and stop < seq.num_tokens:
+                stop = states.cut(start, stop)
             budget -= stop - start
             seq.num_computed_tokens = stop
             self.block_manager.register(seq, stop)
+            if states is not None:
+                states.compute(seq, start, stop)
             if stop < seq.num_tokens:
                 chunks.append((seq, start, stop, []))
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
             siblings = self._fork_siblings(seq, block_copies) if seq.is_sampled else []
+            if states is not None:
+                states.fork(seq, siblings)
             new_seqs += siblings
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
         # with slots left, it was tokens or blocks that ran out: more follow as soon as they can
         self._missed_tokens = len(self.table.seq_id) if self.table.free_req_indices else 0
-        batch = PrefillBatch.of(chunks, new_seqs, block_copies)
+        batch = PrefillBatch.of(chunks, new_seqs, block_copies, None if states is None else states.moves())
         self.running.extend(seq for *_, sampled in chunks for seq in sampled)
         self._running_req_indices = np.concatenate([self._running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
@@ -205,11 +226,14 @@ class Scheduler:
             assert seq is not None
             self.block_manager.may_append(seq, length - 1)
             new_blocks.append((req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
+        state_copies = None
+        if self.states is not None:
+            state_copies = self.states.roll(seq for i in growing.tolist() if (seq := self._seqs[i]) is not None)
         table.num_scheduled[req_indices] = lengths + 1
         at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_slots
         self._missed_tokens += max(at_least, len(table.free_req_indices))
         new = np.array(new_blocks, np.int32).reshape(-1, 3)
-        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new, state_copies)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and request slot; it goes to the head of the queue, to be recomputed."""
@@ -263,6 +287,8 @@ class Scheduler:
             is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
             if is_partial or seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
+                if self.states is not None:
+                    self.states.expect_no_more(seq)
             if seq.req_idx >= 0:
                 self._release(seq, is_partial)
             seq.status = SequenceStatus.FINISHED
@@ -276,8 +302,12 @@ class Scheduler:
         """Give a waiting sequence blocks and a request slot, if there are any."""
         if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
             return False
+        if self.states is not None and self.states.must_wait(seq):
+            return False
         is_new = not seq.entered_at
         self.block_manager.allocate(seq)
+        if self.states is not None:
+            self.states.admit(seq)
         self._enter(seq)
         if is_new:
             self.metrics.looked_up(seq)

@@ -7,9 +7,10 @@ transitive. Only memory that no kernel in flight writes (weights) may be read be
 synchronize or launch a kernel without PDL first.
 
 Exceptions: decode and prefix attention and norm_rope_store read request indices, lengths, block tables, prefix groups,
-scales of the KV cache, positions and slots before the wait. The embedding, an ordinary launch, lies between their
-writers and them. Programs of decode attention without work exit without the wait; one always has work, so its grid
-waits, and signals launch_dependents only after that.
+scales of the KV cache, positions and slots before the wait; so does a decode step of the gated delta net, and also the
+states that the step before left. The embedding, an ordinary launch, lies between their writers and them: it starts when
+all earlier grids have completed, and no grid behind it starts before it. Programs of decode attention without work exit
+without the wait; one always has work, so its grid waits, and signals launch_dependents only after that.
 
 JIT specialization: Triton compiles another variant for an integer equal to 1 or divisible by 16, in about a second.
 Integers that vary between steps (batch size, number of tokens) are in `do_not_specialize` where this costs no speed.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanovllm.kernels.delta.reference import Chunks
+
 
 @dataclass(frozen=True)
 class Context:
@@ -29,6 +31,7 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
+    chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
 
     @property
     def is_prefill(self) -> bool:

@@ -26,7 +26,7 @@ from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.quantization import new_weight, shared_rows
 from nanovllm.layers.rotary_embedding import HeadOrders
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, grouped_rows, split_rows
 
 
 class ReplicatedLinear(nn.Module):
@@ -118,34 +118,53 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     Heads are sharded over ranks. With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a
     replica of the same KV head. ``orders``: of the dimensions of each head; ``head_dim`` includes the padding.
+    ``has_gate``: the checkpoint's q_proj has a gate behind the query of each head. Here all gates come last.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None, orders: HeadOrders = HeadOrders()):
+                 tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None, orders: HeadOrders = HeadOrders(),
+                 has_gate: bool = False):
         self.num_heads, self.num_kv_heads = num_heads // tp.size, max(1, num_kv_heads // tp.size)  # of this rank
         replicas = max(1, tp.size // num_kv_heads)
         self.q_shard, self.kv_shard = (tp.rank, tp.size), (tp.rank // replicas, tp.size // replicas)
-        self.head_dim, self.orders = head_dim, orders
+        self.head_dim, self.orders, self.has_gate = head_dim, orders, has_gate
         q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        super().__init__(hidden_size, [n * tp.size for n in (q_size, kv_size, kv_size)], bias, tp, fp8_block)
+        sizes = [q_size, kv_size, kv_size, *[q_size] * has_gate]
+        super().__init__(hidden_size, [n * tp.size for n in sizes], bias, tp, fp8_block)
         self.shards = {
             "q": Shard(q_size, *self.q_shard, orders.qk),
             "k": Shard(kv_size, *self.kv_shard, orders.qk),
             "v": Shard(kv_size, *self.kv_shard, orders.v),
         }
+        if has_gate:
+            self.shards["gate"] = Shard(q_size, *self.q_shard, orders.v)
         if orders.qk is not None and (fp8_block or 0) % head_dim:  # a head's rows would go to other blocks
             self.block_n = 1
 
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
+        if shard_id != "q" or not self.has_gate:
+            super().weight_loader(param, loaded, shard_id)
+            return
+        head_dim = self.shards["q"].num_rows_in_checkpoint() // (self.num_heads * self.tp.size)
+        whole = loaded.fit([2 * head_dim * self.num_heads * self.tp.size, *param.shape[1:]])  # FP8 scales: of each row
+        for name, tensor in zip(("q", "gate"), grouped_rows(whole, [head_dim, head_dim]), strict=True):
+            super().weight_loader(param, tensor, name)
+
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
-                qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> torch.Tensor:
-        """x [T, hidden_size] -> q [T, H, D] of norm(x) W^T after QK-norm and RoPE; k and v go to the KV cache.
+                qk_norms: tuple[RMSNorm, RMSNorm] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [T, hidden_size] -> q [T, H, D] of norm(x) W^T after QK-norm and RoPE, and the gate [T, H * D] or None;
+        k and v go to the KV cache.
 
         ``qk_norms`` are those over all heads at once; those of each head are in the epilogue.
         """
+        if self.has_gate:
+            qkvg = super().forward(x, norm)
+            num_gates = self.num_heads * self.head_dim
+            return self.ops.norm_rope_store(qkvg[:, :-num_gates], *epilogue), qkvg[:, -num_gates:]
         if qk_norms is None:
             weight = Weight(self.weight, self.weight_scale, self.block_n)
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue)
+            return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue), None
         qkv, (q_norm, k_norm) = super().forward(x, norm), qk_norms
         mean_squares = None
         if self.tp.size > 1:  # fp32 [2, T], of q and of k over the heads of all ranks
@@ -154,7 +173,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             means = torch.stack([x.float().square().mean(-1) for x in (q, k)])
             mean_squares = self.tp.all_reduce(means) / self.tp.size
         qkv = self.ops.qk_rms_norm(qkv, q_norm.weight, k_norm.weight, q_norm.eps, mean_squares)
-        return self.ops.norm_rope_store(qkv, *epilogue)
+        return self.ops.norm_rope_store(qkv, *epilogue), None
 
 
 class RowParallelLinear(ReplicatedLinear):

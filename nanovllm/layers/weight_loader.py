@@ -65,6 +65,27 @@ def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTen
     return [loaded.rows(end - size, size, sum(sizes)) for size, end in zip(sizes, ends, strict=True)]
 
 
+def grouped_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTensor]:
+    """The parts of a tensor whose rows are stored in groups (heads): each has ``sizes[i]`` rows of part i.
+
+    Only whole groups of a part may be read.
+    """
+    total = sum(sizes)
+    num_groups = loaded.shape[0] // total
+    loaded.fit([num_groups * total, *loaded.shape[1:]])
+
+    def part(offset: int, size: int) -> CheckpointTensor:
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            start, stop, _ = index[0].indices(num_groups * size)
+            assert start % size == stop % size == 0
+            groups = loaded.read((slice(start // size * total, stop // size * total), *index[1:]))
+            return groups.unflatten(0, (-1, total))[:, offset : offset + size].flatten(0, 1)
+
+        return CheckpointTensor(loaded.name, [num_groups * size, *loaded.shape[1:]], read)
+
+    return [part(end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
 def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,
                order: list[int] | None = None) -> None:
     """Copy part ``part`` of the ``total`` equal parts that ``loaded`` has along ``dim`` into ``param``.

@@ -4,7 +4,7 @@
 reads ``config.json`` by it. Imports no torch.
 """
 
-from nanovllm.models.families import EPS, GEMMA, GEMMA3, GLM, OLMO2, POST, QWEN, Family
+from nanovllm.models.families import EPS, GEMMA, GEMMA3, GLM, OLMO2, POST, QWEN, QWEN3_5, QWEN3_NEXT, Family
 
 MODELS = {
     "LlamaForCausalLM": Family(),
@@ -71,4 +71,9 @@ MODELS = {
                          "num_nextn_predict_layers": 1},
         renamed=((".shared_experts.", ".shared_expert."),),
     ),
+    "Qwen3NextForCausalLM": QWEN3_NEXT._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
 }  # fmt: skip

@@ -5,6 +5,7 @@ does not say.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ LABELS, BARE = "ForSequenceClassification", "Model"  # ends of names in place of
 
 def with_lm_head(architecture: str) -> str:
     """The name with an LM head, which has the row."""
-    return re.sub(f"({LABELS}|{BARE})$", "ForCausalLM", architecture)
+    return re.sub(f"({LABELS}|Text{BARE}|{BARE})$", "ForCausalLM", architecture)
 
 
 ARCHITECTURES = Rule(
@@ -57,8 +58,8 @@ ARCHITECTURES = Rule(
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and with_lm_head(x[0]) in MODELS,
 )
 LAYER_TYPES = list_of(
-    choice("full_attention", "sliding_attention"),
-    "a list of 'full_attention' or 'sliding_attention' (others are not supported)",
+    choice("full_attention", "sliding_attention", "linear_attention"),
+    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)",
 )
 
 
@@ -89,6 +90,11 @@ MOE_RULES = by_field(
     ("routed_scaling_factor", SCALE),
     ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
     ("scoring_func", optional(choice("softmax", "sigmoid"))),
+)
+DELTA_RULES = by_field(
+    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
+    ("linear_conv_kernel_dim full_attention_interval", SIZE),
+    ("attn_output_gate", optional(choice(True))),
 )
 # of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
@@ -144,6 +150,34 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """The gated delta net of the recurrent layers.
+
+    Attributes:
+        num_key_heads, num_value_heads: the second is a multiple of the first.
+        key_dim, value_dim: sizes of a head.
+        conv_size: tokens that the convolution before it sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @classmethod
+    def from_fields(cls, given: dict[str, Any]) -> "DeltaConfig":
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        delta = cls(*(given[f"linear_{name}"] for name in names))
+        if delta.num_value_heads % delta.num_key_heads:
+            raise CheckpointError(
+                f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "
+                f"{delta.num_key_heads} key heads."
+            )
+        return delta
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
@@ -182,6 +216,7 @@ class ModelConfig:
         num_labels: of a classification head; 0 without one.
         activation: of its logits: "softmax", "sigmoid" or "" for none.
         label_tokens: of a reranker, the tokens whose logits are its head, the answer "no" first.
+        delta: None without recurrent layers.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
     """
@@ -211,6 +246,7 @@ class ModelConfig:
     num_labels: int
     activation: str
     label_tokens: tuple[str, ...]
+    delta: DeltaConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
     dtype: str
@@ -220,7 +256,8 @@ class ModelConfig:
     def from_json(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
         family, raw = _normalized(raw)
-        given = check_all("config.json", raw, RULES | (MOE_RULES if family.experts else {}), CheckpointError)
+        rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
+        given = check_all("config.json", raw, rules, CheckpointError)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         kv_heads = given["num_key_value_heads"] or heads
         if heads % kv_heads:
@@ -261,6 +298,7 @@ class ModelConfig:
             "num_labels": num_labels,
             "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
             "label_tokens": label_tokens,
+            "delta": DeltaConfig.from_fields(given) if family.recurrent else None,
             "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
         }
@@ -276,7 +314,8 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
-        return tuple(layer.rope for layer in self.layers)
+        """Of the attention layers; None: not rotated."""
+        return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens."""
@@ -313,8 +352,15 @@ class ModelConfig:
             kinds.setdefault(replace(layer, rope=None), layer)
         return replace(self, layers=(*kinds.values(), last))
 
-    def check_padded_heads(self, padded: int) -> None:
-        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
+    def check_padded_heads(self, padded_head_dim: Callable[[int], int]) -> None:
+        """Raise ConfigError unless heads with zeros behind them, up to the kernels' size, give the model's numbers."""
+        padded, delta = padded_head_dim(self.head_dim), self.delta
+        for size in (delta.key_dim, delta.value_dim) if delta else ():
+            if padded_head_dim(size) != size:
+                raise ConfigError(
+                    f"heads of linear attention have {size} dimensions, and the GPU's kernels take powers of two from "
+                    "16 on. Use device='cpu'."
+                )
         if padded == self.head_dim:
             return
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
@@ -335,6 +381,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
+            ("key heads of linear attention", self.delta.num_key_heads if self.delta else 0),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
@@ -388,11 +435,18 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
     windows = _windows(given, family)
+    mixers = ["attention"] * len(windows)
+    if family.recurrent:
+        interval = given["full_attention_interval"]
+        kinds = given["layer_types"] or [("linear" if (i + 1) % interval else "full") + "_attention"
+                                         for i in range(len(windows))]
+        mixers = [family.recurrent if kind == "linear_attention" else "attention" for kind in kinds]
+    elif "linear_attention" in (given["layer_types"] or ()):
+        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
     ropes = _ropes(raw, given, family, windows)
     sparse = [bool(family.experts) and _is_sparse(given, i) for i in range(len(windows))]
-    return tuple(
-        LayerConfig("attention", *of_layer) for of_layer in zip(windows, ropes, sparse, fp8_linears, strict=True)
-    )
+    ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
+    return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, sparse, fp8_linears, strict=True))
 
 
 def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV he
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.models.gated_delta_net import GatedDeltaNet, packed_modules
 from nanovllm.models.moe import SparseMoE
 
 
@@ -44,7 +45,8 @@ class SelfAttention(nn.Module):
         C, D, H, K = config.hidden_size, rope.head_dim, config.num_attention_heads, config.num_key_value_heads
         orders = head_orders(config.head_dim, D, rope.num_rotated, config.family.interleaved)
         fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders)
+        has_gate = config.family.output_gate
+        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders, has_gate)
         self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.attn = Attention(
@@ -70,11 +72,14 @@ class SelfAttention(nn.Module):
             positions=context.positions, slot_mapping=context.slot_mapping,
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
-        q = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
+        q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
             q, residual = q[context.logits_indices], residual[context.logits_indices]
+            gate = None if gate is None else gate[context.logits_indices]
             context = context.last_tokens_only()
         o = self.attn(q, context)
+        if gate is not None:
+            o = self.qkv_proj.ops.sigmoid_gate(o, gate)
         return self.o_proj(o, residual=residual if self.adds_residual else None)
 
 
@@ -90,7 +95,8 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
 
 
-MIXERS = {"attention": SelfAttention}  # by the kind of a layer, see ``ModelConfig.mixers``
+# by the kind of a layer, see ``LayerConfig.mixer``
+MIXERS: dict[str, Any] = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}
 
 
 class MLP(nn.Module):
@@ -114,8 +120,8 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A mixer and an MLP, each between its norms. Sums up their results over ranks."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
-                 tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
+                 backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         family, mixer = config.family, MIXERS[layer.mixer]
         assert not (layer.is_sparse and family.post_norm), "experts add the residual themselves"
@@ -159,14 +165,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
-        config.check_padded_heads(D)
+        config.check_padded_heads(kernels.select().padded_head_dim)
         tables = {  # layers share them
             rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
             for rope in dict.fromkeys(config.ropes)
         }
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, tables[layer.rope], backend, tp) for layer in config.layers
+            DecoderLayer(config, layer, tables.get(layer.rope), backend, tp) for layer in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
@@ -186,7 +192,7 @@ class CausalLM(nn.Module):
     """A decoder and its head, of tokens or labels, built on torch's default device and dtype, weights uninitialised."""
 
     # checkpoint module -> (merged module, shard id)
-    packed_modules_mapping: ClassVar = {
+    packed_modules_mapping: dict[str, tuple[str, Any]] = {  # noqa: RUF012 (read only)
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -199,6 +205,8 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         self.fp8 = config.fp8
+        if config.delta is not None:
+            self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
         self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
         if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
             self.lm_head.weight = self.model.embed_tokens.weight

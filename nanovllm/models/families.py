@@ -20,6 +20,10 @@ class Family(NamedTuple):
         rotates_windows_only: in a model with windows, layers without one have no RoPE.
         experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
         has_shared_gate: a sigmoid gate scales the shared expert.
+        recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
+        groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
+        output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each
+            query head.
         reads: fields of ``SWITCHES`` that this family honours.
         defaults: fields that published files leave out.
         renamed: (in the checkpoint, here) parts of tensor names, replaced in this order.
@@ -39,6 +43,9 @@ class Family(NamedTuple):
     rotates_windows_only: bool = False
     experts: str = ""
     has_shared_gate: bool = False
+    recurrent: str = ""
+    groups_delta_inputs: bool = False
+    output_gate: bool = False
     reads: tuple[str, ...] = ()
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)
     renamed: tuple[tuple[str, str], ...] = ()
@@ -70,6 +77,10 @@ SWITCHES: dict[str, tuple] = {
     "llama_4_scaling": (None,),
     "attention_sinks": (None, False),
     "add_cross_attention": (None, False),
+    "attn_output_gate": (None, False),
+    "output_gate_type": (None, "swish", "silu"),
+    "layer_scale": (None, False),
+    "mamba_ssm_dtype": (None, "float32"),
 }
 
 # ---------------------------------------------------------------- what several rows have in common
@@ -100,3 +111,17 @@ POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_laye
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
 GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}
+QWEN3_NEXT = Family(
+    qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,
+    reads=("partial_rotary_factor", "attn_output_gate"),
+    defaults={
+        "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    renamed=((".conv1d.weight", ".conv_weight"), ("in_proj_qkvz", "in_proj")), skipped=r"mtp\..*",
+)
+QWEN3_5 = QWEN3_NEXT._replace(
+    groups_delta_inputs=False,
+    renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*|model\.visual\..*"
+)

@@ -18,6 +18,8 @@ BLOCK = 128  # published blocks are 128 x 128
 LINEARS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": (),
+    "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "linear_attn.out_proj": (),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": (),
 }

@@ -88,6 +88,8 @@ class RopeScaling:
         rope = {**{name: raw.get(name, default) for name, default in defaults.items()}, **rope}
         kinds = choice(*ROPE_RULES)
         kinds = kinds._replace(allowed=f"{kinds.allowed} (others are not supported)")
+        for field in ("mrope_section", "mrope_interleaved"):  # time, height and width of a text's token are the same
+            rope.pop(field, None)
         kind = check("config.json", "rope_type", rope.pop("rope_type"), kinds, CheckpointError)
         rules = ROPE_RULES[kind]
         unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}

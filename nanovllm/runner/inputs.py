@@ -11,6 +11,7 @@ import torch
 from nanovllm.core import PrefillBatch
 from nanovllm.kernels.attention.reference import PrefixGroups
 from nanovllm.layers.context import Context
+from nanovllm.runner.recurrent import chunks_of
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
@@ -83,6 +84,7 @@ def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: in
     return tensors["input_ids"], Context(
         tensors["positions"], tensors["slot_mapping"], tensors["req_indices"], tensors["context_lens"], block_tables,
         max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices,
+        chunks=chunks_of(tensors),
     )  # fmt: skip
 
 

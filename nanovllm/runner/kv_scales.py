@@ -18,6 +18,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.context import Context
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
+from nanovllm.runner.recurrent import chunks_of_one
 
 logger = logging.getLogger("nanovllm")
 
@@ -70,7 +71,7 @@ def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torc
             positions, positions, cu_seqlens[:1], cu_seqlens[1:],
             torch.arange(num_blocks, dtype=torch.int32, device=device)[None], num_tokens,
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=num_tokens,
-            logits_indices=cu_seqlens[1:].long() - 1,
+            logits_indices=cu_seqlens[1:].long() - 1, chunks=chunks_of_one(num_tokens, config.max_num_seqs, device),
         ))  # fmt: skip
         largest = kv_cache.abs().amax(dim=(2, 3, 5)).float()  # [2, layers, K]
     finally:

@@ -26,14 +26,14 @@ def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
     return sum(math.prod(layer.block_shape(block_size)) for layer in attention_layers(model)) * dtype.itemsize
 
 
-def num_blocks_that_fit(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
-    """KV blocks that fit beside the weights and ``reserved_bytes`` of activations and graphs; may be less than one."""
+def cache_bytes(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
+    """What the cache may take beside the weights and ``reserved_bytes`` of activations and graphs; may be negative."""
     if device.type == "cpu":
         blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
-        return max(CPU_KV_CACHE_BYTES // bytes_per_block, blocks_of_one_seq)
+        return max(CPU_KV_CACHE_BYTES, blocks_of_one_seq * bytes_per_block)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return (int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes) // bytes_per_block
+    return int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes
 
 
 def no_room(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> OutOfMemoryError:
@@ -53,7 +53,7 @@ def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype:
     """A zeroed KV cache [2, layers, num_blocks, block_size, K, D]; each attention layer gets its views of it."""
     layers = attention_layers(model)
     (block_shape,) = {layer.block_shape(block_size) for layer in layers}
-    kv_cache = _zeros((block_shape[0], len(layers), num_blocks, *block_shape[1:]), dtype, device)
+    kv_cache = zeros((block_shape[0], len(layers), num_blocks, *block_shape[1:]), dtype, device)
     for layer, k_cache, v_cache in zip(layers, *kv_cache, strict=True):
         layer.attach_cache(k_cache, v_cache)
     return kv_cache
@@ -74,7 +74,7 @@ def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.
             cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU the OS maps their pages at the first write."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > sys.maxsize:  # numpy and torch raise other errors for such a size

@@ -13,13 +13,14 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Worker, Workers
+from nanovllm.kernels.delta.reference import CHUNK
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner import memory
+from nanovllm.runner import memory, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
 from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes
 from nanovllm.runner.device import select_device, select_dtype, step_threads
@@ -86,6 +87,7 @@ class ModelRunner:
 
     Attributes:
         model, kv_cache, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        states, num_snapshots: the same for recurrent layers, if there are any.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
     """
@@ -93,6 +95,8 @@ class ModelRunner:
     model: CausalLM
     kv_cache: torch.Tensor
     num_kvcache_blocks: int
+    states: recurrent.DeltaStates | None = None
+    num_snapshots = 0
 
     def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None):
         self.config, self.tp, self.workers = config, tp, workers
@@ -101,11 +105,13 @@ class ModelRunner:
         self.device = select_device(config.device, tp.rank, tp.size)
         self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
         self.kv_dtype = select_kv_dtype(config, self.dtype, self.device)
+        self.state_dtype = getattr(torch, config.state_dtype)
         self.step_threads = step_threads(config.model_config, self.device, tp.size)
         self.ops = kernels.select(self.device.type)
         model = config.model_config
         gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
         self.backend = select_backend(config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim)
+        self.config = config = recurrent.with_fitting_seats(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
@@ -180,12 +186,17 @@ class ModelRunner:
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
             self.shared_prefixes.set_batch(batch, arrays)
+            arrays |= recurrent.copy_arrays(batch.state_copies)
             if arrays:
-                self.write(to_device(arrays, self.device))
+                tensors = to_device(arrays, self.device)
+                self.write(tensors)
+                self._copy_states(tensors)
             self._computed = self.run_decode(batch)
         else:
             self.prepare_new(batch, arrays)
             inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
+            if batch.states is not None:
+                inputs |= recurrent.chunk_arrays(batch)
             graph = self.prefill_sizes.fit(inputs)
             tensors = to_device(arrays | inputs, self.device)
             self.write(tensors)
@@ -267,6 +278,7 @@ class ModelRunner:
                 hidden = every[logits_indices]
         if "copy_from" in tensors:
             memory.copy_blocks(self.kv_cache, tensors["copy_from"].long(), tensors["copy_to"].long())
+        self._copy_states(tensors)
         pooled = None
         if batch.pooled is not None and batch.pooled.of_last:
             pooled = hidden[tensors["pooled_last"].long()].float()
@@ -280,6 +292,11 @@ class ModelRunner:
                 batch.targets, every, tensors["target_rows"], tensors["target_ids"], self._logits
             )
         return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs, pooled)
+
+    def _copy_states(self, tensors: Tensors) -> None:
+        if "rows_from" in tensors:
+            assert self.states is not None
+            recurrent.copy_rows(self.states, tensors["rows_from"].long(), tensors["rows_to"].long())
 
     def _launch_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors, logits_indices: torch.Tensor,
                         splits: bool) -> torch.Tensor:
@@ -306,10 +323,12 @@ class ModelRunner:
         return self.model.head(token_ids).cpu().numpy()
 
     def allocate_kv_cache(self) -> None:
-        """A KV cache of ``num_kvcache_blocks``; each layer gets its views of it."""
+        """A KV cache of ``num_kvcache_blocks``, and the rows of recurrent layers; each layer gets its views of it."""
         self.kv_cache = memory.allocate_kv_cache(
             self.model, self.num_kvcache_blocks, self.block_size, self.kv_dtype, self.device
         )
+        num_rows = self.config.max_num_seqs + 1 + self.num_snapshots
+        self.states = recurrent.allocate_states(self.model, num_rows, self.dtype, self.state_dtype, self.device)
 
     def sample_first(self, hidden: torch.Tensor, used: tuple[Feature, ...] = ()) -> torch.Tensor:
         """Sample hidden states [n, C] for the first n positions of the decode batch; token ids i32[n]."""
@@ -329,6 +348,11 @@ class ModelRunner:
         graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
         graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
         graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them
+
+    @property
+    def state_rows(self) -> StateRows | None:
+        """What the scheduler must know of recurrent layers; None without any."""
+        return StateRows(self.num_snapshots, CHUNK) if self.config.model_config.delta is not None else None
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -353,8 +377,8 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = self._computed = None
-        for name in ("model", "kv_cache", "request_state", "sampler", "shared_prefixes", "prefill_inputs", "backend",
-                     "weights", "micro_batches"):  # fmt: skip
+        for name in ("model", "kv_cache", "states", "request_state", "sampler", "shared_prefixes", "prefill_inputs",
+                     "backend", "weights", "micro_batches"):  # fmt: skip
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":

@@ -7,7 +7,8 @@ prefill is padded to a captured size. Two kinds:
     PADDED  more tokens. They stay packed; empty sequences fill them up, and long ones are cut into several.
 
 Each layer stores all keys and values of a launch before it attends, so a token's context is complete wherever its
-sequence is cut.
+sequence is cut. Recurrent layers need whole sequences: models with some have padded prefills alone, of which these
+layers see the sequences uncut (``Chunks``).
 """
 
 from collections.abc import Iterable
@@ -17,13 +18,16 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.kernels.delta.reference import CHUNK, Chunks
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.runner.device import layer_weights
+from nanovllm.runner.recurrent import NAMES
 from nanovllm.sampling.feature import Arrays, Tensors
 
 SHORT, PADDED = "short prefill", "padded prefill"  # kinds of graphs
 SHORT_SIZES = (16, 32, 64, 128, 256)  # tokens
+SMALL_PADDED_SIZES = (64, 128, 256)  # in place of SHORT
 PADDED_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)
 MAX_SHORT_CONTEXTS = 1 << 17  # sum over tokens of the tokens they attend: each reads them by itself
 # Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
@@ -43,11 +47,13 @@ class PrefillSizes(NamedTuple):
         short: tokens.
         padded: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the arrays behind.
         padding_req_idx: the padding request slot.
+        has_chunks: some layers are recurrent.
     """
 
     short: tuple[int, ...] = ()
     padded: tuple[tuple[int, int], ...] = ()
     padding_req_idx: int = 0
+    has_chunks: bool = False
 
     @classmethod
     def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False,
@@ -55,13 +61,14 @@ class PrefillSizes(NamedTuple):
         """``has_peers``: sums over ranks go through peer memory; padded prefills with NCCL's are not captured."""
         limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
         work = layer_weights(config.model_config) // config.tensor_parallel_size
-        short = tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
-        padded = tuple(
-            (size, most_seqs(size, config)) for size in PADDED_SIZES if size < limit and size * work <= max_work
-        )
+        has_chunks = config.model_config.delta is not None
+        short = () if has_chunks else tuple(size for size in SHORT_SIZES if size < limit or size == SHORT_SIZES[0])
+        sizes = SMALL_PADDED_SIZES * has_chunks + PADDED_SIZES
+        padded = tuple((size, most_seqs(size, config)) for size in sizes if size < limit and size * work <= max_work)
         # Of more than two ranks, sums of so many tokens do not all go through peer memory.
         captures_sums = config.tensor_parallel_size == 1 or (config.tensor_parallel_size == 2 and has_peers)
-        return cls(short, padded if backend.captures_prefill and captures_sums else (), config.max_num_seqs)
+        padded = padded if backend.captures_prefill and captures_sums else ()
+        return cls(short, padded, config.max_num_seqs, has_chunks)
 
     @property
     def largest(self) -> int:
@@ -81,9 +88,12 @@ class PrefillSizes(NamedTuple):
         if needs_every_state or wants_large_tiles:
             return None
         num_parts = int(num_parts_of(arrays["cu_seqlens_q"]).sum())
+        num_chunks = len(arrays["chunks_seqs"]) if self.has_chunks else 0
         for size, num_seqs in self.padded:
-            if size >= num_tokens and num_seqs >= num_parts:
+            if size >= num_tokens and num_seqs >= num_parts and most_chunks(size, num_seqs) >= num_chunks:
                 arrays.update(as_padded_prefill(arrays, size, num_seqs, self.padding_req_idx))
+                if self.has_chunks:
+                    arrays.update(padded_chunks(arrays, size, num_seqs, self.padding_req_idx))
                 return PADDED, size
         return None
 
@@ -101,6 +111,16 @@ def most_seqs(size: int, config: Config) -> int:
     """Sequences of a padded prefill of ``size`` tokens, their parts included; fewer than tokens."""
     num_seqs, num_cuts = (-(-n // 4) * 4 for n in (config.max_num_seqs, size // MAX_PADDED_SEQLEN))
     return min(size // 8, num_seqs + num_cuts, 256)  # the attention kernel for Hopper takes 256 a launch
+
+
+def most_chunks(size: int, num_seqs: int) -> int:
+    """Chunks of a padded prefill: each sequence has a partial one."""
+    return aligned(size // CHUNK + num_seqs)
+
+
+def aligned(length: int) -> int:
+    """Of an array of int32 behind which another one begins at a multiple of 16 bytes."""
+    return -(-length // 4) * 4
 
 
 NONE = np.empty(0, np.int32)
@@ -152,6 +172,21 @@ def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx:
     }
 
 
+def padded_chunks(arrays: Arrays, size: int, num_seqs: int, padding_req_idx: int) -> Arrays:
+    """The arrays of ``Chunks`` with empty sequences and chunks behind the others."""
+    lengths, values = chunk_lengths(size, num_seqs), [arrays[name] for name in NAMES]
+    num_tokens, num_chunks = values[0][-1], values[3][-1]
+    fills = (num_tokens, padding_req_idx, -1, num_chunks, num_tokens, 0, -1)
+    padded = {name: pad(*filled) for name, *filled in zip(NAMES, values, map(aligned, lengths), fills, strict=True)}
+    return padded | {"cu_seqlens_q": pad(arrays["cu_seqlens_q"], aligned(num_seqs + 1), num_tokens)}
+
+
+def chunk_lengths(size: int, num_seqs: int) -> list[int]:
+    """Of the arrays of ``Chunks`` of a padded prefill."""
+    n, num_chunks = num_seqs, most_chunks(size, num_seqs)
+    return [n + 1, n, n, n + 1, num_chunks + 1, num_chunks, num_chunks]
+
+
 class PrefillInputs:
     """Arrays of a padded prefill on the device, one behind the other from a fixed address on.
 
@@ -162,7 +197,8 @@ class PrefillInputs:
     """
 
     def __init__(self, sizes: PrefillSizes, block_tables: torch.Tensor, max_context: int):
-        num_ints = [5 * size for size in sizes.short] + [3 * size + 3 * n + 1 for size, n in sizes.padded]
+        self._has_chunks = sizes.has_chunks
+        num_ints = [5 * size for size in sizes.short] + [sum(self._lengths(*size)) for size in sizes.padded]
         # Zeros: warm-up runs the embedding, which needs valid ids.
         self.buffer = torch.zeros(max(num_ints, default=0), dtype=torch.int32, device=block_tables.device)
         self._num_seqs = dict(sizes.padded)
@@ -170,7 +206,8 @@ class PrefillInputs:
 
     def write(self, tensors: Tensors) -> None:
         """Take in the arrays of a prefill that ``PrefillSizes.fit`` has padded."""
-        names = ("input_ids", "positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q")
+        names = ["input_ids", "positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q"]
+        names += NAMES * self._has_chunks
         parts = [tensors[name] for name in names if len(tensors[name])]
         torch.cat(parts, out=self.buffer[: sum(map(len, parts))])
 
@@ -185,12 +222,22 @@ class PrefillInputs:
         """``size`` packed tokens. The last of every sequence is sampled from; an empty one has that of the sequence
         before, and attends nothing."""
         n = self._num_seqs[size]
-        lengths = [size, size, size, n, n, n + 1]
-        input_ids, positions, slots, req_indices, context_lens, cu_seqlens_q = (
+        lengths = self._lengths(size, n)
+        input_ids, positions, slots, req_indices, context_lens, cu_seqlens_q, *of_chunks = (
             self.buffer[: sum(lengths)].split(lengths)
         )  # fmt: skip
+        cu_seqlens_q, chunks = cu_seqlens_q[: n + 1], None
+        if of_chunks:
+            chunks = Chunks(*(x[:length] for x, length in zip(of_chunks, chunk_lengths(size, n), strict=True)))
         return input_ids, Context(
             positions, slots, req_indices, context_lens, self._block_tables, self._max_context,
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=min(size, MAX_PADDED_SEQLEN),
-            logits_indices=cu_seqlens_q[1:].long() - 1,
+            logits_indices=cu_seqlens_q[1:].long() - 1, chunks=chunks,
         )  # fmt: skip
+
+    def _lengths(self, size: int, n: int) -> list[int]:
+        """Of the arrays of ``size`` tokens and n sequences, one behind the other."""
+        lengths = [size, size, size, n, n, n + 1]
+        if self._has_chunks:
+            lengths = [*lengths[:-1], aligned(n + 1), *map(aligned, chunk_lengths(size, n))]
+        return lengths

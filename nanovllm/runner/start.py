@@ -20,6 +20,7 @@ from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.micro_batches import MIN_TOKENS, max_sum_bytes
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.recurrent import NAMES, SNAPSHOT_SHARE, allocate_states, chunks_of_one, row_bytes
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
@@ -76,6 +77,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     runner.model = model = make_model(runner, config.model_config.one_layer_of_each_kind())
     warmup_model(runner)
     memory.allocate_kv_cache(model, 1, runner.block_size, runner.kv_dtype, runner.device)
+    allocate_states(model, 1, runner.dtype, runner.state_dtype, runner.device)
     calibrate(model, config, runner.dtype, runner.device)
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
     for size in runner.decode_sizes:
@@ -93,6 +95,8 @@ def compile_kernels(runner: ModelRunner) -> None:
             "context_lens": cu_seqlens[1:].clamp(max=context), "cu_seqlens_q": cu_seqlens,
             "cu_seqlens_k": cu_seqlens.clamp(max=context),
         }  # fmt: skip
+        if config.model_config.delta is not None:
+            tensors |= zip(NAMES, chunks_of_one(num_tokens, state.padding_req_idx, runner.device), strict=True)
         inputs = prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long())
         model(*inputs)
         # of larger halves a sum may not fit its buffers
@@ -115,7 +119,10 @@ def warmup_model(runner: ModelRunner) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
-    hidden = runner.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], runner.request_state.block_tables, num_tokens))
+    chunks = chunks_of_one(num_tokens, num_seqs, runner.device)
+    hidden = runner.model(
+        ids, Context(ids, ids - 1, ids[:1], ids[:1], runner.request_state.block_tables, num_tokens, chunks=chunks)
+    )
     # The most memory: with several ranks, filters gather the logits.
     runner.sample_first(hidden[:num_seqs], runner.sampler.compiled_at_start)
     torch.cuda.synchronize()
@@ -131,18 +138,30 @@ def warmup_model(runner: ModelRunner) -> int:
 
 
 def allocate_kv_cache(runner: ModelRunner, reserved_bytes: int) -> None:
-    """Size the KV cache by the memory left, unless the user set its size; give each layer its views."""
+    """Size the KV cache, and the snapshots of recurrent layers, by the memory left, unless the user set their sizes;
+    give each layer its views."""
     config, model, device, tp = runner.config, runner.model, runner.device, runner.tp
-    num_blocks = config.num_kvcache_blocks
+    bytes_per_block = memory.block_bytes(model, runner.block_size, runner.kv_dtype)
+    bytes_per_row = row_bytes(model, runner.dtype, runner.state_dtype)
+    num_blocks, num_snapshots = config.num_kvcache_blocks, config.num_state_snapshots
     if num_blocks == -1:
-        bytes_per_block = memory.block_bytes(model, runner.block_size, runner.kv_dtype)
-        num_blocks = memory.num_blocks_that_fit(config, device, bytes_per_block, reserved_bytes)
+        reserved_bytes += bytes_per_row * (config.max_num_seqs + 1)
+        num_bytes = memory.cache_bytes(config, device, bytes_per_block, reserved_bytes)
+    else:
+        num_bytes = num_blocks * bytes_per_block
+    if not bytes_per_row or not config.enable_prefix_caching:
+        num_snapshots = 0
+    elif num_snapshots == -1:
+        num_snapshots = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
+    if num_blocks == -1:
+        num_blocks = (num_bytes - num_snapshots * bytes_per_row) // bytes_per_block
         if tp.size > 1:
-            num_blocks = int(tp.all_gather(torch.tensor(num_blocks, device=device)).min())
+            sizes = torch.tensor([num_blocks, num_snapshots], device=device)
+            num_blocks, num_snapshots = tp.all_gather(sizes).view(-1, 2).amin(0).tolist()
         if runner.workers is not None:
             runner.workers.check()  # with a dead rank the minimum over ranks is undefined
         if num_blocks < 1:
             raise memory.no_room(config, device, bytes_per_block, reserved_bytes)
         num_blocks = min(num_blocks, config.max_num_seqs * runner.max_blocks)
-    runner.num_kvcache_blocks = num_blocks
+    runner.num_kvcache_blocks, runner.num_snapshots = num_blocks, num_snapshots
     runner.allocate_kv_cache()

@@ -22,6 +22,7 @@ from nanovllm.kernels.fp8 import E4M3
 from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import detach_kv_cache
+from nanovllm.runner.recurrent import detach_states
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -205,8 +206,9 @@ class Weights:
             self._offloaded = {}
 
     def _drop_kv_cache(self) -> None:
-        self._runner.kv_cache = None
+        self._runner.kv_cache = self._runner.states = None
         detach_kv_cache(self._runner.model)
+        detach_states(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""

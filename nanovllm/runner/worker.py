@@ -53,7 +53,7 @@ def start_runner(config: Config) -> "ModelRunner":
         raise
     RUNNERS.add(runner)
     if not config.quiet:
-        announce(describe(config, runner.device, runner.dtype, runner.num_kvcache_blocks))
+        announce(describe(config, runner))
     return runner
 
 

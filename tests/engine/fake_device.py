@@ -1,10 +1,12 @@
 """A device whose KV slots hold hashes of token histories, and what each request must get from it.
 
 ``FakeDevice`` reads nothing but pickled batches and its request state, as another rank does. Every launch checks every
-slot that it attends. The next token is a hash of the history and of the request's seed.
+slot that it attends. The next token is a hash of the history and of the request's seed. With recurrent layers it keeps
+a table of states, too: the hash of the history that each has seen.
 """
 
 import pickle
+from math import lcm
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,7 +108,7 @@ class FakeDevice:
 
     prepare_new, write = ModelRunner.prepare_new, ModelRunner.write
 
-    def __init__(self, config, max_in_flight, requests, graphs):
+    def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
         self.block_size, cpu = config.kvcache_block_size, torch.device("cpu")
         max_blocks = -(-config.max_model_len // self.block_size)
@@ -115,6 +117,10 @@ class FakeDevice:
         self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
         self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
+        self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
+        if state_rows is not None:
+            self.states = np.zeros(config.max_num_seqs + 1 + state_rows.num_snapshots, np.int64)
+            self.grain = lcm(state_rows.chunk, self.block_size)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
@@ -243,6 +249,9 @@ class FakeDevice:
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, batch):
+        assert (batch.states is None) == (self.states is None)
+        if batch.states is not None:
+            self._advance_states(batch)
         arrays = {}
         self.prepare_new(batch, arrays)
         inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
@@ -320,6 +329,33 @@ class FakeDevice:
         states = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
         return [(request, position) for request, _, position in owners], states
 
+    def _advance_states(self, batch):
+        """Every layer reads and writes the states of all sequences of a prefill at once, in no order."""
+        moves, padding = batch.states, self.config.max_num_seqs
+        seq_ids, own_rows = batch.chunk_seq_ids.tolist(), batch.chunk_req_indices.tolist()
+        chunks = list(zip(map(self.requests.get, seq_ids), own_rows, batch.starts, batch.stops, strict=True))
+        loads, saves, copies = moves.load_rows.tolist(), moves.saves.tolist(), moves.copies.tolist()
+        written = [row for *_, row in saves]
+        assert len(set(written)) == len(written) and not set(written) & set(loads)
+        assert all(padding < row < len(self.states) for row in written)
+        for (request, own, start, _), row in zip(chunks, loads, strict=True):
+            assert row in (-1, own) or row > padding
+            state = ROOT if row == -1 else self.states[row]
+            assert state == (request.states[start - 1] if start else ROOT)
+            self.seen |= {"loaded snapshot"} if row > padding else set()
+        for i, position, row in saves:
+            request, _, start, stop = chunks[i]
+            assert start < position <= stop and position % self.grain == 0
+            self.states[row] = request.states[position - 1]
+        for i, (request, own, start, stop) in enumerate(chunks):
+            self.states[own] = request.states[stop - 1]
+            if i not in batch.sampled_from and request.params.max_tokens:  # cut: where the kernels' chunks end
+                assert stop % self.state_rows.chunk == 0 or stop - stop % self.state_rows.chunk <= start
+        sampled = dict(zip(batch.req_indices.tolist(), batch.sampled_from.tolist(), strict=True))
+        assert copies == [[own_rows[i], row] for row, i in sampled.items() if row != own_rows[i]]
+        for source, target in copies:
+            self.states[target] = self.states[source]
+
     def _outputs(self, batch, step, owners, states):
         """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
@@ -367,6 +403,8 @@ class FakeDevice:
         assert len(set(req_indices.tolist())) == len(req_indices)
         assert (batch.lengths == context_lens).all()
         requests = [self.requests[i] for i in batch.seq_ids.tolist()]
+        if self.states is not None:
+            self._step_states(batch, requests, req_indices)
         for i, request in enumerate(requests):
             position = int(positions[i])
             assert context_lens[i] == position + 1
@@ -378,3 +416,17 @@ class FakeDevice:
             for request, req_idx, n, shared in contexts
         ]
         return np.array(tokens, np.int32), req_indices, None
+
+    def _step_states(self, batch, requests, req_indices):
+        lengths = batch.lengths.tolist()
+        if batch.state_copies is not None:
+            self.seen.add("rolling snapshot")
+            rows = batch.state_copies[:, 1].tolist()
+            assert len(set(rows)) == len(rows) and min(rows) > self.config.max_num_seqs
+            position_of = dict(zip(req_indices.tolist(), batch.lengths - 1, strict=True))
+            for source, row in batch.state_copies.tolist():
+                assert position_of[source] % self.grain == 0
+                self.states[row] = self.states[source]
+        for request, row, length in zip(requests, req_indices, lengths, strict=True):
+            assert self.states[row] == request.states[length - 2]
+            self.states[row] = request.states[length - 1]

@@ -3,8 +3,9 @@
 The device is played by ``FakeDevice``: it reads nothing but the prepared steps and its request state,
 as a real one does, and keeps in each KV slot a hash of the whole token history that led there. Every
 launch checks every slot that it attends, so a block given away too early, a stale prefix hit or a
-wrong block table shows at the launch that reads it. The next token is a hash of the history and the
-seed, so what each request must get is known from the request alone (invariant 7).
+wrong block table shows at the launch that reads it. The states of recurrent layers are such hashes, too.
+The next token is a hash of the history and the seed, so what each request must get is known from the
+request alone (invariant 7).
 
 Histories hold what users can ask of the scheduler: several completions of a prompt, log-probabilities of
 prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache.
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
-from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
+from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
@@ -83,6 +84,7 @@ class Harness:
         max_num_batched_tokens=8,
         max_model_len=16,
         graphs=False,
+        state_rows=None,
     ):
         self.config = SimpleNamespace(
             kvcache_block_size=block_size,
@@ -91,21 +93,21 @@ class Harness:
             max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
-            model_config=SimpleNamespace(vocab_size=VOCAB),
+            model_config=SimpleNamespace(vocab_size=VOCAB, has_lm_head=True),
             seed=0,
             tensor_parallel_size=1,
             max_logprobs=20,
         )
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
-        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs)
+        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs, state_rows)
         self.device.num_kvcache_blocks = num_blocks
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        engine._set_up(Scheduler(self.config, num_blocks, {EOS}))
+        engine._set_up(Scheduler(self.config, num_blocks, {EOS}, state_rows))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
         engine._inputs._token_processors = engine._outputs._token_processors = token_processors
         self.num_steps = 0
@@ -200,6 +202,8 @@ class Harness:
         assert self.engine.is_finished()
         self.check_empty()
         self.device.kv[:] = 0  # nothing from before is to be trusted, and nothing may be found
+        if self.device.states is not None:
+            self.device.states[:] = 0
         self.device.fail_at = None
         for name in (self.requests, self.outputs, self.made, self.aborted, self.ended):
             name.clear()
@@ -317,10 +321,12 @@ class Harness:
                 # what it writes next belongs to nobody else
                 own = seq.block_table[(scheduled - 1) // config.kvcache_block_size :]
                 assert all(scheduler.block_manager.blocks[i].ref_count == 1 for i in own)
-        self.check_blocks(holders)
+        histories = self.check_blocks(holders)
+        if scheduler.states is not None:
+            self.check_snapshots(histories)
 
     def check_blocks(self, holders):
-        """Invariants 1 and 2."""
+        """Invariants 1 and 2. Returns the histories of the prefix cache, by the hash of their last block."""
         manager, size = self.scheduler.block_manager, self.config.kvcache_block_size
         free, cached = list(manager.free_block_ids), list(manager.cached_block_ids)
         references = Counter(block_id for seq in holders for block_id in seq.block_table)
@@ -338,6 +344,7 @@ class Harness:
         for request in self.requests.values():
             for i, state in enumerate(request.states[size - 1 :: size].tolist()):
                 histories[state] = request.known[: (i + 1) * size]
+        found = {}
         for block_id in named.values():
             block = manager.blocks[block_id]
             history = histories[int(self.device.kv[(block_id + 1) * size - 1])]
@@ -346,6 +353,27 @@ class Harness:
             for i in range(0, len(history), size):
                 block_hash = BlockManager.compute_hash(history[i : i + size], block_hash)
             assert block.hash == block_hash
+            found[block_hash] = history
+        return found
+
+    def check_snapshots(self, histories):
+        """Each is the state at the end of a cached block; and what waits is counted."""
+        states, device = self.scheduler.states, self.device
+        snapshots, size = states.snapshots, self.config.kvcache_block_size
+        held = [*snapshots.probation.items(), *snapshots.protected.items()]
+        num_rows = device.state_rows.num_snapshots if self.config.enable_prefix_caching else 0
+        first = self.config.max_num_seqs + 1
+        assert sorted([*snapshots.free_rows, *(row for _, row in held)]) == list(range(first, first + num_rows))
+        assert len(snapshots.protected) <= num_rows * 3 / 4 and snapshots.owners.keys() <= snapshots.probation.keys()
+        assert not snapshots.used
+        state_of = {tuple(r.known[:n].tolist()): r.states[n - 1] for r in self.requests.values()
+                    for n in range(device.grain, len(r.known) + 1, device.grain)}  # fmt: skip
+        for block_hash, row in held:
+            assert device.states[row] == state_of[tuple(histories[block_hash].tolist())]
+        waiting = [seq for seq in self.scheduler.waiting if not seq.entered_at and seq.seq_id == seq.group_id]
+        hashes = [seq.block_hashes[end // size - 1] for seq in waiting if num_rows
+                  for end in range(device.grain, seq.max_cached_tokens + 1, device.grain)]  # fmt: skip
+        assert states._counts == Counter(hashes)
 
 
 # ---------------------------------------------------------------- random histories
@@ -453,19 +481,26 @@ THINGS = {
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs
 BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
+STATES = {"loaded snapshot", "rolling snapshot"}
+state_rows = st.builds(StateRows, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
+longer = st.tuples(  # fewer prefixes end at a snapshot
+    st.sampled_from([1, 2, 4]), st.integers(5, 20), st.integers(1, 5), st.integers(3, 12), st.integers(10, 20)
+)
 
 
+@pytest.mark.parametrize(("rows", "limits"), [(st.none(), limits), (state_rows, longer)], ids=["", "recurrent"])
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-def test_random_histories(max_in_flight):
+def test_random_histories(max_in_flight, rows, limits):
     """Every step keeps the invariants; and enough of the histories hold what engines stumble over."""
     things = THINGS | {f"{how} {state}" for how in ("aborted", "ended") for state in BETWEEN_STEPS[max_in_flight]}
+    things |= STATES if rows is state_rows else set()
     # thing -> histories; they differ with hypothesis's version, and with the modules in which it finds constants
     seen = Counter(dict.fromkeys(things, 0))
 
     @settings(max_examples=500, derandomize=True, deadline=None, database=None)
-    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), arrivals=arrivals)
-    def one(limits, caching, graphs, arrivals):
-        harness = Harness(max_in_flight, caching, *limits, graphs)
+    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, arrivals=arrivals)
+    def one(limits, caching, graphs, rows, arrivals):
+        harness = Harness(max_in_flight, caching, *limits, graphs, rows)
         play(harness, arrivals)
         harness.run_to_end()
         seqs = harness.outputs.values()
@@ -484,10 +519,11 @@ def test_random_histories(max_in_flight):
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
-@given(limits=limits, first=arrivals, second=arrivals, fail_at=st.integers(1, 25), before=st.integers(0, 20))
-def test_random_histories_with_an_abort(max_in_flight, limits, first, second, fail_at, before):
+@given(limits=limits, rows=st.none() | state_rows, first=arrivals, second=arrivals,
+       fail_at=st.integers(1, 25), before=st.integers(0, 20))  # fmt: skip
+def test_random_histories_with_an_abort(max_in_flight, limits, rows, first, second, fail_at, before):
     """A launch fails in the middle, or the caller gives up between two steps; what follows is a normal history."""
-    harness = Harness(max_in_flight, True, *limits)
+    harness = Harness(max_in_flight, True, *limits, state_rows=rows)
     harness.device.fail_at = fail_at
     try:
         play(harness, first)
@@ -509,7 +545,7 @@ class Interrupt:
 
     FILES = ("scheduler.py", "block_manager.py", "core.py", "request_state.py", "llm_engine.py", "request.py",
              "input_processor.py", "output_processor.py", "inputs.py", "cascade.py", "sampler.py", "masks.py",
-             "token_processor.py", "guard.py")  # fmt: skip
+             "token_processor.py", "guard.py", "snapshots.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -538,7 +574,7 @@ def test_interrupted_at_any_line(max_in_flight):
     second = [Arrival(0, 9, 1, 5, 1, 0, n=2), Arrival(0, 3, 5, 6, 3, 2), Arrival(1, 5, 2, 6, 1, 0, prompt_logprobs=0)]
     countdown = 1
     while True:
-        harness = Harness(max_in_flight, True, 2, 9, 3, 8, 16)
+        harness = Harness(max_in_flight, True, 2, 9, 3, 8, 16, state_rows=StateRows(2, chunk=2))
         previous, interrupt = sys.gettrace(), Interrupt(countdown)
         try:
             sys.settrace(interrupt)

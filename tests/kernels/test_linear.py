@@ -235,6 +235,17 @@ def test_act_and_mul(num_tokens, size, act, dtype):
     assert_close(silu_and_mul.act_and_mul(x, act), reference.act_and_mul(x, act))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
+def test_sigmoid_gate(num_tokens, size, dtype):
+    x, packed = randn(num_tokens, size, dtype=dtype), randn(num_tokens, 2 * size + 5, dtype=dtype) * 4
+    gate = packed[:, 5 : 5 + size]
+    expected = reference.sigmoid_gate(x, gate)
+    result = silu_and_mul.sigmoid_gate(x, gate)
+    assert result is x
+    assert_close(result, expected)
+
+
 def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
     num_blocks, block_size = num_tokens // 16 + 2, 16
     width, kv_width = (num_heads + 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim

@@ -114,6 +114,11 @@ def act_and_mul(x, act="silu"):
     return gate.to(x.dtype) * up
 
 
+def sigmoid_gate(x, gate):
+    """x * sigmoid(gate), both [T, N]; the kernel overwrites `x`. The sigmoid is rounded to x.dtype."""
+    return x * gate.float().sigmoid().to(x.dtype)
+
+
 def padded_head_dim(head_dim):
     """The size of the heads that the operations are to be given for a model's; zeros fill the rest. Here its own."""
     return head_dim

@@ -1,4 +1,4 @@
-"""Triton: act(gate) * up of packed [gate, up], where it is not the epilogue of a GEMM."""
+"""Triton: products with an activated gate: act(gate) * up, where it is no epilogue of a GEMM, and x * sigmoid(gate)."""
 
 import torch
 import triton
@@ -42,3 +42,36 @@ def act_and_mul(x, act="silu"):
         ACT=act, BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
     )  # fmt: skip
     return y
+
+
+@triton.jit
+def sigmoid_gate_kernel(
+    x_ptr,  # [T, N] contiguous, written by attention; overwritten here
+    gate_ptr,  # [T, N], tokens strided, written by the input projection
+    gate_stride,
+    num_features,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < num_features
+    x = tl.load(x_ptr + token * num_features + offs, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + token * gate_stride + offs, mask=mask, other=0.0)
+    sigmoid = tl.sigmoid(gate.to(tl.float32)).to(x.dtype)
+    y = (x.to(tl.float32) * sigmoid.to(tl.float32)).to(x.dtype)
+    tl.store(x_ptr + token * num_features + offs, y, mask=mask)
+
+
+def sigmoid_gate(x, gate):
+    """See reference.sigmoid_gate. Overwrites `x`."""
+    num_tokens, num_features = x.shape
+    assert x.is_contiguous() and gate.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(num_features))
+    launch(
+        sigmoid_gate_kernel, (num_tokens, triton.cdiv(num_features, block)), x, gate, gate.stride(0), num_features,
+        BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
+    )  # fmt: skip
+    return x

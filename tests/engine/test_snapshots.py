@@ -1,0 +1,285 @@
+"""Snapshots of recurrent states: the policy against a naive model, and which prompts find them.
+
+Which states move in a batch, over random histories: ``test_scheduler.py``.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import Harness
+
+from nanovllm.core import PrefillBatch, Sequence, StateRows
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.snapshots import RecurrentStates, Snapshots
+
+
+class NaiveSnapshots:
+    """The same policy as a list of records in the order of their last use."""
+
+    def __init__(self, num_rows, first_row):
+        self.num_rows, self.records, self.used, self.rows = num_rows, [], set(), range(first_row, first_row + num_rows)
+
+    def at(self, key):
+        return next((r for r in self.records if r.key == key), None)
+
+    def touch(self, record, is_protected):
+        self.records.remove(record)
+        self.records.append(record)
+        record.is_protected, record.owner = is_protected, None
+        protected = [r for r in self.records if r.is_protected]
+        if len(protected) > int(0.75 * self.num_rows):
+            self.records.remove(protected[0])
+            self.records.append(protected[0])
+            protected[0].is_protected = False
+
+    def new(self, key, victims, owner=None):
+        free = [row for row in self.rows if row not in self.used and row not in [r.row for r in self.records]]
+        victims = [r for r in victims if r.row not in self.used]
+        if not free and not victims:
+            return None
+        record = SimpleNamespace(key=key, is_protected=False, owner=owner)
+        if free:
+            record.row = free
+        else:
+            self.records.remove(victims[0])
+            record.row = [victims[0].row]
+        return record
+
+    def save(self, key, is_junction):
+        """Rows it may take; None if it is not taken."""
+        record, rows = self.at(key), None
+        if record is None:
+            probation, protected = ([r for r in self.records if r.is_protected == flag] for flag in (False, True))
+            record = self.new(key, probation + protected * is_junction)
+            if record is None:
+                return None
+            self.records.append(record)
+            rows = record.row
+        if is_junction:
+            self.touch(record, True)
+        return rows
+
+    def roll(self, key, seq_id, previous):
+        if self.at(key) is not None:
+            return None
+        own = self.at(previous)
+        if own is not None and own.owner == seq_id:
+            self.records.remove(own)
+            record = SimpleNamespace(key=key, is_protected=False, owner=seq_id, row=[own.row])
+        else:
+            record = self.new(key, [], seq_id)
+        if record is None:
+            return None
+        self.records.append(record)
+        return record.row
+
+
+@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@given(
+    num_rows=st.integers(0, 9),
+    actions=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 11), st.integers(0, 3)), max_size=60),
+)
+def test_against_a_naive_model(num_rows, actions):
+    snapshots, naive = Snapshots(num_rows, first_row=4, grain=4), NaiveSnapshots(num_rows, 4)
+    for kind, key, number in actions:
+        row = None
+        if kind <= 1:
+            rows, row = naive.save(key, kind == 1), snapshots.save(key, kind == 1)
+        elif kind == 2:
+            rows, row = naive.roll(key, number, (key - 1) % 12), snapshots.roll(key, number, (key - 1) % 12)
+        elif kind == 3 and naive.at(key) is not None and not snapshots.is_new(key):
+            naive.touch(naive.at(key), True)
+            naive.used.add(naive.at(key).row)
+            assert snapshots.hit(key) == naive.at(key).row
+        elif kind == 4:
+            naive.records = [r for r in naive.records if r.key != key]
+            snapshots.drop(key)
+        elif kind == 5:  # the batch is made
+            naive.used.clear()
+            snapshots.used.clear()
+        if kind <= 2:
+            assert (row is None) == (rows is None)
+            if row is not None:
+                assert row in rows and row not in naive.used
+                naive.at(key).row = row
+                naive.used.add(row)
+                assert snapshots.is_new(key)
+        for segment, is_protected in ((snapshots.probation, False), (snapshots.protected, True)):
+            assert list(segment.items()) == [(r.key, r.row) for r in naive.records if r.is_protected == is_protected]
+
+
+def make(num_snapshots=8, block_size=4, chunk=4, **options):
+    options = {"num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 60, **options}
+    return Harness(block_size=block_size, state_rows=StateRows(num_snapshots, chunk), **options)
+
+
+def cached(harness):
+    """``num_cached_tokens`` of each request, in order of arrival."""
+    harness.run_to_end()
+    return [request.seqs[0].num_cached_tokens for request in harness.made.values()]
+
+
+def prompt(*tails, length=8):
+    """Of ``length`` tokens that are all the same, and tails."""
+    return [1] * length + list(tails)
+
+
+GREEDY = {"max_tokens": 3, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize(("block_size", "chunk", "found"), [(4, 4, 8), (2, 4, 8), (4, 2, 8), (4, 6, 0), (3, 1, 9)])
+def test_all_but_one_of_the_queued_find_their_common_prefix(max_in_flight, block_size, chunk, found):
+    """The first prompt saves the state where the others branch off, though nobody has asked for it yet."""
+    harness = make(max_in_flight=max_in_flight, block_size=block_size, chunk=chunk)
+    for i in range(12):
+        harness.add(prompt(i % 4, i // 4, 2, 3, length=10), **GREEDY)
+    assert cached(harness) == [0] + [found] * 11
+
+
+def test_they_find_it_when_they_come_one_by_one():
+    """The second finds keys and values, but no state: it saves one there."""
+    harness = make()
+    for i in range(4):
+        harness.add(prompt(i, 2, 2, 2, 2), **GREEDY)
+        harness.run_to_end()
+    assert cached(harness) == [0, 0, 8, 8]
+
+
+def test_junctions_in_junctions():
+    """Two groups in one: each part of a prefix is computed once."""
+    harness = make()
+    for tail in ([1] * 8, [2] * 8):
+        for i in range(3):
+            harness.add(prompt(*tail, i, i, i, i, i), **GREEDY)
+    assert cached(harness) == [0, 16, 16, 8, 16, 16]
+
+
+def test_a_batch_ends_before_who_would_load_what_it_saves():
+    harness = make()
+    ids = [harness.add(p, **GREEDY) for p in ([2] * 9, prompt(2), prompt(3), prompt(4))]
+    first, second = harness.step(), harness.step()
+    assert isinstance(first, PrefillBatch) and first.chunk_seq_ids.tolist() == ids[:2]
+    assert isinstance(second, PrefillBatch) and second.chunk_seq_ids.tolist() == ids[2:]
+    assert second.starts.tolist() == [8, 8] and len(set(second.states.load_rows.tolist())) == 1
+    harness.run_to_end()
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+def test_few_snapshots_are_for_junctions(num_snapshots):
+    """Prompts that nobody shares do not drive out what is shared."""
+    harness = make(num_snapshots, max_num_seqs=2)
+    for i in range(8):
+        harness.add(prompt(i % 4, 2, 2, 2, 2), **GREEDY)
+    assert cached(harness)[1:] == [8] * 7
+
+
+def test_protected_snapshots_outlive_many_prompts():
+    harness = make(4, num_blocks=400)
+    for tail in (2, 3):
+        harness.add(prompt(tail), **GREEDY)
+        harness.run_to_end()
+    for i in range(50):
+        harness.add([i % 3, i // 3 % 3, i // 9 % 3, i // 27, 1, 1, 1, 1, 1], **GREEDY)
+        harness.run_to_end()
+    harness.add(prompt(4), **GREEDY)
+    assert cached(harness)[-1] == 8
+
+
+def test_a_chat_turn_finds_the_state_of_the_turn_before():
+    harness = make()
+    first = harness.add([1, 2, 3], max_tokens=15, ignore_eos=True)
+    harness.run_to_end()
+    harness.add([*harness.outputs[first].token_ids, 1, 2], **GREEDY)
+    assert cached(harness) == [0, 16]
+    held = {**harness.scheduler.states.snapshots.probation, **harness.scheduler.states.snapshots.protected}
+    assert len(held) == 2  # the rolling one moved on from 4, 8 and 12; the second prompt's last is at 20
+
+
+def test_rolling_snapshots_take_free_rows_only():
+    harness = make(2)
+    harness.add(prompt(2), **GREEDY)
+    harness.add([2] * 5, **GREEDY)
+    harness.run_to_end()
+    harness.add([3], max_tokens=20, ignore_eos=True)
+    for tokens in (prompt(3), [2] * 6):
+        harness.add(tokens, **GREEDY)
+    assert cached(harness) == [0, 0, 0, 8, 4]
+
+
+def test_a_preempted_sequence_resumes_from_its_rolling_snapshot():
+    harness = make(block_size=2, chunk=2, num_blocks=8, max_num_seqs=2, max_model_len=16)
+    for token, max_tokens in ((1, 10), (2, 14)):
+        harness.add([token], max_tokens=max_tokens, ignore_eos=True)
+    starts = []
+    while not harness.engine.is_finished():
+        batch = harness.step()
+        if isinstance(batch, PrefillBatch):
+            starts += batch.starts.tolist()
+    assert harness.scheduler.num_preemptions == 1 and starts == [0, 0, 6]
+    harness.run_to_end()
+
+
+@pytest.mark.parametrize("options", [{"num_snapshots": 0}, {"caching": False}])
+def test_without_snapshots_no_prefix_is_found(options):
+    harness = make(**options)
+    for _ in range(2):
+        harness.add(prompt(2, 2), **GREEDY)
+        harness.add(prompt(2, 3), **GREEDY, n=2)
+        harness.run_to_end()
+    assert cached(harness) == [0] * 4 and not harness.scheduler.block_manager.hash_to_block_id
+
+
+def test_what_is_scored_is_computed():
+    """Log-probabilities of a prompt need its logits: no snapshot beyond the first of them is loaded."""
+    harness = make()
+    for start in (1, 13, 13, 7, 7):
+        harness.add_score(prompt(length=14), start)
+        harness.run_to_end()
+    assert cached(harness) == [0, 0, 12, 0, 4]
+
+
+def test_equal_hashes_are_not_equal_prefixes(monkeypatch):
+    """If hashes collide, no foreign state is loaded: a snapshot belongs to the block that the prefix cache has."""
+    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(lambda ids, parent=-1: 42))
+    snapshots = Snapshots(4, first_row=3, grain=2)
+    manager = BlockManager(12, 2, snapshots=snapshots)
+    states = RecurrentStates(snapshots, manager, chunk=2)
+    seq = Sequence([1, 2, 3, 4, 5], block_size=2)
+    manager.allocate(seq)
+    manager.register(seq, 5)
+    states.compute(seq, 0, 5)  # its last full block has the hash of its first
+    assert states.moves()[1] == {}
+
+
+def test_a_cut_prefill_ends_with_a_chunk():
+    harness = make(block_size=4, chunk=6, max_num_batched_tokens=17)
+    harness.add([1] * 40, **GREEDY)
+    assert [harness.step().stops.tolist() for _ in range(3)] == [[12], [24], [40]]
+    harness.run_to_end()
+
+
+def test_a_snapshot_dies_with_its_block():
+    harness = make(8, num_blocks=6, max_num_seqs=1)
+    for i in range(6):
+        harness.add([i % 4] * 9, **GREEDY)
+        harness.run_to_end()
+    manager = harness.scheduler.block_manager
+    held = {**harness.scheduler.states.snapshots.probation, **harness.scheduler.states.snapshots.protected}
+    assert 0 < len(held) < 4 and held.keys() <= manager.hash_to_block_id.keys()
+    manager.forget_prefixes()
+    assert len(harness.scheduler.states.snapshots.free_rows) == 8
+    harness.add([1] * 9, **GREEDY)
+    assert cached(harness)[-1] == 0
+
+
+def test_other_completions_wait_for_no_snapshot():
+    """They are forked, with the state."""
+    harness = make()
+    harness.add(prompt(2, 2), **GREEDY, n=3)
+    batch = harness.step()
+    assert np.array_equal(batch.states.copies, [[0, 1], [0, 2]])
+    assert cached(harness) == [0] and not harness.scheduler.states._expected

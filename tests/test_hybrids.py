@@ -1,0 +1,295 @@
+"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits, greedy tokens, all ways to them.
+
+Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_delta.py`` has the kernels,
+``engine/test_snapshots.py`` the prefix cache of states.
+"""
+
+import json
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+
+import families
+import fp8_checkpoints
+import pytest
+import torch
+from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
+from safetensors.torch import load_file, save_file
+
+from nanovllm import SamplingParams
+from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.models.config import read_model_config
+
+TOLERANCE = 1e-5  # of the largest logit
+RNG = random.Random(0)
+IDS = [RNG.randrange(2, 140) for _ in range(400)]
+# one token; less than a chunk of 64; more than two of them; a whole number of them
+PROMPTS = [IDS[:1], IDS[3:40], IDS[5:155], IDS[20:148], IDS[7:207]]
+NUM_DECODED = 12
+OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """checkpoint(case) -> its path, and transformers' model."""
+
+    @cache
+    def make(case):
+        path = str(tmp_path_factory.mktemp(case))
+        return path, families.make(path, case)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """expected(case) -> greedy tokens of PROMPTS by transformers."""
+
+    @cache
+    def make(case):
+        _, model = checkpoint(case)
+        outputs = [
+            model.generate(torch.tensor([ids]), max_new_tokens=NUM_DECODED, do_sample=False, eos_token_id=None,
+                           pad_token_id=0)[0, len(ids):].tolist()
+            for ids in PROMPTS
+        ]  # fmt: skip
+        return outputs
+
+    return make
+
+
+def hf_logits(model, ids):
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("case", families.HYBRID_CASES)
+def test_logits(case, checkpoint, make_llm):
+    """Of a prefill in chunks of 64, and of decode steps."""
+    path, model = checkpoint(case)
+    completions, logits = generate_with_logits(make_llm(model=path, **OPTIONS), PROMPTS, NUM_DECODED)
+    for prompt, completion, got in zip(PROMPTS, completions, logits, strict=True):
+        want = hf_logits(model, prompt + completion)[len(prompt) - 1 : -1]
+        assert (got - want).abs().max() / want.abs().max() < TOLERANCE
+
+
+WAYS = {
+    "together": {},
+    "chunks on the grid": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "chunks off the grid": {"max_num_batched_tokens": 50, "max_num_seqs": 8},
+    "small blocks": {"kvcache_block_size": 16, "num_kvcache_blocks": 160},
+    "preemption": {"num_kvcache_blocks": 6},
+    "no cache": {"enable_prefix_caching": False},
+    "one snapshot": {"num_state_snapshots": 1},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", families.HYBRID_CASES)
+def test_ways_to_the_same_tokens(case, way, checkpoint, expected, make_llm):
+    path, _ = checkpoint(case)
+    llm = make_llm(model=path, **{**OPTIONS, **WAYS[way]})
+    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
+    assert generate(llm, PROMPTS[::-1], greedy(NUM_DECODED)) == expected(case)[::-1]  # from the cache, if there is one
+    if way == "preemption":
+        assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("case", families.HYBRID_CASES)
+def test_alone(case, checkpoint, expected, make_llm):
+    llm = make_llm(model=checkpoint(case)[0], **OPTIONS)
+    assert [generate(llm, [prompt], greedy(NUM_DECODED))[0] for prompt in PROMPTS] == expected(case)
+
+
+def test_graphs(checkpoint, expected, make_llm):
+    """Padded decode batches, and padded prefills, whose recurrent layers see whole sequences."""
+    llm = make_llm(model=checkpoint("qwen3.5")[0], **OPTIONS)
+    use_graphs_on_cpu(llm)
+    for prompts, want in ((PROMPTS, expected("qwen3.5")), (PROMPTS[1:2], expected("qwen3.5")[1:2])):
+        assert generate(llm, prompts, greedy(NUM_DECODED)) == want
+        assert generate(llm, prompts, greedy(NUM_DECODED)) == want
+
+
+def test_forked_completions(checkpoint, make_llm):
+    """Each completion goes on from a copy of the prompt's states: as if it had computed the prompt itself."""
+    path, params = checkpoint("qwen3.5")[0], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    forked, one_by_one = (
+        [[completion.token_ids for completion in output.outputs] for output in
+         make_llm(model=path, **OPTIONS, **options).generate(PROMPTS, params, use_tqdm=False)]
+        for options in ({}, {"max_num_seqs": 1, "enable_prefix_caching": False})
+    )  # fmt: skip
+    assert forked == one_by_one
+    assert all(len(set(map(tuple, completions))) > 1 for completions in forked)
+
+
+def test_beams(checkpoint, make_llm):
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, **OPTIONS)
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    for prompt, output in zip(PROMPTS[1:3], llm.beam_search(PROMPTS[1:3], params), strict=True):
+        want = model.generate(
+            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False,
+            eos_token_id=None, early_stopping="never",
+        )  # fmt: skip
+        assert [beam.tokens for beam in output.sequences] == want.tolist()
+
+
+def test_prompt_logprobs(checkpoint, make_llm):
+    path, model = checkpoint("qwen3.5")
+    for options in ({}, {"max_num_batched_tokens": 70, "max_num_seqs": 8}):
+        llm = make_llm(model=path, **OPTIONS, **options)
+        for output in llm.generate(PROMPTS[1:], greedy(1, prompt_logprobs=0), use_tqdm=False):
+            ids = output.prompt_token_ids
+            want = hf_logits(model, ids).log_softmax(-1)
+            got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+            torch.testing.assert_close(torch.tensor(got), want[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0],
+                                       atol=1e-4, rtol=0)  # fmt: skip
+
+
+def test_a_conversation_finds_its_states(checkpoint, make_llm):
+    """The second turn begins with the first's tokens: what they left behind is read, not computed."""
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, **OPTIONS)
+    first = llm.generate([PROMPTS[3]], greedy(70), use_tqdm=False)[0]
+    turn = PROMPTS[3] + first["token_ids"] + IDS[:20]
+    second = llm.generate([turn], greedy(NUM_DECODED), use_tqdm=False)[0]
+    assert second.num_cached_tokens == 192  # of 198 known ones the last multiple of 64
+    want = model.generate(torch.tensor([turn]), max_new_tokens=NUM_DECODED, do_sample=False, eos_token_id=None)
+    assert second["token_ids"] == want[0, len(turn) :].tolist()
+
+
+def test_what_prompts_share_is_computed_once(checkpoint, expected, make_llm):
+    """Known beforehand, since all of them wait: the first one leaves its states where the others go on."""
+    path, model = checkpoint("qwen3.5")
+    prompts = [PROMPTS[3] + IDS[i : i + 30] for i in range(0, 180, 30)]
+    outputs = make_llm(model=path, **OPTIONS).generate(prompts, greedy(4), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 128, 128, 128, 128, 128]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output["token_ids"]
+        assert hf_logits(model, prompt + completion)[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
+
+
+def test_sleep_and_update(checkpoint, expected, make_llm, tmp_path):
+    path, _ = checkpoint("qwen3.5")
+    llm = make_llm(model=path, **OPTIONS)
+    generate(llm, PROMPTS, greedy(NUM_DECODED))
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected("qwen3.5")
+    other = families.make(tmp_path, "qwen3.5", seed=1)
+    llm.update_weights(dict(other.state_dict()))
+    want = other.generate(torch.tensor([PROMPTS[4]]), max_new_tokens=NUM_DECODED, do_sample=False, eos_token_id=None)
+    assert generate(llm, PROMPTS[4:], greedy(NUM_DECODED)) == want[:, len(PROMPTS[4]) :].tolist()
+
+
+def test_fp16_states(checkpoint, make_llm):
+    """Half the bytes, and an error far below that of a model in 16 bits."""
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, state_dtype="float16", **OPTIONS)
+    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
+    errors = []
+    for prompt, completion, got in zip(PROMPTS, completions, logits, strict=True):
+        want = hf_logits(model, prompt + completion)[len(prompt) - 1 : -1]
+        errors.append(float((got - want).abs().max() / want.abs().max()))
+    assert 1e-6 < max(errors) < 1e-3
+
+
+def test_quantized(checkpoint, make_llm):
+    """FP8 weights, and an FP8 KV cache for the attention layers: the tokens of a model with these weights."""
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, quantization="fp8", kv_cache_dtype="fp8", **OPTIONS)
+    _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
+    want = hf_logits(model, PROMPTS[2])[-1]
+    assert (logits[0] - want).abs().max() / want.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("form", ["qwen", "channel"])
+def test_fp8_checkpoint(form, make_llm, tmp_path):
+    """Blocks of 128 rows lie across q, k and v; b and a stay in 16 bits."""
+    model = families.make(tmp_path, "qwen3.5", hidden_size=192, intermediate_size=320)
+    fp8_checkpoints.write(tmp_path, model, form)
+    want = hf_logits(model, PROMPTS[2])[-1]
+    for size in (1, 2):
+        llm = make_llm(model=str(tmp_path), tensor_parallel_size=size, **OPTIONS)
+        if size == 1:
+            _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
+            assert (logits[0] - want).abs().max() / want.abs().max() < TOLERANCE
+        assert generate(llm, PROMPTS[2:3], greedy(1)) == [[int(want.argmax())]]
+
+
+def as_published(path, target, architecture):
+    """The checkpoint as the hub has it: text_config, a vision tower, and layers for speculation."""
+    raw = json.loads(Path(path, "config.json").read_text())
+    raw["rope_parameters"] |= {"mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    raw |= {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
+    outer = {"architectures": [architecture], "model_type": "qwen3_5", "vision_config": {"a": 1}}
+    Path(target, "config.json").write_text(json.dumps({**outer, "text_config": raw}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(f"{path}/model.safetensors").items()
+    }
+    tensors |= {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
+    save_file(tensors, Path(target, "model.safetensors"))
+
+
+@pytest.mark.parametrize(("case", "architecture"), [
+    ("qwen3.5", "Qwen3_5ForConditionalGeneration"), ("qwen3.5-moe", "Qwen3_5MoeForConditionalGeneration"),
+])  # fmt: skip
+def test_published_form(case, architecture, checkpoint, expected, make_llm, tmp_path):
+    path, _ = checkpoint(case)
+    as_published(path, tmp_path, architecture)
+    assert generate(make_llm(model=str(tmp_path), **OPTIONS), PROMPTS, greedy(NUM_DECODED)) == expected(case)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("attn_output_gate", False), ("output_gate_type", "sigmoid"), ("layer_scale", True),
+    ("mamba_ssm_dtype", "bfloat16"), ("linear_num_value_heads", 5), ("layer_types", ["mamba"] * 4),
+])  # fmt: skip
+def test_fields_that_change_the_numbers_are_refused(field, value, checkpoint, tmp_path):
+    path, _ = checkpoint("qwen3.5")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
+    with pytest.raises(CheckpointError, match="linear attention" if "heads" in field else field):
+        read_model_config(str(tmp_path))
+
+
+def test_linear_attention_in_another_family_is_refused(tmp_path):
+    families.make(tmp_path, "qwen3")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "layer_types": ["linear_attention"] * 4}))
+    with pytest.raises(CheckpointError, match="linear_attention"):
+        read_model_config(str(tmp_path))
+
+
+def test_ranks_divide_the_key_heads(checkpoint, make_llm):
+    with pytest.raises(ConfigError, match="must divide"):
+        make_llm(model=checkpoint("qwen3.5")[0], tensor_parallel_size=4, **OPTIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", families.HYBRID_CASES)
+@pytest.mark.parametrize("options", [
+    {}, {"enforce_eager": True}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}, {"num_kvcache_blocks": 6},
+])  # fmt: skip
+def test_on_the_gpu(case, options, checkpoint, expected, make_llm):
+    """The kernels, with and without CUDA graphs, give transformers' tokens; twice, the second time from the cache."""
+    llm = make_llm(model=checkpoint(case)[0], device="cuda", dtype="float32", **{**OPTIONS, **options})
+    for _ in range(2):
+        assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "float16"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
+def test_bf16_on_the_gpu(options, checkpoint, make_llm):
+    """No token is far from the best one."""
+    path, model = checkpoint("qwen3.5")
+    llm = make_llm(model=path, device="cuda", dtype="bfloat16", **OPTIONS, **options)
+    limit = 0.6 if "quantization" in options else 0.25
+    for prompt, completion in zip(PROMPTS, generate(llm, PROMPTS, greedy(NUM_DECODED)), strict=True):
+        logits = hf_logits(model, prompt + completion)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() < limit * logits.std()
