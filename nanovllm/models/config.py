@@ -411,7 +411,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
     text = raw.get("text_config") or {}  # of a model that also has a vision tower
-    outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
+    kept = ("architectures", "eos_token_id", "dtype", "torch_dtype")
+    outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("tie_word_embeddings") is None:
