@@ -13,12 +13,18 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any, get_args
 
+from nanovllm import __version__
 from nanovllm.config import Config
 from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import did_you_mean
 
 # of Config: --seed is the requests', quiet is for scripts
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
+EXAMPLES = {  # of options that are JSON
+    "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logit_bias": '{"198": -5.5}',
+    "structured_outputs": '{"regex": "[0-9]+"}',
+}  # fmt: skip
 ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion.
 Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
 once."""
@@ -33,6 +39,7 @@ derived from --seed (default 0) and its id."""
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("nanovllm", description="Offline LLM inference.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="batch | plot")
     batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False)
     add = batch.add_argument
@@ -54,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     plot = commands.add_parser("plot", help="draw what --metrics wrote", description="Draw what --metrics wrote.")
     plot.add_argument("metrics", help="the file of batch --metrics")
     plot.add_argument("output", help=".html, one page that needs nothing else; or .png")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [*vars(args), *(f.name for f in (*fields(SamplingParams), *ENGINE_FIELDS))]
+        hint = did_you_mean(unknown[0].partition("=")[0], [option_of(name) for name in names])
+        {"batch": batch, "plot": plot}[args.command].error(f"unknown arguments: {' '.join(unknown)}.{hint}")
     with suppress(ValueError):  # not on the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that a scheduler ends closes its output
     try:
@@ -84,7 +95,15 @@ def add_fields(group: Any, options: Any, owner: type) -> None:
         elif list[str] in kinds:
             how = {"action": "append", "metavar": "TEXT"}  # may be repeated
         text = " ".join(docs[option.name].split()).replace("%", "%%")
-        group.add_argument(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+        if how.get("action") == "append":
+            text += " May be given several times."
+        elif option.name in EXAMPLES:
+            text += f" For example '{EXAMPLES[option.name]}'."
+        group.add_argument(option_of(option.name), default=argparse.SUPPRESS, help=text, **how)
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def json_value(text: str) -> Any:

@@ -56,7 +56,7 @@ class Config:
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
             feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
-        enable_prefix_caching: reuse the keys and values of equal prompt prefixes.
+        enable_prefix_caching: reuse the keys and values of equal prompt prefixes, by full blocks.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.
         revision: branch, tag or commit of a hub model; ignored for a directory.
         trust_remote_code: let the tokenizer run code that comes with the checkpoint.

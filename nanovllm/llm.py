@@ -295,6 +295,9 @@ class LLM(LLMEngine):
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
         prompts = [(None, ids) for ids in token_lists]
         outputs = self._collect(self._inputs.make_all(prompts, params, is_checked=True), Request.output)
+        for output in outputs:
+            if output["finish_reason"] == "error":
+                raise EngineError(str(output.outputs[0].stop_reason))
         return [output.outputs[0].logprobs[0] for output in outputs]  # type: ignore[index]
 
     # ---------------------------------------------------------------- between rollouts of a training loop

@@ -60,7 +60,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
-            failed while it was decoded); None while unfinished.
+            failed while it was decoded, or every logit was NaN); None while unfinished.
         stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
             token.
     """
@@ -194,6 +194,11 @@ class RequestOutput(dict):
         self.finished = finished
         self.metrics = None
         self.lora_request = None
+
+    def __getattr__(self, name: str) -> Any:  # where it is no attribute
+        is_of_completion = name in CompletionOutput.__dataclass_fields__
+        hint = f"; its first completion has: output.outputs[0].{name}" if is_of_completion else ""
+        raise AttributeError(f"a RequestOutput has no attribute {name!r}{hint}.")
 
     __eq__ = object.__eq__  # a dictionary's would compare the completions of different requests
     __ne__ = object.__ne__

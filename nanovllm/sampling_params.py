@@ -75,6 +75,14 @@ ALLOWED_TOKEN_IDS = Rule(
 )
 
 
+INSTEAD = {  # of what vLLM had once
+    "best_of": "n", "use_beam_search": "LLM.beam_search", "length_penalty": "LLM.beam_search",
+    "guided_decoding": "structured_outputs",
+    **{f"guided_{kind}": f"structured_outputs=StructuredOutputsParams({kind}=...)"
+       for kind in ("json", "regex", "choice", "grammar")},
+}  # fmt: skip
+
+
 class Parameters:
     """Base of dataclasses that users make: an unknown name is refused with the nearest that is known."""
 
@@ -84,7 +92,8 @@ class Parameters:
         known = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in values:
             if name not in known:
-                raise RequestError(f"{cls.__name__} has no parameter {name!r}.{did_you_mean(name, known)}")
+                hint = f" Use {INSTEAD[name]}." if name in INSTEAD else did_you_mean(name, known)
+                raise RequestError(f"{cls.__name__} has no parameter {name!r}.{hint}")
         return object.__new__(cls)
 
 

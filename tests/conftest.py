@@ -4,6 +4,8 @@ import gc
 import json
 import multiprocessing.util
 import os
+import tempfile
+from contextlib import contextmanager, nullcontext
 
 # operations of tiny models on several threads stall at their barriers where cores are shared
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +41,33 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+
+
+@contextmanager
+def turn_on_gpu(run, alone):
+    """A readers-writer lock of the workers of pytest-xdist's ``run``: ``alone``, or beside others that are not."""
+    import fcntl
+
+    path = os.path.join(tempfile.gettempdir(), f"nanovllm-tests-{run}")
+    with open(path + ".gate", "w") as gate, open(path + ".gpu", "w") as gpu:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps it, and nobody overtakes
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(gpu, fcntl.LOCK_UN)  # closing would not do: a forked process may have the file open, too
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Tests marked ``whole_gpu`` measure or fill the device's memory, which tests of other workers would change."""
+    run, alone = os.environ.get("PYTEST_XDIST_TESTRUNUID"), "whole_gpu" in item.keywords
+    with turn_on_gpu(run, alone) if HAS_GPU and run else nullcontext():
+        result = yield
+        if HAS_GPU and alone:
+            torch.cuda.empty_cache()
+        return result
 
 
 def pytest_sessionfinish():

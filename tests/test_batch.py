@@ -15,12 +15,13 @@ from dataclasses import fields
 import pytest
 from helpers import ROOT
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.jobs import engines, files
-from nanovllm.jobs.rows import openai_logprobs, plain_logprobs, row_seed
-from nanovllm.outputs import CompletionOutput, Logprob
+from nanovllm.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 OPTIONS = ("--device", "cpu", "--max-num-seqs", "8", "--kvcache-block-size", "16")
 ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -105,7 +106,7 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
     assert completion["logprobs"][0][str(own["token_ids"][0])]["logprob"] == pytest.approx(first.logprob, abs=1e-4)
     messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
     assert messages == {
-        "row-20": "the line is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "row-20": "line 21 of in.jsonl is not JSON: Expecting property name enclosed in double quotes, at column 2.",
         "empty": "the row has neither 'prompt' nor 'messages'.",
         "long": "the prompt has 4097 tokens; with max_model_len=4096 at most 4095 fit. Shorten it or raise "
         "max_model_len.",
@@ -117,10 +118,14 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
 
 
 def test_the_log_probability_of_a_masked_token_is_json():
+    """JSON knows no -Infinity, and other readers than Python's refuse it."""
     logprobs = [None, {7: Logprob(-math.inf, 2, "x"), 8: Logprob(-0.5, 1, "y")}]
     written = json.loads(json.dumps(plain_logprobs(logprobs), allow_nan=False))
     assert [at["logprob"] for at in written[1].values()] == [-9999.0, -0.5]
-    output = CompletionOutput(0, "x", [7], logprobs=logprobs[1:])
+    output = CompletionOutput(0, "x", [7], -math.inf, logprobs=logprobs[1:])
+    request = RequestOutput("0", "x", [5], [output])
+    (plain,) = record_of(Row("a", {}), request, SamplingParams(logprobs=1), "m")["outputs"]
+    assert plain["cumulative_logprob"] is None and "Infinity" not in json.dumps(plain)
     (at,) = json.loads(json.dumps(openai_logprobs(output, 2), allow_nan=False))["content"]
     assert [top["logprob"] for top in (at, *at["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
 
@@ -134,6 +139,11 @@ def test_openai_lines(tmp_path):
     rows = [
         line("chat", messages=ask, temperature=0, max_completion_tokens=5, logprobs=True, top_logprobs=2),
         line("text", url="/v1/completions", prompt="2 + 3", temperature=0, max_tokens=4),
+        line("columns", url="/v1/completions", prompt=["2 + 3"], temperature=0, max_tokens=4, logprobs=2, echo=False,
+             best_of=1, suffix=None, tool_choice="auto"),
+        line("echo", url="/v1/completions", prompt="x", echo=True), line("best", messages=ask, best_of=3),
+        line("list", url="/v1/completions", prompt=["x", "y"]), line("tools", messages=ask, tools=[{}]),
+        line("top", messages=ask, top_logprobs=-3), line("less", messages=ask, max_completion_tokens="5"),
         line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
         line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
         line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
@@ -154,13 +164,25 @@ def test_openai_lines(tmp_path):
     assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
                              "total_tokens": num_prompt + num_generated}  # fmt: skip
     assert found["text"]["response"]["body"]["choices"][0]["text"] == text["text"]
+    (choice,) = found["columns"]["response"]["body"]["choices"]
+    columns, whole = choice["logprobs"], "".join(choice["logprobs"]["tokens"])
+    assert choice["text"] == text["text"] and whole == text["text"] + "<|im_end|>"
+    assert all(len(column) == len(text["token_ids"]) for column in columns.values())
+    for token, logprob, top, offset in zip(*columns.values(), strict=True):
+        assert whole[offset:].startswith(token) and len(top) == 2 and logprob == top[token] == max(top.values())
     assert [choice["index"] for choice in found["two"]["response"]["body"]["choices"]] == [0, 1]
     messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
     assert all(found[key]["response"] is None for key in messages)
     assert messages == {
         "embed": "url must be /v1/chat/completions or /v1/completions, not '/v1/embeddings'; body an object.",
         "unknown": "SamplingParams has no parameter 'functions'.",
-        "stream": "stream=true has no meaning in a batch.",
+        "stream": "the body's stream=true is not supported; false is.",
+        "echo": "the body's echo=true is not supported; false is.",
+        "best": "the body's best_of=3 is not supported; 1 is.",
+        "list": "the body's prompt is a list of prompts; give each a line of its own.",
+        "tools": "the chat template reads no tools, so the model would not be told of them.",
+        "top": "the body: top_logprobs=-3 must be an integer >= 0.",
+        "less": "the body: max_completion_tokens='5' must be an integer >= 0.",
         "form": "response_format must be of type text, json_object or json_schema, not {'type': 'xml'}.",
     }
 
@@ -257,6 +279,19 @@ def test_every_option_of_sampling_and_engine_is_there(capsys):
     text = capsys.readouterr().out
     for f in (*fields(SamplingParams), *(f for f in fields(Config) if f.init and f.name != "quiet")):
         assert f"--{f.name.replace('_', '-')}" in text
+    assert """For example '{"198": -5.5}'.""" in " ".join(text.split())
+
+
+def test_a_mistyped_option(tmp_path, capsys):
+    for argv, said in ((("batch", "in", "out", "--temprature", "0"), "--temprature 0. Did you mean '--temperature'?"),
+                       (("batch", "in", "out", "--max_tokens=5"), "--max_tokens=5. Did you mean '--max-tokens'?"),
+                       (("plot", "in", "out", "more"), "more.")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert capsys.readouterr().err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
 
 
 def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
@@ -397,7 +432,7 @@ def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
     assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl") == 3
     errors = [record["error"] and record["error"]["message"][:50] for record in read_jsonl(tmp_path / "out.jsonl")]
     assert errors == [
-        None, "chat_template_kwargs must be an object, not 5.", "the line is not JSON: maximum recursion depth exce",
+        None, "chat_template_kwargs must be an object, not 5.", "line 3 of in.jsonl is not JSON: maximum recursion ",
         "the text in 'sampling_params' is not JSON: maximum",
     ]  # fmt: skip
 
@@ -522,16 +557,17 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(out)) == 2
 
 
-def test_csv(tmp_path, stubbed):
+def test_csv(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text(
-        'key,question,sampling_params\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z\n,w,\n',
+        'key,question,sampling_params,temperature\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z,z\n,w,,0.5\n',
         encoding="utf-8-sig",
     )
     out = tmp_path / "out.jsonl"
     assert batch(tmp_path / "in.csv", out, "--id-column", "key", "--prompt-column", "question") == 3
+    assert "Columns of IN that are not used: temperature.\n" in capsys.readouterr().err
     found = {record["custom_id"]: record for record in read_jsonl(out)}
     assert found["a"]["text"] == "1, 2\nand 3" and found["a"]["finish_reason"] == "1.0 7" and found["b"]["text"] == "x"
-    assert found["row-2"]["error"]["message"] == "the row has more fields than the header."
+    assert found["row-2"]["error"]["message"] == "line 5 of in.csv has more fields than the header."
     assert found["row-3"]["error"]["message"] == "the row's 'key' must be a text or an integer, not ''."
 
 
@@ -630,6 +666,15 @@ def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
     argv = ("--max-tokens", str(random.Random(0).randint(2, 3)), "--temperature", "0")
     assert batch(source, tmp_path / "out.jsonl", *OPTIONS, *argv) == 0
     assert max(ahead) <= 2 * 8 + 1 and len(ahead) == 400
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_a_full_disk_costs_the_metrics_alone(tmp_path, caplog):
+    """It ended the job, with an error that named no file."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl", "--metrics", "/dev/full"
+    assert batch(*argv, *OPTIONS) == 0 and len(read_jsonl(argv[1])) == 3
+    expected = "--metrics /dev/full: No space left on device. No more metrics are written."
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 def test_a_torn_line_of_metrics_is_ended(tmp_path, stubbed):

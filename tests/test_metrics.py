@@ -130,8 +130,8 @@ def test_rates_of_two_engines_and_a_resumed_job(tmp_path, last_pid):
     assert lines["Sequences", "waiting"][at] == pytest.approx([4, 0])
     assert lines["KV cache in use", "in use"][at] == pytest.approx([50, 25])
     assert lines["Prefix cache hits so far", "hits"][at] == pytest.approx([50, 50])
-    assert totals == ("0:00:41 h, 60 requests finished, 3 preemptions\n5,000 tokens generated (122/s), 600 in prompts "
-                      "(50 % cached)")  # fmt: skip
+    assert totals == ("ran 0:00:41, 60 requests finished, 3 preemptions\n"
+                      "5,000 tokens generated (122/s), 600 in prompts (50 % cached)")  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -157,7 +157,7 @@ def test_page_needs_nothing_else(tmp_path):
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "xlink:href")]
     assert links and all(value.startswith("#") for value in links)
     labels = {"per second", "at a time", "% of blocks", "% of prompt tokens", "running time, minutes", "from cache"}
-    titles = {"nanovllm: a <b> $c^.jsonl", "0:04:59 h, 0 requests finished, 1 preemptions", "Generated tokens"}
+    titles = {"nanovllm: a <b> $c^.jsonl", "ran 0:04:59, 0 requests finished, 1 preemptions", "Generated tokens"}
     assert labels | titles <= set(page.texts)
 
 

@@ -20,7 +20,7 @@ KINDS = {
         *({"num_key_value_heads": bad} for bad in ("2", 2.0, 0, -2)),
         *({"head_dim": bad} for bad in ("32", -32)),
         *({"max_position_embeddings": bad} for bad in (None, "4096", 0)),
-        {"num_hidden_layers": 0},
+        *({"num_hidden_layers": bad} for bad in (0, 10**9)),
         {"original_max_position_embeddings": "64"},
     ],
     "a positive number": [

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 
 import pytest
 
@@ -38,6 +39,9 @@ def test_as_an_object():
     assert out.outputs[0].finished() and not CompletionOutput(0, "", []).finished()
     out.prompt = "edited"
     assert out.prompt == "edited"
+    for name, hint in (("text", "; its first completion has: output.outputs[0].text."), ("txt", ".")):
+        with pytest.raises(AttributeError, match=re.escape(f"a RequestOutput has no attribute {name!r}{hint}")):
+            getattr(out, name)
 
 
 def test_equality_is_identity():

@@ -1,10 +1,12 @@
 """The README's and the guide's snippets run as they stand, offline: all but what needs a model of the hub, or Ray."""
 
+import json
 import re
 
 from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
+from benchmarks.plot import draw
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +58,17 @@ def test_links():
             titles = re.findall(r"(?m)^#+ (.*)", (folder / target).read_text(encoding="utf-8"))
             anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             assert not heading or heading in anchors, f"{target}#{heading}"
+
+
+def test_the_picture_has_the_tables_figures():
+    folder = ROOT / "docs"
+    report = json.loads((folder / "benchmark.json").read_text())
+    assert draw(report) == (folder / "benchmark.svg").read_text(encoding="utf-8")
+    rows = {row[1]: row[2] for row in re.finditer(r"(?m)^\| \*\*(\w+)\*\*: [^|]*\|(.*)\|$", README)}
+    for place, engine in enumerate(report["engines"]):
+        for workload in engine["workloads"]:
+            cell = rows[workload["workload"]].split("|")[place]
+            assert re.match(rf" {workload['tokens_per_s']:,}[–, ]", cell)
 
 
 def test_the_readme_is_short():

@@ -85,8 +85,10 @@ def test_unknown_names():
         SamplingParams(temprature=0.5)
     with pytest.raises(AttributeError, match="temprature"):
         SamplingParams().temprature = 0.5
-    with pytest.raises(RequestError, match=r"no parameter 'use_beam_search'\.$"):
-        SamplingParams(use_beam_search=True)
+    for name, instead in (("use_beam_search", "LLM.beam_search"), ("best_of", "n"),
+                          ("guided_json", "structured_outputs=StructuredOutputsParams(json=...)")):  # fmt: skip
+        with pytest.raises(RequestError, match=re.escape(f"no parameter '{name}'. Use {instead}.")):
+            SamplingParams(**{name: None})
 
 
 @pytest.mark.parametrize(

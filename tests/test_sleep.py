@@ -208,6 +208,7 @@ def test_the_hosts_memory_is_freed(make_llm, make_checkpoint):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_devices_memory_is_freed(level, make_llm, make_checkpoint):
     """Weights, KV cache and the graphs' memory; and in ten rounds none of it is lost."""

@@ -384,6 +384,16 @@ def test_a_grammar_that_fails_ends_its_own_request(demo, monkeypatch, where, in_
     check_is_empty(demo)
 
 
+def test_a_schema_of_too_many_branches_ends_its_own_request(demo):
+    """It compiles, and exceeds a limit of llguidance at its first token."""
+    schema = {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}} for i in range(300)]}
+    wide = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    bad, good = run(demo, ["The", "The"], [wide, greedy(5)])
+    assert bad["finish_reason"] == "error" and "items; max is 2000" in bad.outputs[0].stop_reason
+    assert good["finish_reason"] == "length"
+    check_is_empty(demo)
+
+
 def test_interrupts_of_a_grammar_are_the_users(demo, monkeypatch):
     """Ctrl-C strikes in the grammar library, too."""
     fail_in(monkeypatch, ("fill", 3), error=KeyboardInterrupt())

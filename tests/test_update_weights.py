@@ -250,6 +250,7 @@ def test_an_engine_that_is_shut_down(make_llm):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_ten_updates_leak_nothing(make_llm, trained):
     path, reference, new_path = trained
     llm = make_llm(model=path, device="cuda", dtype="float32")

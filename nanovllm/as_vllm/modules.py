@@ -73,7 +73,8 @@ class Unsupported(type):
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         name = cls.__mro__[-2].__name__
-        raise EngineError(f"vLLM's {name} is not supported by nanovllm, which stands in for vLLM here.")
+        hint = " Use LLM, or EngineThread of nanovllm.integrations in an asyncio loop." if "Async" in name else ""
+        raise EngineError(f"vLLM's {name} is not supported by nanovllm, which stands in for vLLM here.{hint}")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):

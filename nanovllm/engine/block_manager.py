@@ -3,12 +3,12 @@
 Knows nothing of devices; compares tokens, but never interprets them. Every block is in one of three sets at all times
 (invariant 1):
 
-    free     its contents cannot be found                    ``free_block_ids``
+    free     its contents cannot be found                    ``free_block_ids``, used last taken first
     cached   unreferenced, contents findable by hash         ``cached_block_ids``, least recently used first
     used     in ``ref_count >= 1`` block tables              the rest
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 import numpy as np
 import xxhash
@@ -46,7 +46,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_block_ids: deque[int] = deque(range(num_blocks))
+        # a stack: on the CPU the OS maps a page when it is first written, and most engines need few
+        self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
 
@@ -189,7 +190,7 @@ class BlockManager:
 
     def _pop_block(self) -> int:
         if self.free_block_ids:
-            block_id = self.free_block_ids.popleft()
+            block_id = self.free_block_ids.pop()
         else:
             block_id, _ = self.cached_block_ids.popitem(last=False)
             block = self.blocks[block_id]

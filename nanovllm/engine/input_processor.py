@@ -51,7 +51,12 @@ class InputProcessor:
 
         ``first``: the index of the first one, for errors.
         """
-        split = [split_prompt(prompt) for prompt in prompts]
+        split = []
+        for i, prompt in enumerate(prompts, first):
+            try:
+                split.append(split_prompt(prompt))
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}" if first + len(prompts) > 1 else str(error)) from None
         encoded = iter(self._tokenizer.encode([text if ids is None else None for text, ids in split], first=first))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 

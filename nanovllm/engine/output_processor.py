@@ -4,6 +4,7 @@ Owns the unfinished requests. A plain sequence is looked at when it finishes. On
 (stop strings, log-probabilities, grammars) has a ``TokenProcessor``.
 """
 
+import logging
 from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
@@ -16,6 +17,8 @@ from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.request import Caller, Request
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+
+logger = logging.getLogger("nanovllm")
 
 
 class OutputProcessor:
@@ -117,6 +120,8 @@ class OutputProcessor:
         """
         for seq in seqs:
             request = self._pop(seq)
+            if seq.finish_reason == "error":
+                logger.warning("request %d: %s", seq.group_id, seq.stop_reason)
             completion, caller = request.completions[seq.seq_id - request.request_id], request.caller
             completion.token_ids = seq.completion_token_ids
             if caller.detokenize:

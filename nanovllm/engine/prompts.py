@@ -21,8 +21,8 @@ def is_one_prompt(prompts: Any) -> bool:
     """Whether this is a prompt and not a collection of prompts."""
     if isinstance(prompts, (str, dict)):
         return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    if getattr(prompts, "ndim", None) == 1:  # numpy's or torch's, which is not imported for it
+        return "int" in str(getattr(prompts, "dtype", ""))
     return isinstance(prompts, (list, tuple)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
 
 
@@ -51,6 +51,8 @@ def as_token_ids(token_ids: Any) -> np.ndarray:
     else:
         values = token_ids if isinstance(token_ids, (list, tuple)) else as_list(rule, token_ids)
         try:
+            if len(values) and isinstance(values[0], bool):
+                raise TypeError
             return np.asarray(array("q", values))  # faster than numpy's own conversion, and refuses floats
         except (TypeError, OverflowError):
             pass

@@ -27,6 +27,11 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.snapshots import RecurrentStates, Snapshots
 
+NO_TOKEN = -1  # in place of a sampled id
+NO_TOKEN_REASON = (
+    "no token could be sampled: every logit is NaN or -inf. Either the weights hold NaN or overflow in this dtype, or "
+    "the sampling parameters forbid every token."
+)
 MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
 
 
@@ -87,9 +92,9 @@ class Scheduler:
         self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
         self.metrics = Metrics()
-        # [V], ids that stop some sequence; a hit is then checked against the sequence itself
-        self._is_stop_token = np.zeros(vocab_size, bool)
-        self._is_stop_token[list(self.eos_token_ids)] = True
+        # [V + 1], ids that stop some sequence, NO_TOKEN is the last; a hit is then checked against the sequence itself
+        self._is_stop_token = np.zeros(vocab_size + 1, bool)
+        self._is_stop_token[[*self.eos_token_ids, NO_TOKEN]] = True
         self._config, self._num_blocks, self._state_rows = config, num_blocks, state_rows
         self.clear()
 
@@ -336,7 +341,11 @@ class Scheduler:
 
     def _is_done(self, seq: Sequence, token_id: int) -> bool:
         params = seq.sampling_params
-        if token_id == self.eos_token_id and not params.ignore_eos:
+        if token_id == NO_TOKEN:
+            self.table.num_tokens[seq.req_idx] -= 1
+            self.metrics.generation_tokens -= 1
+            seq.finish_reason, seq.stop_reason = "error", NO_TOKEN_REASON
+        elif token_id == self.eos_token_id and not params.ignore_eos:
             seq.finish_reason = "stop"
         elif token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             seq.finish_reason, seq.stop_reason = "stop", token_id

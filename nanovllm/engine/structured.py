@@ -204,4 +204,8 @@ def _reason(matcher: Any) -> str:
 
 def _refused(params: StructuredOutputsParams, reason: str) -> RequestError:
     source = getattr(params, params.kind)
-    return RequestError(f"StructuredOutputsParams: {params.kind}={source!r:.200} cannot be used: {reason}")
+    try:
+        shown = f"{source!r:.200}"
+    except RecursionError:
+        shown = "..."
+    return RequestError(f"StructuredOutputsParams: {params.kind}={shown} cannot be used: {reason}")

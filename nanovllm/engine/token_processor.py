@@ -3,7 +3,6 @@
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
 
-import logging
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
-
-logger = logging.getLogger("nanovllm")
 
 
 class TokenProcessor:
@@ -45,6 +42,8 @@ class TokenProcessor:
             logprobs: packed row of the token; see ``engine/logprobs.py``.
         """
         seq = self.seq
+        if seq.finish_reason == "error":  # no token could be sampled
+            return False
         if self._logprobs is not None:
             assert logprobs is not None
             self._logprobs.append(logprobs)
@@ -72,7 +71,6 @@ class TokenProcessor:
             self.seq.stop_reason = str(error)
         else:
             self.seq.stop_reason = f"the grammar failed while it was decoded ({type(error).__name__}: {error!s:.500})"
-        logger.warning("request %d: %s", self.seq.group_id, self.seq.stop_reason)
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:

@@ -91,6 +91,8 @@ class AsyncTokenizer:
         """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
         self._required()
         tokenizer = self.of_transformers()
+        if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
+            raise RequestError("the chat template reads no tools, so the model would not be told of them.")
         if not (kwargs.get("chat_template") or tokenizer.chat_template):
             raise RequestError(
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
@@ -100,12 +102,14 @@ class AsyncTokenizer:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template may raise anything
-            raise RequestError(f"the model's chat template cannot take these messages: {error}") from None
+            why = str(error) or type(error).__name__  # a MemoryError says nothing
+            raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
 
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
         self._required()
-        template = chat_template or self.of_transformers().chat_template
+        own = self.of_transformers().chat_template  # several may have names
+        template = (own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template) or own
         sources = template.values() if isinstance(template, dict) else [template or ""]
         code = (block for source in sources for block in re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))
         return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}

@@ -97,12 +97,15 @@ class NanoVLLM(TemplateLM):
         if num_cut:
             logger.warning("%d contexts are cut on the left to max_model_len=%d.", num_cut, self.max_length)
         answers: list[tuple[float, bool]] = []
-        for begin in tqdm(range(0, len(lists), SCORED_AT_ONCE), "Log-likelihoods", disable=disable_tqdm):
+        bar = tqdm(total=len(lists), desc="Log-likelihoods", disable=disable_tqdm)
+        for begin in range(0, len(lists), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
             for (key, *_), score in zip(requests[part], self.llm.score(lists[part], starts[part]), strict=True):
                 answers.append((score.total, all(score.is_argmax)))
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answers[-1])
+            bar.update(len(answers) - bar.n)
+        bar.close()
         return answers
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:

@@ -24,6 +24,7 @@ from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
         "trust_remote_code")  # fmt: skip
+USED = ("custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those that options name
 SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
 
 
@@ -45,6 +46,9 @@ def run(args: Any) -> int:
         raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
     source = Input(Path(args.input), args.id_column)
     check_columns(args, source.columns)
+    used = {*USED, args.id_column, args.prompt_column, args.messages_column}
+    if unused := [name for name in source.columns if name not in used]:
+        say(f"Columns of IN that are not used: {', '.join(unused):.300}.")
     output = Output(path, source.ids_are_integers)
     if args.metrics:
         if Path(args.metrics).resolve() in (there, out):
@@ -100,7 +104,7 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_bef
             records = engines.complete_in_processes(args, source, todo)
         else:
             records = engines.complete(args, source.rows_to_do(todo))
-        bar = tqdm(total=num_rows, initial=num_before, unit=" rows", dynamic_ncols=True,
+        bar = tqdm(total=num_rows, initial=num_before, unit="row", dynamic_ncols=True,
                    mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
         try:
             with bar, output.opened(), closing(records):

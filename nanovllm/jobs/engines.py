@@ -4,6 +4,7 @@ One engine in this process; or several, each in a process on devices of its own,
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from nanovllm.jobs.rows import Row, error_record, record_of, request_of
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
+logger = logging.getLogger("nanovllm")
 Records = Generator[tuple[dict[str, Any], tuple[int, int, int]]]  # and tokens of the prompt, cached, generated
 
 
@@ -68,7 +70,7 @@ def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dic
 
 
 class Metrics:
-    """Lines of an engine's metrics, appended to the file, if there is one."""
+    """Lines of an engine's metrics, appended to the file, if there is one. A full disk ends them, not the job."""
 
     def __init__(self, path: str | None, rank: int):
         self._path, self._rank, self._written_at = path, rank, 0.0
@@ -78,8 +80,12 @@ class Metrics:
             return
         self._written_at = time.time()
         line = {"time": round(self._written_at, 3), "process": self._rank, "pid": os.getpid(), **llm.metrics()}
-        with open(self._path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
-            file.write(json.dumps(line).encode() + b"\n")
+        try:
+            with open(self._path, "ab", buffering=0) as file:  # several processes append to it, each whole lines
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            logger.warning("--metrics %s: %s. No more metrics are written.", self._path, error.strerror or error)
+            self._path = None
 
 
 # ---------------------------------------------------------------- several engines

@@ -31,20 +31,28 @@ Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
 
 def read_jsonl(path: Path) -> Iterator[Values]:
     with path.open("rb") as lines:
-        for line in filter(bytes.strip, lines):
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {path.name}"
             try:
                 values = json.loads(line)
                 is_object = isinstance(values, dict)
-                yield values if is_object else RequestError(f"the line must hold an object, not {line[:100]!r}.")
+                yield values if is_object else RequestError(f"{where} must hold an object, not {line[:100]!r}.")
+            except json.JSONDecodeError as error:
+                yield RequestError(f"{where} is not JSON: {error.msg}, at column {error.colno}.")
             except (ValueError, RecursionError) as error:
-                yield RequestError(f"the line is not JSON: {error}")
+                yield RequestError(f"{where} is not JSON: {error}")
 
 
 def read_csv(path: Path) -> Iterator[Values]:
     csv.field_size_limit(2**31 - 1)
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for values in csv.DictReader(file):
-            yield RequestError("the row has more fields than the header.") if None in values else without_nones(values)
+        for values in (rows := csv.DictReader(file)):
+            if None in values:
+                yield RequestError(f"line {rows.line_num} of {path.name} has more fields than the header.")
+            else:
+                yield without_nones(values)
 
 
 def read_parquet(path: Path) -> Iterator[Values]:

@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[np.ndarray, list[Chart], str]:
         ("Prefix cache hits so far", "% of prompt tokens", {"hits": hit_rate}),
     ]
     totals = (
-        f"{timedelta(seconds=round(seconds[-1]))} h, {finished[-1]:,.0f} requests finished, {preempted[-1]:,.0f} "
+        f"ran {timedelta(seconds=round(seconds[-1]))}, {finished[-1]:,.0f} requests finished, {preempted[-1]:,.0f} "
         f"preemptions\n{generated[-1]:,.0f} tokens generated ({generated[-1] / seconds[-1]:,.0f}/s), "
         f"{prompted[-1]:,.0f} in prompts ({100 * cached[-1] / max(prompted[-1], 1):.0f} % cached)"
     )

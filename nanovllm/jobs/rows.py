@@ -5,8 +5,10 @@ that format.
 """
 
 import json
+import math
 import time
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -14,8 +16,15 @@ from xxhash import xxh3_64_intdigest
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.validation import at_least, check
 
-IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options")  # of a body: --model decides
+# of a body: what changes no token (--model decides), and what changes none with these values
+IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
+           "prompt_cache_key")  # fmt: skip
+NEUTRAL: dict[str, tuple] = {
+    "stream": (False,), "echo": (False,), "best_of": (1,), "suffix": ("",), "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -91,15 +100,23 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
         raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
     own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    if own.pop("stream", False):
-        raise RequestError("stream=true has no meaning in a batch.")
+    for name, neutral in NEUTRAL.items():
+        if own.get(name, neutral[0]) not in neutral:
+            allowed = " or ".join(map(json.dumps, neutral))
+            raise RequestError(f"the body's {name}={json.dumps(own[name]):.100} is not supported; {allowed} is.")
+        own.pop(name, None)
     if prompt not in own:
         raise RequestError(f"the body has no {prompt!r}.")
     content = own.pop(prompt)
+    if not is_chat and isinstance(content, list) and content and not isinstance(content[0], int):
+        if len(content) > 1:
+            raise RequestError("the body's prompt is a list of prompts; give each a line of its own.")
+        (content,) = content
     if "max_completion_tokens" in own:
-        own["max_tokens"] = own.pop("max_completion_tokens")
+        own["max_tokens"] = check("the body", "max_completion_tokens", own.pop("max_completion_tokens"), at_least(0),
+                                  RequestError)  # fmt: skip
     if is_chat:
-        top = own.pop("top_logprobs", 0)
+        top = check("the body", "top_logprobs", own.pop("top_logprobs", 0), at_least(0), RequestError)
         own["logprobs"] = top if own.get("logprobs") else None
         template.update(as_object("chat_template_kwargs", own.pop("chat_template_kwargs", {})))
         template.update({name: own.pop(name) for name in TEMPLATE if name in own})
@@ -147,15 +164,16 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
     counts = {"prompt_tokens": len(output.prompt_token_ids),
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
-        return openai_record(row, output, counts, params.logprobs or 0, model)
+        return openai_record(row, output, counts, params, model)
     record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
                               "stop_reason": first.stop_reason, **counts}  # fmt: skip
     if params.n > 1 or params.logprobs is not None or not params.detokenize:
-        names = ("text", "finish_reason", "stop_reason", "token_ids", "cumulative_logprob")
+        names = ("text", "finish_reason", "stop_reason", "token_ids")
         record["outputs"] = [
-            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs)}
+            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs),
+             "cumulative_logprob": None if o.cumulative_logprob == -math.inf else o.cumulative_logprob}
             for o in output.outputs
-        ]
+        ]  # fmt: skip
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
@@ -166,11 +184,13 @@ def error_record(row: Row, error: Exception) -> dict[str, Any]:
     return {"custom_id": row.key, **answer, "error": {"type": type(error).__name__, "message": str(error)}}
 
 
-def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], num_top: int, model: str) -> dict[str, Any]:
+def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], params: SamplingParams,
+                  model: str) -> dict[str, Any]:
     is_chat = row.values.get("url") != "/v1/completions"
+    logprobs, num_top = openai_logprobs if is_chat else completion_logprobs, params.logprobs or 0
     choices = [
         {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
-         "finish_reason": o.finish_reason, "logprobs": openai_logprobs(o, num_top)}
+         "finish_reason": o.finish_reason, "logprobs": None if o.logprobs is None else logprobs(o, num_top)}
         for o in output.outputs
     ]  # fmt: skip
     body = {
@@ -189,9 +209,23 @@ def plain_logprobs(logprobs: Any) -> Any:
     ]
 
 
-def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
-    if output.logprobs is None:
-        return None
+def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    """As /v1/completions has them: columns. Offsets are those of the tokens' texts, each decoded alone, joined."""
+    found = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
+    tokens = [chosen.decoded_token or "" for chosen, *_ in found]
+    top: list[dict[str, float]] = [{} for _ in found]
+    for each, entries in zip(top, found, strict=True):
+        for at in sorted(entries, key=lambda at: at.rank or 0):  # of several ids with one text the most probable
+            each.setdefault(at.decoded_token or "", finite(at.logprob))
+    return {
+        "tokens": tokens, "token_logprobs": [finite(chosen.logprob) for chosen, *_ in found],
+        "top_logprobs": top if num_top else None,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+    }  # fmt: skip
+
+
+def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    """As /v1/chat/completions has them: a list of tokens."""
 
     def entry(at: Logprob) -> dict[str, Any]:
         token = at.decoded_token

@@ -28,6 +28,7 @@ OPS = {
     "fused_moe": "moe.dispatch",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
+    "takes_delta_heads": "delta.decode",
     "gated_delta_prefill": "delta.prefill",
     "gated_delta_decode": "delta.decode",
     "sigmoid_gate": "linear.silu_and_mul",

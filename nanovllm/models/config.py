@@ -5,7 +5,6 @@ does not say.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from nanovllm.models.quantization_config import (
 )
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
-from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
+MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
 DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
 LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
@@ -38,6 +38,7 @@ def _supported(*allowed: Any) -> Rule:
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
+LAYERS = integer(f"an integer >= 1 and at most {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
 PATTERN = Rule(  # n: every n-th layer is global; converted to letters
@@ -66,7 +67,8 @@ LAYER_TYPES = list_of(
 RULES = by_field(
     ("layer_types", LAYER_TYPES),
     ("hidden_act", _supported(*ACTIVATIONS)),
-    ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings", SIZE),
+    ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
+    ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
@@ -352,15 +354,8 @@ class ModelConfig:
             kinds.setdefault(replace(layer, rope=None), layer)
         return replace(self, layers=(*kinds.values(), last))
 
-    def check_padded_heads(self, padded_head_dim: Callable[[int], int]) -> None:
-        """Raise ConfigError unless heads with zeros behind them, up to the kernels' size, give the model's numbers."""
-        padded, delta = padded_head_dim(self.head_dim), self.delta
-        for size in (delta.key_dim, delta.value_dim) if delta else ():
-            if padded_head_dim(size) != size:
-                raise ConfigError(
-                    f"heads of linear attention have {size} dimensions, and the GPU's kernels take powers of two from "
-                    "16 on. Use device='cpu'."
-                )
+    def check_padded_heads(self, padded: int) -> None:
+        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
         if padded == self.head_dim:
             return
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"

@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
-        config.check_padded_heads(kernels.select().padded_head_dim)
+        config.check_padded_heads(D)
         tables = {  # layers share them
             rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
             for rope in dict.fromkeys(config.ropes)

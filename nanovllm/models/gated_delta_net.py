@@ -13,6 +13,7 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.delta.reference import DeltaStates, DeltaWeights
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
@@ -72,6 +73,11 @@ class GatedDeltaNet(nn.Module):
         delta, C = config.delta, config.hidden_size
         assert delta is not None
         self.tp, self.ops = tp, kernels.select()
+        if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
+            raise ConfigError(
+                f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "
+                "kernels take powers of two, from 16 and 32 on. Use device='cpu'."
+            )
         key_size, value_size = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
         of_ba = dict.fromkeys("ba", delta.num_value_heads)

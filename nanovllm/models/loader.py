@@ -152,8 +152,14 @@ def _weight_files(path: Path) -> list[Path]:
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    if not names.intersection(file.name for file in files):  # no index, or a stale one
-        return files
+    absent = names.difference(file.name for file in files)
+    if absent == names:  # no index, or a stale one
+        if names and not files:
+            raise CheckpointError(f"{index} names {min(names)}, which is not there; is the download complete?")
+        # Mistral's own layout of the same weights, under other names
+        return [file for file in files if not file.name.startswith("consolidated")] or files
+    if absent and not (path / "model.safetensors").exists():
+        raise CheckpointError(f"{index} names {min(absent)}, which is not there; is the download complete?")
     return [file for file in files if file.name in names or file.name == "model.safetensors"]
 
 

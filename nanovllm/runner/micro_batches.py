@@ -41,9 +41,9 @@ MAX_LAYERS_AHEAD = 12
 def min_tokens(config: Config, device_type: str) -> int | None:
     """Fewest tokens of a prefill that is split; None: none ever is."""
     size, work = config.tensor_parallel_size, MIN_LAYER_WORK[device_type]
-    if config.model_config.delta is not None:  # a half has no chunks of its own
-        return None
     if work is None or size == 1 or (size > 2 and device_type == "cuda"):
+        return None
+    if config.model_config.delta is not None:  # a half has no chunks of its own
         return None
     fewest = max(MIN_TOKENS, work * size // layer_weights(config.model_config))
     return fewest if fewest <= config.max_num_batched_tokens else None

@@ -30,8 +30,8 @@ class RequestState:
         sampling: the sampling columns, [R + 1] or [R + 1, n] each.
         block_tables: int32 [R + 1, max_blocks].
         block_table_mirror: the same on the host, int32 [R, max_blocks]; -1 where a slot has no block.
-        sampled_tokens: int32 [R + 1], pinned host memory, written by the sampling kernel. A step is sampled when the
-            host has read the tokens of the one before.
+        sampled_tokens: int32 [R + 1], pinned host memory, written by the sampling kernel; -1 where no logit was
+            finite. A step is sampled when the host has read the tokens of the one before.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, columns: dict[str, Any]):

@@ -36,7 +36,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     tokens = torch.where(length > 0, tokens + vocab_start, 0).int()
     values = torch.where(length > 0, values, 0.0)
     if advance is not None:
-        advance_requests(tokens, req_indices, *advance)
+        advance_requests(tokens, values, req_indices, *advance)
     if candidates is not None:
         candidates[0], candidates[1] = values.view(torch.int32), tokens
     return values, tokens
@@ -49,19 +49,21 @@ def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens
     """
     scores, tokens = candidates[:, 0].view(torch.float32), candidates[:, 1]
     tokens = tokens.masked_fill(scores < scores.amax(0), torch.iinfo(torch.int32).max).amin(0)
-    advance_requests(tokens, req_indices, last_token, length, sampled_tokens)
+    advance_requests(tokens, scores.amax(0), req_indices, last_token, length, sampled_tokens)
     return tokens
 
 
-def advance_requests(tokens, req_indices, last_token, length, sampled_tokens):
+def advance_requests(tokens, scores, req_indices, last_token, length, sampled_tokens):
     """Append `tokens` i32[B] to their requests: last_token = token, length += 1. Padding requests stay at length 0.
 
-    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling.
+    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling; there it finds -1 where
+    every logit is NaN or -inf, that is where the score f32[B] is -inf. The device goes on with a valid id.
     """
     live = length[req_indices.long()] > 0
     slots, tokens = req_indices.long()[live], tokens.to(last_token.dtype)[live]
     last_token[slots] = tokens
-    sampled_tokens[slots.to(sampled_tokens.device)] = tokens.to(sampled_tokens.device)
+    seen = tokens.masked_fill(scores[live] == -torch.inf, -1)
+    sampled_tokens[slots.to(sampled_tokens.device)] = seen.to(sampled_tokens.device)
     length[slots] += 1
 
 

@@ -79,8 +79,10 @@ def resolve_model(
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")  # reading a FIFO would wait for ever
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path} cannot be read ({why}); is it a model's directory, and the download complete?"

@@ -191,6 +191,7 @@ def test_two_ranks_take_weights_and_sleep():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_the_devices_memory_back(level):
     """The weights and the KV cache get other addresses, which the graphs must know."""

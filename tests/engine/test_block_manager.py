@@ -16,7 +16,7 @@ class NaiveManager:
 
     def __init__(self, num_blocks, block_size):
         self.block_size = block_size
-        self.free = list(range(num_blocks))
+        self.free = list(range(num_blocks))[::-1]
         self.cached = []  # least recently used first
         self.prefix_of = {}  # block -> all tokens up to its end
         self.tables = {}
@@ -33,7 +33,7 @@ class NaiveManager:
 
     def take(self):
         if self.free:
-            return self.free.pop(0)
+            return self.free.pop()
         block = self.cached.pop(0)
         del self.prefix_of[block]
         return block
@@ -217,3 +217,16 @@ def test_a_sequence_gets_blocks_once():
     seq = admit(manager, [1])
     with pytest.raises(AssertionError):
         manager.allocate(seq)
+
+
+def test_few_sequences_touch_few_blocks():
+    """Freed blocks went to the end of the queue: a CPU engine's memory grew call by call, up to the whole pool."""
+    manager, used = BlockManager(100, 4), set()
+    for number in range(50):
+        seqs = [Sequence([number, i, 7], seq_id=i, block_size=4) for i in range(2)]
+        for seq in seqs:
+            manager.allocate(seq)
+            used.update(seq.block_table)
+        for seq in seqs:
+            manager.deallocate(seq)
+    assert used == {0, 1}

@@ -34,7 +34,7 @@ REQUESTS = [
     ([[[1, 2], [3]]], None, FLAT),
     ([np.zeros((2, 2), np.int64)], None, FLAT),
     ([np.zeros(2)], None, FLAT),
-    (torch.tensor([1, 2]), None, FLAT),
+    (torch.tensor([1.0, 2.0]), None, FLAT),
     ([{"prompt_token_ids": [1, 2.5]}], None, FLAT),
     ([{"prompt_token_ids": {1: 2}}], None, FLAT),
     (
@@ -57,6 +57,8 @@ REQUESTS = [
     ([frozenset((1, 2))], None, FLAT),
     ([memoryview(b"12345678")], None, FLAT),
     ([np.array([True, False])], None, FLAT),
+    ([True, False], None, FLAT),
+    (["ok", {}], None, "prompt 1: a prompt dictionary needs"),
     ([np.array(5)], None, FLAT),
     (5, None, "prompts must be a string or a list, not 5."),
     (None, None, "prompts must be a string or a list, not None."),
@@ -152,7 +154,8 @@ def test_accepted_containers(small_llm):
         [0, 1, 2], (0, 1, 2), range(3), iter([0, 1, 2]), array("i", [0, 1, 2]), [np.int64(0), np.uint8(1), 2],
         np.array([0, 1, 2]), np.ma.array([0, 1, 2], mask=False),
     ]  # fmt: skip
-    for prompts in (ids, iter([(0, 1, 2)]), {(0, 1, 2): None}.keys()):
+    ids.append(torch.tensor([0, 1, 2]))
+    for prompts in (ids, iter([(0, 1, 2)]), {(0, 1, 2): None}.keys(), torch.tensor([0, 1, 2]), torch.arange(3).int()):
         outputs = small_llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         assert outputs and all(output.prompt_token_ids == [0, 1, 2] for output in outputs)
 

@@ -3,8 +3,12 @@
 from itertools import count
 
 import pytest
+import torch
+from helpers import greedy, tokens_of
 
 from nanovllm import SamplingParams
+from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm.errors import EngineError
 from nanovllm.runner.model_runner import StepHandle
 from nanovllm.sampling_params import StructuredOutputsParams
 
@@ -119,3 +123,41 @@ def test_outputs_do_not_depend_on_it(start, monkeypatch, options):
     assert (ahead.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
     wait, sample = events.at("wait"), events.at("sample")
     assert all(wait[n - 1] < sample[n] for n in range(1, len(sample))) and events.masked
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_logits_of_nan_end_their_own_request(make_llm, reference, monkeypatch, caplog, in_flight):
+    """They gave token 0, which may be the end-of-sequence token, and no word. One step is in flight when they show."""
+    llm = make_llm(num_kvcache_blocks=8)
+    monkeypatch.setattr(llm.model_runner, "max_in_flight", in_flight)
+    good, bad = [5, 6, 8], [9, 10, 11]
+    second = reference(bad, 2)[1]
+    assert second not in good + reference(good, 12) + bad + reference(bad, 1)
+    with torch.inference_mode():
+        llm.model_runner.model.model.embed_tokens.weight[second] = torch.nan
+    params = [greedy(12), greedy(9, logprobs=1, stop_token_ids=[511]), greedy(9), greedy(9)]
+    for _ in range(2):  # the blocks of NaN are used again
+        outputs = llm.generate([good, bad, bad, [*good, second]], params, use_tqdm=False)
+        assert tokens_of(outputs) == [reference(good, 12), reference(bad, 2), reference(bad, 2), []]
+        assert [output["finish_reason"] for output in outputs] == ["length", "error", "error", "error"]
+        assert all("every logit is NaN or -inf" in output.outputs[0].stop_reason for output in outputs[1:])
+        assert len(outputs[1].outputs[0].logprobs) == 2
+    assert [record.getMessage()[:33] for record in caplog.records[:1]] == ["request 3: no token could be samp"]
+    assert llm.metrics()["generation_tokens"] == 2 * (12 + 2 + 2) and llm.metrics()["request_success"]["error"] == 6
+    *_, last = llm.stream(bad, greedy(9))
+    assert last["finish_reason"] == "error" and last["token_ids"] == []
+    with pytest.raises(EngineError, match=r"every logit is NaN"):
+        llm.beam_search([bad], BeamSearchParams(beam_width=2, max_tokens=5))
+    assert llm.is_finished() and llm.scheduler.block_manager.num_available == 8
+
+
+def test_logits_of_nan_are_no_token_to_look_at(make_llm):
+    """-1 is no id that stop strings, bad words and grammars could take in."""
+    llm = make_llm(model=None, skip_tokenizer_init=False)
+    with torch.inference_mode():
+        llm.model_runner.model.model.norm.weight.fill_(torch.nan)
+    params = [greedy(9, stop=["zz"]), greedy(9, bad_words=["a"]), greedy(9, n=1), SamplingParams(n=2, stop=["zz"]),
+              greedy(9, structured_outputs=StructuredOutputsParams(regex="a+"))]  # fmt: skip
+    outputs = [each for output in llm.generate(["The"] * 5, params, use_tqdm=False) for each in output.outputs]
+    assert [(each.finish_reason, each.text, each.token_ids) for each in outputs] == [("error", "", [])] * 6
+    assert all("every logit is NaN" in each.stop_reason for each in outputs)

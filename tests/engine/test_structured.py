@@ -536,6 +536,15 @@ def test_errors(params, error, compiler):
     assert " | " not in text.replace(given, "")  # the Lark that llguidance quotes may not be the user's
 
 
+def test_a_schema_that_is_too_deep(compiler):
+    """The error that should show it was itself a RecursionError."""
+    schema: dict = {}
+    for _ in range(5_000):
+        schema = {"not": schema}
+    with pytest.raises(RequestError, match=r"json=\.\.\. cannot be used: it is malformed \(RecursionError: "):
+        compiler.compile(Params(json=schema))
+
+
 def test_engines_that_cannot(tokenizer, monkeypatch):
     params = Params(regex="a")
 

@@ -83,6 +83,8 @@ def test_what_templates_have(demo, template, options, expected):
         ("{% if %}", "Expected an expression"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),  # in a sandbox, for it came with the checkpoint
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ 'a' * 10**18 }}", "MemoryError"),  # which has no text
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
     ],
 )
 def test_templates_that_fail(demo, template, reason):
@@ -94,7 +96,8 @@ def test_where_templates_are_written(tmp_path):
     """Several by name in tokenizer_config.json, or in files, which win."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    of_tools = "t{% set _ = tools %}"
+    config["chat_template"] = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": of_tools}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
     def rendered(**options):
@@ -105,6 +108,9 @@ def test_where_templates_are_written(tmp_path):
             tokenizer.close()
 
     assert (rendered(), rendered(tools=[TOOL]), rendered(chat_template="tool_use")) == ("d", "t", "t")
+    assert rendered(chat_template="tool_use", tools=[TOOL]) == "t"
+    with pytest.raises(RequestError, match=r"the chat template reads no tools"):
+        rendered(chat_template="default", tools=[TOOL])
     (tmp_path / "chat_template.jinja").write_text("é {{ messages[0].content }}", encoding="utf-8")
     assert rendered() == "é hi"
 

@@ -259,6 +259,26 @@ def test_the_best_candidate(size, batch_size):
 
 
 @BOTH
+def test_the_host_is_told_where_no_logit_is_finite(ops):
+    """The device goes on with a valid id: the next launch, which looks it up, is scheduled before the host knows."""
+    state = make_state(4, temperature=[0.0, 1.0, 1.0, 0.0], length=[3, 3, 3, 3])
+    logits = torch.randn(4, 1500, device=DEVICE)
+    logits[1], logits[3], logits[2, :1499] = torch.nan, -torch.inf, torch.nan
+    last_token = torch.full((4,), 77, dtype=torch.int32, device=DEVICE)
+    sampled_tokens = torch.zeros(4, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    advance, req_indices = (last_token, state.length, sampled_tokens), every_request(state)
+    first = int(logits[0].argmax())
+    scores, tokens = ops.gumbel_argmax(logits, req_indices, state, no_thresholds(4), advance=advance)
+    for _ in range(2):
+        torch.cuda.synchronize() if DEVICE == "cuda" else None
+        assert sampled_tokens.tolist() == [first, -1, 1499, -1]
+        assert tokens.tolist() == last_token.tolist() == [first, 0, 1499, 0]
+        sampled_tokens.zero_(), last_token.zero_()
+        candidates = torch.stack((scores.view(torch.int32), tokens)).expand(2, -1, -1).contiguous()
+        tokens = ops.pick_and_advance(candidates, req_indices, *advance)
+
+
+@BOTH
 def test_a_seed_draws_the_same_in_any_slot_and_batch(ops):
     state = make_state(8)
     state.seed[5] = state.seed[2]

@@ -228,6 +228,7 @@ SHAPES = {  # C, E, I, routing
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu  # gigabytes
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, *(param.values[0] for param in GPU_SIZES)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fused_moe_of_published_shapes(shape, num_tokens):

@@ -86,7 +86,7 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
     llm = make_llm(device=device, dtype="float32", **options)
     if device == "cpu":
         use_graphs_on_cpu(llm)
-    assert llm.model_runner.prefill_sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8)
+    assert llm.model_runner.prefill_sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8, False)
     graphs = record_graphs(llm)
     prefix = prompt_of(48)
     for prompts in (

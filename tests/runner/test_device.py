@@ -1,8 +1,10 @@
 """Absent devices, the user's torch defaults, CPU threads, the line at start, and too little memory."""
 
+import copy
 import logging
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +137,28 @@ def test_threads_of_an_engine(four_cores, make_llm):
 # ---------------------------------------------------------------- the line at start
 
 
+def line_of(config, device, dtype, num_blocks):
+    runner = SimpleNamespace(
+        device=device, dtype=dtype, num_kvcache_blocks=num_blocks, config=config, states=None, num_snapshots=0
+    )
+    return describe(config, runner)
+
+
+def test_line_at_start_of_recurrent_layers():
+    """How many sequences fit, and why."""
+    config, fitting = Config(), copy.copy(Config())
+    vars(fitting).update(max_num_seqs=200)
+    runner = SimpleNamespace(
+        device=CPU, dtype=torch.bfloat16, num_kvcache_blocks=100, config=fitting,
+        states=(torch.zeros(2, 4, 1024), torch.zeros(2, 4, 1 << 20)), num_snapshots=3,
+    )
+    line = describe(config, runner)
+    assert line.endswith(
+        "max_num_seqs 200 with states of 8.0 MiB each and 3 snapshots of them (not 512: they take half of what the "
+        "weights leave)"
+    )
+
+
 @pytest.mark.parametrize(
     ("device", "options", "where"),
     [
@@ -147,7 +171,7 @@ def test_threads_of_an_engine(four_cores, make_llm):
 )
 def test_line_at_start(device, options, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    line = describe(Config(**options), torch.device(device), torch.bfloat16, 100)
+    line = line_of(Config(**options), torch.device(device), torch.bfloat16, 100)
     assert line == (
         f"nanovllm: the demo model on {where}, bfloat16; KV cache of 25,600 tokens; max_model_len 4,096, "
         "max_num_seqs 512"
@@ -155,12 +179,12 @@ def test_line_at_start(device, options, where, monkeypatch):
 
 
 def test_line_at_start_of_fp8_weights():
-    line = describe(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
+    line = line_of(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
     assert line.startswith("nanovllm: the demo model on the CPU (torch") and ", bfloat16 with FP8 weights; KV " in line
 
 
 def test_line_at_start_names_the_model(make_checkpoint):
-    assert describe(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
+    assert line_of(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
 
 
 def test_line_at_start_is_logged(make_checkpoint, caplog):

@@ -11,7 +11,7 @@ from helpers import generate, greedy, prompt_of
 
 from nanovllm import LLM, OutOfMemoryError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])

@@ -29,7 +29,7 @@ def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_si
              has_peers=False, max_work=prefill_graphs.MAX_LAYER_WORK, **shape):  # fmt: skip
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-             "head_dim": 128, "moe": None, **shape}  # fmt: skip
+             "head_dim": 128, "moe": None, "delta": None, **shape}  # fmt: skip
     config = SimpleNamespace(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
         tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
@@ -57,16 +57,19 @@ def test_padded_sizes():
     few_seqs = {512: 36, 768: 36, 1024: 36, 1536: 36, 2048: 36, 3072: 40, 4096: 40}  # 32, and the parts of long ones
     assert dict(sizes_of(max_num_seqs=30).padded) == few_seqs
     assert dict(sizes_of(max_num_seqs=1).padded) == {size: num_seqs - 28 for size, num_seqs in few_seqs.items()}
-    assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512)
+    assert sizes_of(captures_prefill=False) == (sizes_of().short, (), 512, False)
     assert [*dict(sizes_of(**QWEN3_8B).padded)] == [512, 768]
     # several ranks: each has its part of the work, and these graphs hold no sums of NCCL's
     assert [*dict(sizes_of(tensor_parallel_size=2, has_peers=True, **QWEN3_8B).padded)] == [512, 768, 1024, 1536]
     for size, has_peers in ((2, False), (4, True)):
-        assert sizes_of(tensor_parallel_size=size, has_peers=has_peers) == (sizes_of().short, (), 512)
+        assert sizes_of(tensor_parallel_size=size, has_peers=has_peers) == (sizes_of().short, (), 512, False)
     moe = SimpleNamespace(top_k=8, expert_size=768, shared_size=0)
     qwen3_30b_a3b = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                      "num_key_value_heads": 4, "moe": moe}  # fmt: skip
     assert [*dict(sizes_of(**qwen3_30b_a3b).padded)] == [512, 768, 1024, 1536, 2048]
+    # recurrent layers see whole sequences, so no token is one of its own
+    hybrid = sizes_of(delta=object())
+    assert hybrid.short == () and [*dict(hybrid.padded)][:4] == [64, 128, 256, 512] and hybrid.has_chunks
 
 
 def test_padded_sizes_by_gpu(monkeypatch):

@@ -118,6 +118,7 @@ def test_download(weights, monkeypatch):
         (None, "config.json cannot be read (No such file or directory); is it a model's directory"),
         (b'{"architectures": ', "config.json cannot be read (Expecting value"),
         (b"\xff\xfe\x00", "config.json cannot be read ('utf-8' codec"),
+        (b"[" * 100_000, "config.json cannot be read (maximum recursion depth exceeded"),
         (b"[1, 2]", "config.json holds no JSON object."),
         (b'{"architectures": ["Gemma2ForCausalLM"]}', "config.json: architectures=['Gemma2ForCausalLM'] must be"),
     ],
@@ -128,6 +129,14 @@ def test_config_json(content, text, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(text)) as error:
         read_model_config(tmp_path)
     assert error.value.__cause__ is None and (error.value.__suppress_context__ or error.value.__context__ is None)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no FIFOs")
+def test_a_fifo_for_config_json(tmp_path):
+    """Reading it waited for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(it is no regular file\)"):
+        read_model_config(str(tmp_path))
 
 
 def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):

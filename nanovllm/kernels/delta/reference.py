@@ -58,6 +58,11 @@ class Chunks(NamedTuple):
     save_rows: torch.Tensor  # [NC], a snapshot of the states after this chunk; -1: none
 
 
+def takes_delta_heads(key_dim, value_dim):
+    """Whether the operations run with heads of K and V; the references with any."""
+    return True
+
+
 def gated_delta_prefill(u, ba, weights, states, positions, chunks):
     """Packed sequences, each from the states of its ``load_rows`` on.
 

@@ -10,6 +10,7 @@ from vllm.config import PoolerConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 
@@ -29,8 +30,9 @@ with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean '
     LLM(model=sys.argv[1], quantisation=None)
 with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is not supported; nanovllm allows 1\."):
     LLM(model=sys.argv[1], pipeline_parallel_size=2)
-with pytest.raises(RuntimeError, match="AsyncLLMEngine is not supported"):
-    AsyncLLMEngine()
+for made in (AsyncLLMEngine, AsyncLLM.from_engine_args):
+    with pytest.raises(RuntimeError, match=r"AsyncLLM\w* is not supported .* Use LLM, or EngineThread of nano"):
+        made(None)
 with pytest.raises(ImportError, match="'NoSuchName' from 'vllm'"):
     from vllm import NoSuchName  # noqa: F401
 with pytest.raises(ModuleNotFoundError, match=r"stands in for vLLM here, has no module 'vllm\.utils\.such'"):
