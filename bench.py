@@ -111,15 +111,24 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
     )
 
 
+def run_workload(engine: Engine, workload: Workload, args: argparse.Namespace) -> Any:
+    if workload.embeds:
+        return engine.embed(workload.prompts)
+    return engine.generate(workload.prompts, workload.max_tokens, args.temperature)
+
+
 def time_workload(engine: Engine, workload: Workload, args: argparse.Namespace, profile: bool) -> dict[str, Any]:
     """Figures of one workload: seconds of each repeat, the median's rates, the profile if asked for."""
     seconds, figures = [], {}
     for repeat in range(args.repeats):
         draw = workload.redrawn(repeat, engine.vocab_size)
         start = perf_counter()
-        outputs = engine.generate(draw.prompts, draw.max_tokens, args.temperature)
+        outputs = run_workload(engine, draw, args)
         seconds.append(perf_counter() - start)
-        if [len(ids) for ids in outputs] != draw.max_tokens:
+        if draw.embeds:
+            if len(outputs) != len(draw.prompts):
+                raise SystemExit(f"{workload.name}: some prompt has no embedding")
+        elif [len(ids) for ids in outputs] != draw.max_tokens:
             raise SystemExit(f"{workload.name}: some request has not generated the tokens it was asked for")
     middle = median(seconds)
     figures = {
@@ -137,7 +146,7 @@ def time_workload(engine: Engine, workload: Workload, args: argparse.Namespace, 
 
         draw = workload.redrawn(args.repeats, engine.vocab_size)
         with Timeline(engine.llm).recording() as timeline:  # type: ignore[attr-defined]
-            engine.generate(draw.prompts, draw.max_tokens, args.temperature)
+            run_workload(engine, draw, args)
         path = Path(args.profile)
         if len(args.workload) > 1:
             path = path.with_name(f"{path.stem}-{workload.name}{path.suffix}")

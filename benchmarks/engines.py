@@ -38,6 +38,10 @@ class Engine:
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
         raise NotImplementedError
 
+    def embed(self, prompts: list[list[int]]) -> Any:
+        """Normalized embeddings, an array or tensor for each prompt."""
+        raise NotImplementedError
+
     def exit(self) -> None:
         raise NotImplementedError
 
@@ -68,6 +72,9 @@ class NanoVLLM(Engine):
     def generate(self, prompts, max_tokens, temperature):
         params = [self.make_params(temperature=temperature, max_tokens=n, ignore_eos=True) for n in max_tokens]
         return [output["token_ids"] for output in self.llm.generate(prompts, params, use_tqdm=False)]
+
+    def embed(self, prompts):
+        return [output.embedding for output in self.llm.embed(prompts, True)]
 
     def exit(self):
         self.llm.exit()
@@ -145,6 +152,26 @@ class Transformers(Engine):
                 outputs[i] = tokens[row][: max_tokens[i]]
         return outputs
 
+    def embed(self, prompts):
+        """As sentence-transformers does it: the longest first, in right-padded batches of like lengths."""
+        torch = self.torch
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        outputs: list[Any] = [None] * len(prompts)
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            lengths = torch.tensor([len(prompts[i]) for i in batch])
+            ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
+            for row, i in enumerate(batch):
+                ids[row, : lengths[row]] = torch.tensor(prompts[i])
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            with torch.inference_mode():
+                states = self.model.model(ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
+                last = states[torch.arange(len(batch)), lengths - 1].float()
+                embeddings = torch.nn.functional.normalize(last).cpu()
+            for row, i in enumerate(batch):
+                outputs[i] = embeddings[row]
+        return outputs
+
     def exit(self):
         del self.model
         if self.device.type == "cuda":
@@ -189,6 +216,9 @@ class VLLM(Engine):
         ]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def embed(self, prompts):
+        raise SystemExit("--engine vllm: a started model generates or embeds, not both; embeddings are not timed here.")
 
     def exit(self):
         del self.llm

@@ -5,7 +5,7 @@ imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -102,6 +102,7 @@ class Workload:
     prompts: list[list[int]]
     max_tokens: list[int]
     counts_prompts: bool  # the rate is of all tokens, not of generated ones
+    embeds: bool = False  # the prompts are embedded; nothing is generated
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -122,7 +123,7 @@ class Workload:
         """
         num_ids = min(10_001, vocab_size)
         prompts = [[(token + 1009 * repeat) % num_ids for token in prompt] for prompt in self.prompts]
-        return Workload(self.name, prompts, self.max_tokens, self.counts_prompts)
+        return replace(self, prompts=prompts)
 
 
 def headline(scale: int = 1) -> Workload:
@@ -182,7 +183,38 @@ def short(scale: int = 1) -> Workload:
     return Workload("short", prompts, [rng.randint(max(1, 8 // scale), longest) for _ in range(num)], False)
 
 
-WORKLOADS = {make.__name__: make for make in (headline, single, prefill, sharedprefix, batch32, batch256, short)}
+def prefillshort(scale: int = 1) -> Workload:
+    """16,384 prompts of 64 tokens, one token to generate."""
+    rng = Random(6)
+    num, length = 16_384 // scale, max(1, 64 // scale)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
+    return Workload("prefillshort", prompts, [1] * num, True)
+
+
+def embed(scale: int = 1) -> Workload:
+    """The prompts of ``prefill``."""
+    return as_embedding(prefill(scale), "embed")
+
+
+def embedshort(scale: int = 1) -> Workload:
+    """The prompts of ``prefillshort``."""
+    return as_embedding(prefillshort(scale), "embedshort")
+
+
+def embedmixed(scale: int = 1) -> Workload:
+    """512 prompts of 8 to 1,024 tokens, half of them shorter than 91."""
+    rng = Random(7)
+    lengths = [max(1, round(8 * 128 ** rng.random()) // scale) for _ in range(512 // scale)]
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for length in lengths]
+    return Workload("embedmixed", prompts, [0] * len(prompts), True, embeds=True)
+
+
+def as_embedding(workload: Workload, name: str) -> Workload:
+    return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
+
+
+GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
+WORKLOADS = {make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)}
 
 
 def write_model(directory: str | Path, size: str) -> str:

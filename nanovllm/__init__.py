@@ -15,7 +15,7 @@ from nanovllm.errors import (
     RequestError,
     WorkerError,
 )
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, Score
+from nanovllm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM", "BeamSearchParams", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob",
-    "NanoVLLMError", "OutOfMemoryError", "RequestError", "RequestOutput", "SamplingParams", "Score",
-    "StructuredOutputsParams", "WorkerError", "__version__",
+    "NanoVLLMError", "OutOfMemoryError", "PoolingRequestOutput", "RequestError", "RequestOutput", "SamplingParams",
+    "Score", "StructuredOutputsParams", "WorkerError", "__version__",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -23,6 +23,15 @@ import numpy as np
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+
+NONE = np.empty(0, np.int32)
+# kind of pooling -> the positions of a prompt of n tokens whose hidden states are added up
+POOLING: dict[str, Callable[[int], tuple[int, int]]] = {
+    "": lambda n: (0, 0),
+    "last": lambda n: (n - 1, n),
+    "cls": lambda n: (0, 1),
+    "mean": lambda n: (0, n),  # whoever gets the sum divides
+}
 
 
 class SequenceStatus(Enum):
@@ -59,6 +68,7 @@ class Sequence:
 
     Attributes:
         scored: what its prefill is scored against, or None.
+        pooling: hidden states that its prefill reports, a kind of ``POOLING``; "" for none.
         allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
         req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
     """
@@ -83,6 +93,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
         self.scored: ScoredTokens | None = None
+        self.pooling = ""
         self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: Any = None  # the scheduler's ``SequenceTable``
@@ -132,9 +143,10 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """How much of it may come from the prefix cache: what is computed gives logits."""
-        if self.scored is None or self.num_completion_tokens > 0:
+        if self.num_completion_tokens > 0 or not (self.scored or self.pooling):
             return self.num_tokens - 1
-        return min(self.num_tokens - 1, self.scored.first)
+        firsts = [self.scored.first] if self.scored else [self.pooled_rows(0, self.num_tokens).start]
+        return min(self.num_tokens - 1, *firsts)
 
     def target_rows(self, start: int, stop: int) -> range:
         """Positions in [start, stop) whose logits are scored."""
@@ -142,6 +154,15 @@ class Sequence:
         if scored is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
             return range(0)
         return range(max(start, scored.first), min(stop, scored.first + len(scored.token_ids)))
+
+    def is_last_pooled(self, stop: int) -> bool:
+        """Whether its last hidden state is reported by a chunk that ends there."""
+        return self.pooling == "last" and stop == self.num_tokens
+
+    def pooled_rows(self, start: int, stop: int) -> range:
+        """Positions in [start, stop) whose hidden states are pooled."""
+        first, end = POOLING[self.pooling](self.num_tokens)
+        return range(max(start, first), min(stop, end))
 
     @property
     def num_blocks(self) -> int:
@@ -258,11 +279,35 @@ class StateMoves:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """Prompts of a prefill whose hidden states are reported: of each, P in all, the sum over some of its tokens."""
+
+    seq_ids: list[int]  # [P]
+    sizes: np.ndarray  # int32 [P], tokens of each
+    # int32 [sum(sizes)], packed tokens; or with ``of_last`` sequences of the batch, whose last token it is
+    rows: np.ndarray
+    of_last: bool
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[Sequence, int, int]]) -> "Pooled | None":
+        """Those of (sequence, start, stop) in the order of the packed tokens; None if there are none."""
+        seq_ids, sizes, rows, of_last, offset = [], [], list[int](), False, 0
+        for i, (seq, start, stop) in enumerate(chunks):
+            if seq.pooling and (found := seq.pooled_rows(start, stop)):
+                of_last = seq.pooling == "last"  # the kind is the checkpoint's, one for all
+                seq_ids.append(seq.seq_id)
+                sizes.append(len(found))
+                rows += [i] if of_last else range(found.start + offset - start, found.stop + offset - start)
+            offset += stop - start
+        return cls(seq_ids, _int32(sizes), _int32(rows), of_last) if seq_ids else None
+
+
+@dataclass(frozen=True)
 class PrefillBatch:
     """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
 
-    Sequences that are sampled come first. ``sampled_from[j]`` is the one whose logits request ``req_indices[j]`` is
-    sampled from: itself, or the one it was forked from.
+    Sequences whose last hidden state is wanted, to be sampled from or pooled, come first. ``sampled_from[j]`` is the
+    one whose logits request ``req_indices[j]`` is sampled from: itself, or the one it was forked from.
     """
 
     is_decode: ClassVar[bool] = False
@@ -278,6 +323,7 @@ class PrefillBatch:
     block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
     targets: Targets | None
     states: StateMoves | None = None  # None without recurrent layers
+    pooled: Pooled | None = None
 
     @classmethod
     def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
@@ -286,7 +332,8 @@ class PrefillBatch:
 
         ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
         """
-        chunks = sorted(chunks, key=lambda chunk: not chunk[3])  # stable: each kind in its order
+        # stable: each kind in its order
+        chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or chunk[0].is_last_pooled(chunk[2])))
         sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
         return cls(
             _int32(seq.req_idx for seq, _ in sampled),
@@ -301,11 +348,23 @@ class PrefillBatch:
             np.array(block_copies, np.int32).reshape(-1, 2),
             Targets.of(chunk[:3] for chunk in chunks),
             None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
+            Pooled.of(chunk[:3] for chunk in chunks),
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_last(self) -> int:
+        """Sequences, the first ones, whose last hidden state is wanted."""
+        pooled = self.pooled.rows if self.pooled is not None and self.pooled.of_last else NONE
+        return 1 + max(int(self.sampled_from.max(initial=-1)), int(pooled.max(initial=-1)))
+
+    @property
+    def needs_every_state(self) -> bool:
+        """Whether other hidden states than those are wanted."""
+        return self.targets is not None or (self.pooled is not None and not self.pooled.of_last)
 
 
 @dataclass(frozen=True)

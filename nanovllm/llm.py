@@ -6,19 +6,31 @@ from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.pooling import RERANK_INSTRUCTION, RERANK_TEMPLATE, Head, as_embedding, rerank_prompts
 from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, as_list, as_prompts, is_one_prompt
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.outputs import LogprobsAt, RequestOutput, Score
+from nanovllm.models.pooling import read_pooling
+from nanovllm.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    LogprobsAt,
+    PoolingRequestOutput,
+    RequestOutput,
+    Score,
+    ScoringOutput,
+)
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import did_you_mean
+from nanovllm.validation import BOOLEAN, check, did_you_mean, integer, optional
 
 if TYPE_CHECKING:
     from nanovllm.runner.weights import Source, Weights
@@ -175,6 +187,101 @@ class LLM(LLMEngine):
         with Guard(self):
             self._require_ready()
             return self._collect(self._inputs.make_scoring(lists, starts), Request.score, use_tqdm)
+
+    def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
+              use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+        """The embedding of one prompt or many: ``output.embedding``, an array, or ``output.outputs.embedding``, a list.
+
+        It is made of the hidden state of the last token, or as sentence-transformers' files in the checkpoint say.
+        Texts are tokenized while the device works on those before.
+
+        Args:
+            prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
+            normalize: divide by the L2 norm; None is as the checkpoint says, or True.
+            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka).
+
+        Raises:
+            RequestError: a prompt can never be served; the others of this call are dropped.
+            CheckpointError: the checkpoint's pooling is not supported.
+        """
+        pooling, hidden_size = read_pooling(self.config.model_path), self.config.model_config.hidden_size
+        rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
+        dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
+        normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
+        normalize = pooling.normalize if normalize is None else normalize
+        scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains
+        return self._pool(
+            as_prompts(prompts), pooling.kind, use_tqdm,
+            lambda state: EmbeddingOutput(as_embedding(state * scale, dimensions, normalize)),
+        )  # fmt: skip
+
+    def classify(self, prompts: Prompt | ListLike[Prompt],
+                 use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+        """The probabilities of a classification model's labels, ``output.outputs.probs``, for one prompt or many.
+
+        Raises:
+            RequestError: the model has no classification head; or as from ``embed``.
+        """
+        if not self.config.model_config.num_labels:
+            raise RequestError(
+                "classify: this model has no classification head (architecture ...ForSequenceClassification). "
+                "See LLM.embed, and LLM.rerank for rerankers that answer yes or no."
+            )
+        head = self._head()
+        return self._pool(
+            as_prompts(prompts), "last", use_tqdm, lambda state: ClassificationOutput(head.probabilities(state))
+        )
+
+    def rerank(self, query: str | ListLike[str], documents: ListLike[str], *, template: str = RERANK_TEMPLATE,
+               instruction: str = RERANK_INSTRUCTION, tokens: tuple[str, str] = ("no", "yes"),
+               use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+        """How well each document answers the query: ``output.outputs.score``, in [0, 1], in the order of the documents.
+
+        Args:
+            query: one, or one for each document.
+            template: of the prompt, with {query}, {document} and perhaps {instruction}. Default: Qwen3-Reranker's.
+            instruction: what it means that a document answers a query.
+            tokens: of a model without a classification head the negative and the positive answer. The score is the
+                probability of the positive one of both.
+
+        Raises:
+            RequestError: the model has several labels, or no head at all; or as from ``embed``.
+        """
+        documents = as_list("documents must be a list of strings", documents)
+        head = self._head(self.config.model_config.label_tokens or tokens)
+        if len(head.weight) != 1:
+            raise RequestError(f"rerank: this model has {len(head.weight)} labels, not one. See LLM.classify.")
+        return self._pool(
+            list[Prompt](rerank_prompts(query, documents, template, instruction)), "last", use_tqdm,
+            lambda state: ScoringOutput(head.probabilities(state)[0]),
+        )  # fmt: skip
+
+    def _head(self, tokens: ListLike[str] = ()) -> Head:
+        """The classification head; where there is none, the difference of the logits of two tokens."""
+        config = self.config.model_config
+        if not (config.num_labels or config.has_lm_head):
+            raise RequestError(
+                "rerank: this model has neither a classification head nor an LM head; compare the embeddings of query "
+                "and documents, see LLM.embed."
+            )
+        token_ids = None
+        if not config.num_labels:
+            encoded = self.tokenize(tokens, add_special_tokens=False)
+            if [len(ids) for ids in encoded] != [1, 1]:
+                raise RequestError(f"tokens={tokens!r} must be two texts of one token each, the negative answer first.")
+            token_ids = [ids[0] for ids in encoded]
+        with Guard(self):
+            self._require_ready()
+            weight = self.model_runner.call("head", token_ids)
+        return Head(weight, config.activation) if token_ids is None else Head(weight[1:] - weight[:1], "sigmoid")
+
+    def _pool(self, prompts: list[Prompt], kind: str, use_tqdm: bool | Callable,
+              make: Callable[[Any], Any]) -> list[PoolingRequestOutput]:
+        """``make`` of the pooled hidden state, fp32 [C], of each prompt."""
+        with Guard(self):
+            self._require_ready()
+            requests = self._inputs.make_pooling(prompts, kind)
+            return self._collect([], lambda request: request.pooled_output(make), use_tqdm, requests, len(prompts))
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""

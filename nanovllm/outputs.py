@@ -99,6 +99,66 @@ class Score:
         return sum(self.logprobs)
 
 
+@dataclass
+class EmbeddingOutput:
+    """``values``: fp32 [dimensions]."""
+
+    values: Any
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.values.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.values)
+
+
+@dataclass
+class ClassificationOutput:
+    """``probs``: of each label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """``score``: how well a document answers a query, in [0, 1]."""
+
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput:
+    """One prompt of ``embed`` or ``classify``, or one document of ``rerank``.
+
+    Attributes:
+        request_id: unique in its engine, as text.
+        outputs: what was asked for.
+        prompt_token_ids: the prompt's token ids.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        prompt: its text; None if only token ids were given.
+        index: the place of the prompt in its call.
+        embedding: of ``embed``: an array fp32 [dimensions]; ``outputs.embedding`` is the same as a list.
+    """
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: "list[int] | Callable[[], list[int]]" = Deferred()  # type: ignore[assignment]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    prompt: str | None = None
+    index: int = 0
+
+    @property
+    def embedding(self) -> Any:
+        return self.outputs.values
+
+
 class RequestOutput(dict):
     """One request; as a dictionary the "text", "token_ids" and "finish_reason" of its first completion.
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import nanovllm.llm
-from nanovllm.as_vllm import options, processors
+from nanovllm.as_vllm import options, pooling, processors
 from nanovllm.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.as_vllm.worker import worker_class
 from nanovllm.engine.prompts import is_one_prompt
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import PoolingRequestOutput, RequestOutput
 from nanovllm.utils import checkpoint
 
 OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
@@ -247,11 +247,34 @@ class LLM(LLMEngine):
         run = self.awake().beam_search
         return self._by_adapter(as_prompts(prompts), params, lora_request, run)
 
-    def _no_pooling(self, *_: Any, **__: Any) -> Any:
-        raise EngineError("embed, encode, classify, reward and score of vLLM need a pooling model; nanovllm generates "
-                          "text only.")  # fmt: skip
+    def embed(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+              **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.embedding`` of each prompt."""
+        refuse("embed", **others)
+        return pooling.embed(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
 
-    embed = encode = classify = reward = score = _no_pooling
+    def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+                 **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.probs`` of each prompt."""
+        refuse("classify", **others)
+        return pooling.classify(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
+
+    def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
+               pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.data``, a tensor, of each prompt; of the tasks "embed" and "classify"."""
+        refuse("encode", **others)
+        task = pooling_task or ("classify" if self.awake().config.model_config.num_labels else "embed")
+        return pooling.encode(self.awake(), as_prompts(prompts), pooling_params, use_tqdm, task)
+
+    def score(self, data_1: Any, data_2: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+              **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.score`` of each text of ``data_2`` with that of ``data_1``, or with the only one."""
+        refuse("score", **others)
+        pooling.checked("score", pooling_params)
+        return pooling.score(self.awake(), data_1, data_2, use_tqdm)
+
+    def reward(self, *_: Any, **__: Any) -> Any:
+        raise EngineError("reward of vLLM, a score for every token, is not supported by nanovllm; see classify.")
 
 
 def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> Any:

@@ -48,7 +48,10 @@ SOURCES = {
         "seed_everything=set_random_seed cleanup_dist_env_and_memory current_platform "
         "destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
-    "nanovllm.outputs": "RequestOutput CompletionOutput Logprob",
+    "nanovllm.as_vllm.pooling": "PoolingParams PoolerConfig PoolingOutput",
+    "nanovllm.outputs": "RequestOutput CompletionOutput Logprob PoolingRequestOutput EmbeddingOutput "
+        "ClassificationOutput ScoringOutput EmbeddingRequestOutput=PoolingRequestOutput "
+        "ClassificationRequestOutput=PoolingRequestOutput ScoringRequestOutput=PoolingRequestOutput",
     "nanovllm.engine.beam_search": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
     "builtins": "TextPrompt=dict TokensPrompt=dict TokenInputs=dict",
     "logging": "init_logger=getLogger",
@@ -58,13 +61,11 @@ SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
 HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
     ProfilerConfig PromptType SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
     PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
-UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM PoolingParams PoolerConfig PoolingRequestOutput PoolingOutput
-    EmbeddingRequestOutput EmbeddingOutput ClassificationRequestOutput ClassificationOutput ScoringRequestOutput
-    ScoringOutput EmbedsPrompt KVTransferConfig KVEventsConfig SpeculativeConfig WeightTransferConfig VllmConfig
-    ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup WorkerWrapperBase MultiModalDataDict ImagePrompt
-    RepetitionDetectionParams Counter Gauge Histogram Vector Metric RequestMetrics RequestStateStats GroupCoordinator
-    PromptAdapterRequest SamplingType get_ip get_distributed_init_method get_tensor_model_parallel_rank
-    load_chat_template"""
+UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
+    SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup
+    WorkerWrapperBase MultiModalDataDict ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
+    RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
+    get_distributed_init_method get_tensor_model_parallel_rank load_chat_template"""
 NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]
 ENVIRONMENT = {"VLLM_USE_V1": True, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": False}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from nanovllm.as_vllm.pooling import PoolerConfig
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
@@ -33,13 +34,13 @@ OWN: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6B", "max_model_len": None, "block_size": None, "num_gpu_blocks_override": None,
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
-    "enable_lora": False, "logits_processors": None, "worker_cls": "auto",
+    "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
+    "override_pooler_config": None,
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
-    ((None,), """tokenizer_revision code_revision hf_config_path override_pooler_config pooler_config lora_modules
-        kv_cache_memory_bytes kv_transfer_config kv_offloading_size speculative_config speculative_model
-        num_speculative_tokens logits_processor_pattern"""),
+    ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_cache_memory_bytes kv_transfer_config
+        kv_offloading_size speculative_config speculative_model num_speculative_tokens logits_processor_pattern"""),
     ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
     ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
@@ -47,9 +48,9 @@ ONLY: list[tuple[tuple, str]] = [
     ((0,), "cpu_offload_gb"),
     (("auto", "hf"), "tokenizer_mode config_format"),
     (("auto", "vllm"), "model_impl"),
-    (("auto", "generate"), "runner"),
-    ((None, "auto", "generate"), "task"),
-    (("auto", "none", None), "convert"),
+    (("auto", "generate", "pooling"), "runner"),
+    ((None, "auto", "generate", "embed", "embedding", "classify", "score"), "task"),
+    (("auto", "none", None, "embed", "classify"), "convert"),
     ((None, True, False), "hf_token"),
     ((None, "mp", "uni", "ray", "external_launcher"), "distributed_executor_backend"),
     (("fcfs",), "scheduling_policy"),
@@ -122,6 +123,9 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     claim_devices(keywords.get("tensor_parallel_size") or 1)
     has_weights, download_dir = keywords.get("load_format") != "dummy", keywords.get("download_dir")
     path = checkpoint.resolve_model(model, keywords.get("revision"), has_weights, cache_dir=download_dir)
+    for name in ("pooler_config", "override_pooler_config"):
+        if (given := keywords.get(name)) is not None:
+            (PoolerConfig(**given) if isinstance(given, dict) else given).check(path)
     overlay = overlaid(path, keywords)
     if overlay is not None:
         path = overlay.name
@@ -180,7 +184,6 @@ class EngineConfig:
     Made of nanovllm's ``config``, vLLM's ``keywords`` and, if the engine runs, its ``runner``.
     """
 
-    runner_type = task = "generate"
     pipeline_parallel_size = data_parallel_size = 1
     is_multimodal_model = is_encoder_decoder = False
     lora_config = speculative_config = None
@@ -189,6 +192,8 @@ class EngineConfig:
     def __init__(self, config: Config, keywords: dict[str, Any], runner: Any = None):
         vars(self).update(vars(config))  # max_model_len, max_num_seqs, tensor_parallel_size and so on
         self._config, self.model = config, str(keywords["model"])
+        pools = keywords.get("runner") == "pooling" or not config.model_config.has_lm_head
+        self.runner_type = self.task = "pooling" if pools else "generate"
         self.tokenizer = str(keywords.get("tokenizer") or self.model)
         self.max_seq_len_to_capture = min(8192, config.max_model_len)
         self.block_size, self.world_size = config.kvcache_block_size, config.tensor_parallel_size

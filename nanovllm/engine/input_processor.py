@@ -4,6 +4,7 @@ Owns the checks of prompts and parameters, the ids and the seeds. Knows nothing 
 """
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanovllm.validation import check, integer
 logger = logging.getLogger("nanovllm")
 Encoded = tuple[str | None, Any]  # of a prompt: its text, if it has one, and what should be token ids
 Params = SamplingParams | ListLike[SamplingParams] | None
+POOLING_SLICE = 256  # prompts that are tokenized at once, while the device works on those before
 
 
 class InputProcessor:
@@ -44,15 +46,18 @@ class InputProcessor:
 
     # ---------------------------------------------------------------- requests
 
-    def encode(self, prompts: ListLike[Prompt]) -> list[Encoded]:
-        """Prompts with their token ids; a text that comes with ids is carried, and not encoded."""
+    def encode(self, prompts: ListLike[Prompt], first: int = 0) -> list[Encoded]:
+        """Prompts with their token ids; a text that comes with ids is carried, and not encoded.
+
+        ``first``: the index of the first one, for errors.
+        """
         split = []
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(prompts, first):
             try:
                 split.append(split_prompt(prompt))
             except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
-        encoded = iter(self._tokenizer.encode([text if ids is None else None for text, ids in split]))
+                raise RequestError(f"prompt {i}: {error}" if first + len(prompts) > 1 else str(error)) from None
+        encoded = iter(self._tokenizer.encode([text if ids is None else None for text, ids in split], first=first))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
     def make(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
@@ -119,6 +124,25 @@ class InputProcessor:
             self._request(None, ids[:-1], params, i, (ids[start:], start)) for i, (ids, start) in enumerate(checked)
         ]
 
+    def make_pooling(self, prompts: ListLike[Prompt], pooling: str) -> Iterator[Request]:
+        """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for.
+
+        Raises:
+            RequestError: a prompt can never be served, with its index; when its turn comes.
+        """
+        params = SamplingParams(max_tokens=0, detokenize=False)
+        for first in range(0, len(prompts), POOLING_SLICE):
+            encoded = self.encode(prompts[first : first + POOLING_SLICE], first)
+            for i, (text, given) in enumerate(encoded, first):
+                try:
+                    ids, _ = self._checked(as_token_ids(given), params, is_computed=True)
+                    self._check_ids("token id", ids)
+                except RequestError as error:
+                    raise RequestError(f"prompt {i}: {error}") from None
+                request = self._request(text, ids, params, i)
+                request.pooling = pooling
+                yield request
+
     def _request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
                  targets: tuple[np.ndarray, int] | None = None) -> Request:
         """``targets``: the tokens to score, and the place of the first; default, if any, the prompt's own."""
@@ -141,6 +165,7 @@ class InputProcessor:
         ]
         if request.scored is not None and len(request.scored.token_ids):
             seqs[0].scored = request.scored
+        seqs[0].pooling = request.pooling
         request.completions = [Completion(seq, self._token_processors.make(seq)) for seq in seqs]
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
@@ -180,10 +205,15 @@ class InputProcessor:
         if len(unknown):
             raise RequestError(f"{what} {unknown[0]} is outside the vocabulary [0, {vocab_size}).")
 
-    def _checked(self, ids: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
-        """Prompt and parameters, truncated and resolved. The keys and values of the last token are never computed."""
+    def _checked(self, ids: np.ndarray, params: SamplingParams,
+                 is_computed: bool = False) -> tuple[np.ndarray, SamplingParams]:
+        """Prompt and parameters, truncated and resolved. The keys and values of the last token are computed only where
+        there is nothing to sample, and ``is_computed``, or prompt tokens are scored.
+        """
         max_model_len, block_size = self._config.max_model_len, self._config.kvcache_block_size
         num_blocks = self._num_blocks
+        if not (is_computed or self._config.model_config.has_lm_head):
+            raise RequestError("this model has no LM head, so it predicts no tokens; see LLM.embed and LLM.classify.")
         if params.truncate_prompt_tokens is not None:
             keep = max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-keep:]
@@ -200,8 +230,8 @@ class InputProcessor:
             params = params.snapshot()
             room = min(max_model_len, num_blocks * block_size + 1) - n
             params.max_tokens = max(room, params.min_tokens, 1)
-        is_scored = params.max_tokens == 0 and params.prompt_logprobs is not None
-        if is_scored and n > num_blocks * block_size:
+        is_computed = is_computed or (params.max_tokens == 0 and params.prompt_logprobs is not None)
+        if is_computed and n > num_blocks * block_size:
             raise RequestError(
                 f"the prompt has {n} tokens; the KV cache has {num_blocks} blocks of {block_size}. Make it larger "
                 "(num_kvcache_blocks, gpu_memory_utilization)."

@@ -255,12 +255,16 @@ class LLMEngine:
             self._outputs.finish(seqs)
 
     def _collect(self, requests: list[Request], result: Callable[[Request], T],
-                 use_tqdm: bool | Callable = False) -> list[T]:
-        """``result`` of each request; most are made while the device works on the others, once their text is there."""
-        number, results, finished = len(requests), dict[int, T](), deque[Request]()
-        progress = Progress(sum(request.params.n for request in requests), use_tqdm) if use_tqdm else None
+                 use_tqdm: bool | Callable = False, more: Iterable[Request] = (), num_more: int = 0) -> list[T]:
+        """``result`` of each request; most are made while the device works on the others, once their text is there.
+
+        ``more``: ``num_more`` requests of one completion after these, which are made while the device works, too.
+        """
+        number, results, finished = len(requests) + num_more, dict[int, T](), deque[Request]()
+        total = sum(request.params.n for request in requests) + num_more
+        progress = Progress(total, use_tqdm) if use_tqdm else None
         try:
-            for batch, ended in self._run(requests):
+            for batch, ended in self._run(requests, more):
                 if progress is not None:
                     progress.update(batch, sum(len(request.completions) for request in ended))
                 finished.extend(ended)

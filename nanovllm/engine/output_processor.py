@@ -69,7 +69,7 @@ class OutputProcessor:
                     self.constrained[seq.seq_id] = processor
                 if seq.sampling_params.logits_processors:
                     self.with_functions[seq.seq_id] = processor
-            if seq.is_sampled or seq.scored is not None:
+            if seq.is_sampled or seq.scored is not None or seq.pooling:
                 waiting.append(seq)
             else:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
@@ -93,6 +93,10 @@ class OutputProcessor:
                     # trimmed here: the prompt's next chunk may run beside requests that want fewer
                     rows = trimmed(result.target_logprobs[start:stop], request.scored.num_top)
                     request.target_logprobs.append(rows)
+        if isinstance(batch, PrefillBatch) and batch.pooled is not None:
+            for seq_id, states in zip(batch.pooled.seq_ids, result.pooled, strict=True):
+                if (request := self._requests.get(seq_id)) is not None:
+                    request.pooled = states if request.pooled is None else request.pooled + states
         ended = []
         for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
             processor = self._processors.get(seq_id)

@@ -4,17 +4,19 @@ Input and output processor fill it; the scheduler sees its sequences only.
 """
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from nanovllm.core import ScoredTokens, Sequence
+from nanovllm.core import POOLING, ScoredTokens, Sequence
 from nanovllm.engine.logprobs import logprobs_at
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError
-from nanovllm.outputs import CompletionOutput, RequestOutput, Score
+from nanovllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, Score
 from nanovllm.sampling_params import SamplingParams
 
 DROPPED = "these requests were dropped, because a step of this engine failed or was interrupted."
@@ -85,6 +87,8 @@ class Request:
         index: the place of the prompt in its call.
         scored: prompt tokens whose log-probabilities are reported, or None.
         target_logprobs: theirs, chunk by chunk, packed as by ``token_logprobs``.
+        pooling: the hidden states of the prompt that are reported, see ``Sequence``.
+        pooled: their sum so far, fp32 [C].
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
         future: of ``submit``.
@@ -98,6 +102,8 @@ class Request:
     index: int = 0
     scored: ScoredTokens | None = None
     target_logprobs: list[np.ndarray] = field(default_factory=list)
+    pooling: str = ""
+    pooled: np.ndarray | None = None
     completions: list[Completion] = field(default_factory=list)
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
@@ -134,3 +140,12 @@ class Request:
         rows = np.concatenate(self.target_logprobs)
         values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
+
+    def pooled_output(self, make: Callable[[np.ndarray], Any]) -> PoolingRequestOutput:
+        """The finished prompt, with what ``make`` makes of its pooled hidden state, fp32 [C]."""
+        assert self.pooled is not None
+        first, end = POOLING[self.pooling](len(self.prompt_ids))
+        return PoolingRequestOutput(
+            str(self.request_id), make(self.pooled / (end - first)), self.prompt_ids.tolist,
+            self.completions[0].seq.num_cached_tokens, prompt=self.prompt, index=self.index,
+        )  # fmt: skip

@@ -67,8 +67,9 @@ class AsyncTokenizer:
         eos = None if tokenizer is None else tokenizer.eos_token_id
         return [] if eos is None else [eos]
 
-    def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; None, a prompt given as token ids, is left out.
+    def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True,
+               first: int = 0) -> list[list[int]]:
+        """The token ids of each text; None, a prompt given as token ids, is left out. ``first``: its index, for errors.
 
         Raises:
             RequestError: there is no tokenizer, or a text cannot be encoded; of several it says which one.
@@ -77,11 +78,11 @@ class AsyncTokenizer:
         if not given:
             return []
         tokenizer = self._required()
-        for i, text in enumerate(texts):
+        for i, text in enumerate(texts, first):
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
-                which = f"prompt {i}: " if len(texts) > 1 else ""
+                which = f"prompt {i}: " if first + len(texts) > 1 else ""
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
         # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -35,5 +35,9 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [N, C] -> logits of this rank's ids [N, V/size]. May share its weight with the embedding."""
 
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids i32[n] -> [n, C]."""
+        return super().forward(token_ids)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ops.fused_linear(hidden, Weight(self.weight))

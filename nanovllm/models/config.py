@@ -4,6 +4,7 @@ Every field that would change the computation is honoured or refused, never igno
 does not say.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from nanovllm.models.quantization_config import (
     read_fp8,
 )
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
-from nanovllm.utils.checkpoint import TOKEN_IDS, read_json
+from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
 DTYPES = ("bfloat16", "float16", "float32")
+PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
+LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
 
 
@@ -43,9 +46,17 @@ PATTERN = Rule(  # n: every n-th layer is global; converted to letters
     lambda x: x is None or SIZE.accepts(x) or (isinstance(x, str) and bool(x) and set(x) <= {"L", "G"}),
     lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
 )
+LABELS, BARE = "ForSequenceClassification", "Model"  # ends of names in place of "ForCausalLM": other heads, or none
+
+
+def with_lm_head(architecture: str) -> str:
+    """The name with an LM head, which has the row."""
+    return re.sub(f"({LABELS}|Text{BARE}|{BARE})$", "ForCausalLM", architecture)
+
+
 ARCHITECTURES = Rule(
     f"one of {', '.join(MODELS)} (others are not supported)",
-    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and x[0] in MODELS,
+    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and with_lm_head(x[0]) in MODELS,
 )
 LAYER_TYPES = list_of(
     choice("full_attention", "sliding_attention", "linear_attention"),
@@ -69,6 +80,8 @@ RULES = by_field(
     ("eos_token_id", TOKEN_IDS),
     ("rope_parameters rope_scaling", OBJECT),
     ("sliding_window_pattern", PATTERN),
+    ("problem_type", choice(None, *PROBLEMS)),
+    ("classifier_from_token", list_of(Rule("", lambda x: isinstance(x, str)), "a list of two tokens")),
     ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
 )
 MOE_RULES = by_field(
@@ -201,6 +214,10 @@ class ModelConfig:
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
         layers: of the decoder, from the first to the last.
         moe: None in a dense model.
+        has_lm_head: otherwise it generates nothing.
+        num_labels: of a classification head; 0 without one.
+        activation: of its logits: "softmax", "sigmoid" or "" for none.
+        label_tokens: of a reranker, the tokens whose logits are its head, the answer "no" first.
         delta: None without recurrent layers.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
@@ -227,6 +244,10 @@ class ModelConfig:
     logit_scale: float
     layers: tuple[LayerConfig, ...]
     moe: MoEConfig | None
+    has_lm_head: bool
+    num_labels: int
+    activation: str
+    label_tokens: tuple[str, ...]
     delta: DeltaConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
@@ -255,6 +276,10 @@ class ModelConfig:
         qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
         o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
         divisor = given["query_pre_attn_scalar"] or head_dim
+        (name,), label_tokens = raw["architectures"], given["classifier_from_token"]
+        has_lm_head = name == with_lm_head(name) or len(label_tokens) > 0
+        # transformers writes no number of labels, and their names only where they are not two
+        num_labels = 0 if has_lm_head or name.endswith(BARE) else len(raw.get("id2label") or (0, 1))
         given |= {
             "family": family,
             "num_key_value_heads": kv_heads,
@@ -268,9 +293,13 @@ class ModelConfig:
             "attention_scale": given["attention_multiplier"] or divisor**-0.5,
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
-            "logit_scale": 1 / given["logits_scaling"],
+            "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
             "layers": layers,
             "moe": MoEConfig.from_fields(given, family) if family.experts else None,
+            "has_lm_head": has_lm_head,
+            "num_labels": num_labels,
+            "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
+            "label_tokens": label_tokens,
             "delta": DeltaConfig.from_fields(given) if family.recurrent else None,
             "fp8": fp8,
             "eos_token_ids": given["eos_token_id"],
@@ -314,7 +343,8 @@ class ModelConfig:
         unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
         unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
-        return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * self.tie_word_embeddings)  # a copy of the embedding
+        has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # one that is there is the embedding's copy
+        return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
         """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
@@ -362,6 +392,9 @@ def read_model_config(model_path: str) -> ModelConfig:
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
         raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
+    if raw.get("architectures") and any(name.startswith("layers.") for name in tensor_names(model_path)):
+        # a decoder that was saved alone, under the name of the model that it was taken from
+        raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(raw["architectures"][0]))]
     return ModelConfig.from_json(raw)
 
 
@@ -371,9 +404,10 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     Refuses fields that this architecture ignores, and that would change the numbers in others.
     """
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
-    family = MODELS[name]
+    family, name = MODELS[with_lm_head(name)], with_lm_head(name)
     text = raw.get("text_config") or {}  # of a model that also has a vision tower
-    outer = {field: raw[field] for field in ("eos_token_id", "dtype", "torch_dtype") if raw.get(field) is not None}
+    kept = ("architectures", "eos_token_id", "dtype", "torch_dtype")
+    outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("tie_word_embeddings") is None:

@@ -189,7 +189,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its LM head, built on torch's default device and dtype, weights uninitialised."""
+    """A decoder and its head, of tokens or labels, built on torch's default device and dtype, weights uninitialised."""
 
     # checkpoint module -> (merged module, shard id)
     packed_modules_mapping: dict[str, tuple[str, Any]] = {  # noqa: RUF012 (read only)
@@ -208,8 +208,10 @@ class CausalLM(nn.Module):
         if config.delta is not None:
             self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
         self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
             self.lm_head.weight = self.model.embed_tokens.weight
+        if config.num_labels:
+            self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False).requires_grad_(False)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         return self.model(input_ids, context)
@@ -217,3 +219,10 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
+
+    def head(self, token_ids: list[int] | None) -> torch.Tensor:
+        """Rows of the LM head, or without ``token_ids`` the classification head, fp32 [n, C]. A call of every rank."""
+        if token_ids is None:
+            return self.score.weight.float()
+        ids = torch.tensor(token_ids, dtype=torch.int32, device=self.lm_head.weight.device)
+        return self.lm_head.rows(ids).float()

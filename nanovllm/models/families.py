@@ -73,6 +73,7 @@ SWITCHES: dict[str, tuple] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
     "llama_4_scaling": (None,),
     "attention_sinks": (None, False),
     "add_cross_attention": (None, False),

@@ -53,6 +53,8 @@ class WeightFiller:
             name.removesuffix(".attn"): module for name, module in model.named_modules()
             if hasattr(module, "load_kv_scale")
         }  # fmt: skip
+        # of the decoder: checkpoints of a decoder alone have them at the top
+        self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
         self.device = str(next(iter(self._params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._parts_of(name)}
@@ -63,7 +65,7 @@ class WeightFiller:
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
-        if self._unused.fullmatch(tensor.name):
+        if self._unused.fullmatch(self._whole_name(tensor.name)):
             return
         name = self._name_here(tensor.name)
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
@@ -92,7 +94,11 @@ class WeightFiller:
         self.missing.difference_update(parts)
         self.filled.update(parts)
 
+    def _whole_name(self, name: str) -> str:
+        return f"model.{name}" if name.partition(".")[0] in self._parts_of_decoder else name
+
     def _name_here(self, name: str) -> str:
+        name = self._whole_name(name)
         for old, new in self._renamed:
             name = name.replace(old, new)
         return name

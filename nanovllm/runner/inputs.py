@@ -40,15 +40,16 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     """T packed tokens of S sequences, and where they belong, int32. ``block_tables`` [R, max_blocks] on the host.
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
-    logits_indices: packed tokens to sample from. sampled_req_indices: [N], the requests that get a token.
-    Only where there are any: sampled_from [N], indices of logits_indices, if completions are forked; copy_from and
-    copy_to, blocks; target_rows and target_ids, as in ``Targets``.
+    logits_indices: packed tokens to sample from, or pooled as the last. sampled_req_indices: [N], the requests that get
+    a token. Only where there are any: sampled_from [N], indices of logits_indices, if completions are forked or not all
+    of these are sampled; copy_from and copy_to, blocks; target_rows and target_ids, as in ``Targets``; pooled_last,
+    indices of logits_indices, or pooled_rows and pooled_sizes, as in ``Pooled``.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(batch.starts - cu_seqlens_q[:-1], lengths)
     blocks = block_tables[np.repeat(batch.chunk_req_indices, lengths), positions // block_size]
-    num_logits = int(batch.sampled_from.max(initial=-1)) + 1  # sampled sequences come first
+    num_logits = batch.num_last
     arrays = {
         "input_ids": batch.token_ids,
         "positions": positions,
@@ -60,12 +61,16 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
         "logits_indices": cu_seqlens_q[1 : num_logits + 1] - 1,
         "sampled_req_indices": batch.req_indices,
     }
-    if num_logits < len(batch.sampled_from):
+    if batch.pooled is not None or num_logits < len(batch.sampled_from):
         arrays["sampled_from"] = batch.sampled_from
     if len(batch.block_copies):
         arrays["copy_from"], arrays["copy_to"] = batch.block_copies.T
     if batch.targets is not None:
         arrays["target_rows"], arrays["target_ids"] = batch.targets.rows, batch.targets.token_ids
+    if batch.pooled is not None and batch.pooled.of_last:
+        arrays["pooled_last"] = batch.pooled.rows
+    elif batch.pooled is not None:
+        arrays["pooled_rows"], arrays["pooled_sizes"] = batch.pooled.rows, batch.pooled.sizes
     return arrays
 
 

@@ -144,13 +144,12 @@ class MicroBatches:
             self.min_tokens = None
 
     def takes(self, batch: PrefillBatch) -> bool:
-        """Whether a prefill is split. Never where prompt tokens are scored: that takes all hidden states, and one that
+        """Whether a prefill is split. Never where prompt tokens are scored: that takes every hidden state, and one that
         is scored and not sampled comes last, whoever reads its blocks. Its last chunk has nothing to score where it is
         the last token alone."""
-        if self.min_tokens is None or batch.num_tokens < self.min_tokens or batch.targets is not None:
+        if self.min_tokens is None or batch.num_tokens < self.min_tokens or batch.needs_every_state:
             return False
-        num_sampled = int(batch.sampled_from.max(initial=-1)) + 1  # these come first
-        return bool((batch.stops - batch.starts > 1)[num_sampled:].all())
+        return bool((batch.stops - batch.starts > 1)[batch.num_last :].all())
 
     def follows(self, splits: bool) -> bool:
         """Whether a prefill is split, and so was the one before: together they do not fill the launch queue."""

@@ -42,6 +42,7 @@ class StepResult(NamedTuple):
     token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch
     logprobs: np.ndarray | None  # of these, packed as by ``token_logprobs``; None if no request wants them
     target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
+    pooled: np.ndarray | None  # sums of hidden states, fp32 [P, C], of the batch's ``pooled``
 
 
 class StepHandle:
@@ -49,10 +50,10 @@ class StepHandle:
 
     def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
-                 target_logprobs: torch.Tensor | None = None):
+                 target_logprobs: torch.Tensor | None = None, pooled: torch.Tensor | None = None):
         self._req_indices = batch.req_indices
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
-        self._logprobs = logprobs, target_logprobs
+        self._results = logprobs, target_logprobs, pooled
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
@@ -63,7 +64,7 @@ class StepHandle:
         # copies: requests keep them, and pinned memory is scarce
         return StepResult(
             self._sampled_tokens.numpy()[self._req_indices],
-            *(None if values is None else values.numpy().copy() for values in self._logprobs),
+            *(None if values is None else values.numpy().copy() for values in self._results),
         )
 
 
@@ -74,6 +75,7 @@ class Computed(NamedTuple):
     hidden: torch.Tensor  # [>= num_sampled, C]
     req_indices: torch.Tensor  # int32 [>= num_sampled]
     target_logprobs: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -130,7 +132,7 @@ class ModelRunner:
         if on_gpu:
             torch.cuda.set_device(self.device)
         R, vocab_size = config.max_num_seqs, model.vocab_size
-        self.decode_sizes = decode_sizes(R)
+        self.decode_sizes = decode_sizes(R) if model.has_lm_head else []
         self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns)
         processed = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(state, tp, config.max_model_len, vocab_size, processed)
@@ -206,9 +208,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:
-        """Launch the sampling on this rank: an event, and the log-probabilities that are on their way to the host."""
+        """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
         assert self._computed is not None
-        (batch, hidden, req_indices, target_logprobs), self._computed = self._computed, None
+        (batch, hidden, req_indices, *of_prompts), self._computed = self._computed, None
         if masks is not None:
             self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
         n, logprobs = len(batch.req_indices), None
@@ -222,8 +224,8 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden[:n])
             _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
         if self.device.type == "cpu":
-            return None, logprobs, target_logprobs
-        on_host = self._to_host(logprobs), self._to_host(target_logprobs)
+            return None, logprobs, *of_prompts
+        on_host = [self._to_host(values) for values in (logprobs, *of_prompts)]
         event = torch.cuda.Event()
         event.record()
         return event, *on_host
@@ -278,19 +280,24 @@ class ModelRunner:
                 # while holding the GIL, and so block the watch thread.
                 self._last_handle.wait()
             every = hidden = self._launch_prefill(batch, arrays, tensors, logits_indices, splits)
-            if batch.targets is not None:
+            if batch.needs_every_state:
                 hidden = every[logits_indices]
         if "copy_from" in tensors:
             memory.copy_blocks(self.kv_cache, tensors["copy_from"].long(), tensors["copy_to"].long())
         self._copy_states(tensors)
-        if "sampled_from" in tensors:  # forked completions
+        pooled = None
+        if batch.pooled is not None and batch.pooled.of_last:
+            pooled = hidden[tensors["pooled_last"].long()].float()
+        elif batch.pooled is not None:
+            pooled = sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
+        if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
         target_logprobs = None
         if batch.targets is not None:
             target_logprobs = self.sampler.logprobs.of_targets(
                 batch.targets, every, tensors["target_rows"], tensors["target_ids"], self._logits
             )
-        return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs)
+        return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs, pooled)
 
     def _copy_states(self, tensors: Tensors) -> None:
         if "rows_from" in tensors:
@@ -299,12 +306,12 @@ class ModelRunner:
 
     def _launch_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors, logits_indices: torch.Tensor,
                         splits: bool) -> torch.Tensor:
-        """The hidden states of ``logits_indices``, or of all tokens where prompt tokens are scored."""
+        """The hidden states of ``logits_indices``, or of all tokens where the batch needs others."""
         block_tables = self.request_state.block_tables
         if splits:
             return self.micro_batches.run(self.model.model, arrays, block_tables)
         limits = int(batch.stops.max()), int((batch.stops - batch.starts).max())
-        wanted = logits_indices if batch.targets is None else None
+        wanted = None if batch.needs_every_state else logits_indices
         return self.model(*prefill_inputs(tensors, block_tables, *limits, wanted))
 
     def _logits(self, hidden: torch.Tensor) -> Logits:
@@ -315,6 +322,11 @@ class ModelRunner:
         return decode_inputs(self.request_state, size, self.block_size, max_context, self.ops, groups)
 
     # ------------------------------------------------------------ between steps
+
+    @torch.inference_mode()
+    def head(self, token_ids: list[int] | None) -> np.ndarray:
+        """See ``CausalLM.head``; on the host."""
+        return self.model.head(token_ids).cpu().numpy()
 
     def allocate_kv_cache(self) -> None:
         """A KV cache of ``num_kvcache_blocks``, and the rows of recurrent layers; each layer gets its views of it."""
@@ -379,3 +391,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
+def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Of rows fp32 [sum(sizes), C] the sums of the first sizes[0], the next sizes[1], ...: [P, C]."""
+    # unsafe: it would wait for the device, to check the sizes
+    return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)

@@ -84,7 +84,8 @@ class PrefillSizes(NamedTuple):
             return SHORT, short
         max_seqlen_q = int(np.diff(arrays["cu_seqlens_q"]).max())
         wants_large_tiles = max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
-        if "target_rows" in arrays or wants_large_tiles:  # targets need all hidden states
+        needs_every_state = "target_rows" in arrays or "pooled_rows" in arrays
+        if needs_every_state or wants_large_tiles:
             return None
         num_parts = int(num_parts_of(arrays["cu_seqlens_q"]).sum())
         num_chunks = len(arrays["chunks_seqs"]) if self.has_chunks else 0

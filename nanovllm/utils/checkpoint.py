@@ -92,6 +92,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def tensor_names(model_path: str) -> list[str]:
+    """Of the tensors of the first safetensors file; none where it is missing or damaged, which its loading reports."""
+    from safetensors import SafetensorError, safe_open
+
+    file = min(Path(model_path).glob("*.safetensors"), default=None)
+    try:
+        with safe_open(file, "np") as tensors:
+            return list(tensors.keys())
+    except (SafetensorError, OSError, TypeError):
+        return []
+
+
 def read_eos_token_ids(model_path: str, config: "ModelConfig") -> list[int]:
     """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
     path, raw = _read_generation_config(model_path)

@@ -93,7 +93,7 @@ class Harness:
             max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
-            model_config=SimpleNamespace(vocab_size=VOCAB),
+            model_config=SimpleNamespace(vocab_size=VOCAB, has_lm_head=True),
             seed=0,
             tensor_parallel_size=1,
             max_logprobs=20,

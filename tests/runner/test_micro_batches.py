@@ -151,6 +151,22 @@ def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
     assert all(len(half["input_ids"]) <= max_half(64) for pair in halves for half in pair)
 
 
+def test_embeddings_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
+    """Beside prompts that generate, of which some begin with the same blocks."""
+    path = make_checkpoint()
+    llm, prefills = start(path)
+    alone = make_llm(model=path, device=device, enforce_eager=True, num_kvcache_blocks=64)
+    expected = generate(alone, PROMPTS, greedy(4))
+    ids = [llm.add_request(prompt, greedy(4)) for prompt in PROMPTS]
+    given = llm.embed(PROMPTS[::-1])[::-1]
+    finished = {}
+    while not llm.is_finished():
+        finished |= dict(llm.step()[0])
+    assert len(prefills) >= 5 and (device != "cpu" or [finished[i] for i in ids] == expected)
+    for output, other in zip(given, alone.embed(PROMPTS), strict=True):
+        assert abs(output.embedding - other.embedding).max() < (1e-5 if device == "cpu" else 1e-2)
+
+
 def test_logits_are_those_of_one_rank(device, start, make_llm, make_checkpoint):
     path = make_checkpoint(attention_bias=True)
     prompts = [prompt_of(n, seed=7) for n in (30, 61, 25, 100)]

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 import vllm
-from vllm import LLM, AsyncLLMEngine, ModelRegistry, SamplingParams
+from vllm import LLM, AsyncLLMEngine, ModelRegistry, PoolingParams, SamplingParams
+from vllm.config import PoolerConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -47,8 +48,18 @@ with pytest.raises(ValueError, match=r"lora_request=.* needs LLM\(enable_lora=Tr
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
 with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
-with pytest.raises(RuntimeError, match="pooling model"):
-    llm.embed("x")
+with pytest.raises(RuntimeError, match="reward of vLLM"):
+    llm.reward("x")
+with pytest.raises(ValueError, match="this model has no classification head"):
+    llm.classify("x")
+with pytest.raises(ValueError, match=r"PoolingParams\(truncate_prompt_tokens=3\) is not supported"):
+    llm.embed("x", pooling_params=PoolingParams(truncate_prompt_tokens=3))
+with pytest.raises(ValueError, match="pooling_task='token_embed' is not supported"):
+    llm.encode("x", pooling_task="token_embed")
+with pytest.raises(ValueError, match=r"embed: tokenization_kwargs=\{'truncation': True\} is not supported"):
+    llm.embed("x", tokenization_kwargs={"truncation": True})
+with pytest.raises(ValueError, match=r"pooling_type='MEAN' is not supported; this checkpoint has 'last'\."):
+    LLM(model=sys.argv[1], pooler_config=PoolerConfig(pooling_type="MEAN"))
 with pytest.raises(ValueError, match="add_generation_prompt"):
     llm.chat([{"role": "user", "content": "x"}], continue_final_message=True)
 llm.sleep(level=1)

@@ -1,0 +1,418 @@
+"""``embed``, ``classify`` and ``rerank`` against transformers' hidden states and logits, in fp32 within 1e-5."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import torch
+from helpers import generate, greedy, record_calls, run_ahead, use_graphs_on_cpu
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.outputs import EmbeddingOutput
+from nanovllm.utils.checkpoint import DEMO_MODEL
+
+TOLERANCE = 1e-5
+KINDS = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng((length, seed)).integers(2, 128, length).tolist()
+
+
+SHARED = prompt_of(40, 1)
+# two with the same blocks at the beginning; one of a block exactly, one longer than a launch
+PROMPTS = [prompt_of(n) for n in (1, 16, 17, 130)] + [[*SHARED, 3, 4], [*SHARED, 5], SHARED[:33], prompt_of(7)]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """transformers' model, and its checkpoint, by the kind of pooling."""
+    path = tmp_path_factory.mktemp("qwen3")
+    model = families.make(path, "qwen3")
+    paths = {kind: with_modules(path, tmp_path_factory.mktemp(kind), mode) for kind, mode in KINDS.items()}
+    return model, {**paths, "": str(path)}
+
+
+def with_modules(path, to, mode="lasttoken", modules=("Transformer", "Pooling", "Normalize"), **more):
+    """A copy of a checkpoint with sentence-transformers' files."""
+    to = shutil.copytree(path, to, dirs_exist_ok=True)
+    entries = [{"idx": i, "path": f"{i}_{name}" * (i > 0), "type": f"sentence_transformers.models.{name}"}
+               for i, name in enumerate(modules)]  # fmt: skip
+    (to / "modules.json").write_text(json.dumps(entries))
+    (to / "1_Pooling").mkdir(exist_ok=True)
+    flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    flags |= {flag: True for flag in flags if flag.removesuffix("_token").removesuffix("_tokens")[13:] == mode}
+    (to / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **flags, **more}))
+    return str(to)
+
+
+@torch.inference_mode()
+def states_of(model, ids):
+    """Hidden states after the last norm, fp32 [n, C]."""
+    return getattr(model, "model", model)(torch.tensor([ids])).last_hidden_state[0].numpy()
+
+
+def pooled(model, ids, kind="last"):
+    states = states_of(model, ids)
+    return {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[kind]
+
+
+def normalized(state):
+    return state / np.linalg.norm(state)
+
+
+def check(outputs, model, prompts=PROMPTS, kind="last"):
+    assert len(outputs) == len(prompts)
+    for i, (output, ids) in enumerate(zip(outputs, prompts, strict=True)):
+        assert np.abs(output.embedding - normalized(pooled(model, ids, kind))).max() < TOLERANCE
+        assert output.embedding.dtype == np.float32 and output.outputs.embedding == output.embedding.tolist()
+        assert (output.index, output.prompt_token_ids, output.finished) == (i, ids, True)
+
+
+def check_nothing_is_left(llm):
+    manager = llm.scheduler.block_manager
+    assert llm.is_finished() and manager.num_available == len(manager.blocks)
+    assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
+
+
+WAYS = {
+    "plain": ({}, []),
+    "one at a time": ({"max_num_seqs": 1}, []),
+    "one batch": ({"max_num_batched_tokens": 1024}, []),
+    "chunked": ({"max_num_batched_tokens": 9}, []),
+    "few blocks": ({"num_kvcache_blocks": 9}, []),
+    "without a cache": ({"enable_prefix_caching": False}, []),
+    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu]),
+    "all at once": ({"num_kvcache_blocks": 9, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_computing(kind, way, qwen3, make_llm):
+    """The second time with a warm prefix cache, which serves only what needs no hidden states of what it holds."""
+    model, paths = qwen3
+    options, changes = WAYS[way]
+    llm = make_llm(model=paths[kind], **{"num_kvcache_blocks": 64, **options})
+    for change in changes:
+        change(llm)
+    for turn in range(2):
+        outputs = llm.embed(PROMPTS)
+        check(outputs, model, kind=kind)
+        check_nothing_is_left(llm)
+        if turn and way in ("plain", "chunked"):
+            assert outputs[3].num_cached_tokens == (128 if kind == "last" else 0)
+    check(llm.embed(PROMPTS[3]), model, PROMPTS[3:4], kind)  # one prompt, alone
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_beside_requests_that_generate_and_score(kind, qwen3, make_llm):
+    """In the same launches, with common blocks. Some of them have several completions, or prompt log-probabilities."""
+    model, paths = qwen3
+    expected = generate(make_llm(model=paths[""], max_num_seqs=32), PROMPTS, greedy(5))
+    llm = run_ahead(make_llm(model=paths[kind], max_num_seqs=32, max_num_batched_tokens=200))
+    for extra in ({}, {"prompt_logprobs": 0}):
+        ids = [llm.add_request(prompt, greedy(5, **extra)) for prompt in PROMPTS]
+        llm.add_request(PROMPTS[4], SamplingParams(n=3, seed=1, max_tokens=3))
+        batches, forward = [], llm.model_runner.forward
+        llm.model_runner.forward = lambda batch: (batches.append(batch), forward(batch))  # noqa: B023
+        check(llm.embed(PROMPTS), model, kind=kind)
+        llm.model_runner.forward = forward
+        assert any(len(batch.req_indices) and getattr(batch, "pooled", None) for batch in batches)
+        finished = {}
+        while not llm.is_finished():
+            finished |= dict(llm.step()[0])
+        assert [finished[i] for i in ids] == expected
+        check_nothing_is_left(llm)
+
+
+def test_order_of_a_batch(make_llm, qwen3):
+    """Prompts that are embedded keep their place before sampled ones, which may read their blocks; nor do these draw
+    from their hidden states."""
+    model, paths = qwen3
+    expected = generate(make_llm(model=paths[""]), PROMPTS[4:6], greedy(3))
+    llm = make_llm(model=paths[""], max_num_batched_tokens=256)
+    prompts, batches, more = iter(PROMPTS[4:6]), record_calls(llm.model_runner, "forward"), []
+
+    def requests():  # the sampled ones are queued between those that are embedded
+        for request in llm._inputs.make_pooling([PROMPTS[4], PROMPTS[1]], "last"):
+            yield request
+            more.append(llm._inputs.make(next(prompts), greedy(3), 5))
+            yield more[-1]
+
+    finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
+    check([finished[i].pooled_output(lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
+          [PROMPTS[4], PROMPTS[1]])  # fmt: skip
+    assert [request.completions[0].token_ids for request in more] == expected
+    assert batches[0].sampled_from.tolist() == [1, 3] and batches[0].pooled.rows.tolist() == [0, 2]
+
+
+def test_norm_and_dimensions(qwen3, make_llm):
+    model, paths = qwen3
+    llm = make_llm(model=paths[""])
+    state = pooled(model, PROMPTS[2])
+    for options, expected in (
+        ({"normalize": False}, state),
+        ({"dimensions": 10}, normalized(state[:10])),
+        ({"dimensions": 10, "normalize": False}, state[:10]),
+        ({"dimensions": 64}, normalized(state)),
+    ):
+        (output,) = llm.embed([PROMPTS[2]], **options)
+        assert output.embedding.shape == expected.shape and np.abs(output.embedding - expected).max() < TOLERANCE * 10
+
+
+def test_a_checkpoint_without_normalize(qwen3, make_llm, tmp_path):
+    """Its embeddings keep their length, unless a call asks for the norm."""
+    model, paths = qwen3
+    llm = make_llm(model=with_modules(paths[""], tmp_path, modules=("Transformer", "Pooling")))
+    state = pooled(model, PROMPTS[2])
+    assert np.abs(llm.embed([PROMPTS[2]])[0].embedding - state).max() < TOLERANCE * 10
+    check(llm.embed(PROMPTS, normalize=True), model)
+
+
+BARE = ["qwen3", "qwen2", "mistral-nemo", "llama-tied-biased", "granite", "gemma3", "mixtral", "qwen3.5"]
+
+
+@pytest.mark.parametrize("case", BARE)
+def test_decoders_without_a_head(case, make_llm, tmp_path):
+    """Saved under the name of the decoder, or of the model it was taken from; such a model generates nothing."""
+    model = families.make(tmp_path / "whole", case)
+    model.model.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert config["architectures"][0].endswith("Model")
+    check(make_llm(model=str(tmp_path / "whole")).embed(PROMPTS), model)
+    for architecture in (config["architectures"][0], type(model).__name__):
+        (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        llm = use_graphs_on_cpu(make_llm(model=str(tmp_path / "bare")))
+        check(llm.embed(PROMPTS), model)
+        for refused in (lambda: llm.generate([[5, 6]], use_tqdm=False), lambda: llm.score([[5, 6]]),  # noqa: B023
+                        lambda: llm.add_request([5, 6]), lambda: next(llm.stream([5, 6]))):  # noqa: B023  # fmt: skip
+            with pytest.raises(RequestError, match="this model has no LM head, so it predicts no tokens"):
+                refused()
+        with pytest.raises(RequestError, match="neither a classification head nor an LM head"):
+            llm.rerank("a", ["b"])
+    state = states_of(model, PROMPTS[2])[-1]
+    for path in ("whole", "bare"):
+        (output,) = make_llm(model=str(tmp_path / path)).embed([PROMPTS[2]], normalize=False)
+        assert np.abs(output.embedding - state).max() < TOLERANCE * np.abs(state).max()
+
+
+# -------------------------------------------------------------------- heads
+
+
+def make_classifier(path, num_labels, **more):
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    config = Qwen3Config(**{**families.BASE, **families.HEAD, "num_labels": num_labels, **more})
+    model = Qwen3ForSequenceClassification._from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(num_labels)
+    for name, p in model.named_parameters():
+        p.data.normal_(float("norm" in name), 0.15, generator=generator)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@torch.inference_mode()
+def logits_of(model, ids):
+    return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "more", "activation"),
+    [
+        (3, {}, lambda x: x.softmax(-1)),
+        (2, {"tie_word_embeddings": True}, lambda x: x.softmax(-1)),
+        (1, {}, torch.sigmoid),
+        (3, {"problem_type": "multi_label_classification"}, torch.sigmoid),
+        (2, {"problem_type": "regression"}, lambda x: x),
+    ],
+)
+def test_classify(num_labels, more, activation, make_llm, tmp_path):
+    model = make_classifier(tmp_path, num_labels, **more)
+    llm = make_llm(model=str(tmp_path), max_num_batched_tokens=50)
+
+    def check_all():
+        for output, ids in zip(llm.classify(PROMPTS), PROMPTS, strict=True):
+            expected = activation(logits_of(model, ids)).numpy()
+            assert np.abs(output.outputs.probs - expected).max() < TOLERANCE and len(expected) == num_labels
+
+    check_all()
+    check(llm.embed(PROMPTS), model)
+    model.score.weight.data.mul_(-2)
+    llm.update_weights(model.named_parameters())
+    check_all()
+    if num_labels != 1:
+        with pytest.raises(RequestError, match=f"rerank: this model has {num_labels} labels, not one"):
+            llm.rerank("a", ["b"])
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    """A model that answers with one of two tokens, as in its original form and converted to one label."""
+    from transformers import Qwen3ForCausalLM
+
+    paths = [tmp_path_factory.mktemp(name) for name in ("original", "converted")]
+    model = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    for path in paths:
+        shutil.copytree(DEMO_MODEL, path, dirs_exist_ok=True)
+    no, yes = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode("01").ids
+    from transformers import Qwen3ForSequenceClassification
+
+    converted = Qwen3ForSequenceClassification.from_pretrained(DEMO_MODEL, num_labels=1, dtype=torch.float32)
+    converted.score.weight.data[0] = model.lm_head.weight[yes] - model.lm_head.weight[no]
+    (paths[1] / "model.safetensors").unlink()
+    converted.save_pretrained(paths[1])
+    return model, [no, yes], paths
+
+
+QUERY, DOCUMENTS = "what is 2 + 3?", ["5", "2 + 3 = {5}", "a cat", "", "prime numbers " * 20]
+
+
+def check_scores(llm, reranker, **options):
+    model, answers, _ = reranker
+    template = "{query}\n{document}?"
+    outputs = llm.rerank(QUERY, DOCUMENTS, template=template, tokens=("0", "1"), **options)
+    for output, document in zip(outputs, DOCUMENTS, strict=True):
+        assert output.prompt == f"{QUERY}\n{document}?"
+        expected = logits_of(model, llm.tokenize([output.prompt])[0])[-1, answers].softmax(-1)[1]
+        assert abs(output.outputs.score - float(expected)) < TOLERANCE
+    return [output.outputs.score for output in outputs]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("form", [0, 1])
+def test_rerank(form, ranks, reranker):
+    with LLM(str(reranker[2][form]), device="cpu", quiet=True, tensor_parallel_size=ranks) as llm:
+        scores = check_scores(llm, reranker)
+        each = llm.rerank([QUERY] * len(DOCUMENTS), DOCUMENTS, template="{query}\n{document}?", tokens=["0", "1"])
+        assert [output.outputs.score for output in each] == pytest.approx(scores, abs=TOLERANCE)
+        (plain,) = llm.rerank(QUERY, ["5"], instruction="X", tokens=("0", "1"))
+        assert "<Instruct>: X\n<Query>: what is 2 + 3?\n<Document>: 5<|im_end|>" in plain.prompt
+
+
+def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
+    """config.json of a converted model may name tokens of the LM head in place of a head."""
+    path = shutil.copytree(reranker[2][0], tmp_path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    more = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["0", "1"]}
+    (path / "config.json").write_text(json.dumps(config | more))
+    with LLM(str(path), device="cpu", quiet=True) as llm:
+        check_scores(llm, reranker)
+
+
+def test_two_ranks(qwen3, make_llm, tmp_path):
+    """Long prefills in two halves: tests/runner/test_micro_batches.py."""
+    model, paths = qwen3
+    for kind in ("last", "mean"):
+        llm = make_llm(model=paths[kind], tensor_parallel_size=2)
+        for _ in range(2):
+            check(llm.embed(PROMPTS), model, kind=kind)
+        llm.exit()
+    model = make_classifier(tmp_path, 3)
+    llm = make_llm(model=str(tmp_path), tensor_parallel_size=2)
+    for output, ids in zip(llm.classify(PROMPTS), PROMPTS, strict=True):
+        assert np.abs(output.outputs.probs - logits_of(model, ids).softmax(-1).numpy()).max() < TOLERANCE
+
+
+# -------------------------------------------------------------------- texts
+
+
+def test_texts_get_the_tokens_that_the_tokenizer_adds(tmp_path):
+    """Qwen3-Embedding's appends <|endoftext|>, whose hidden state is the embedding."""
+    path = shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    with LLM(str(path), device="cpu", quiet=True, max_num_seqs=4) as llm:
+        texts = [f"{i} + {i}" for i in range(600)]  # several slices
+        outputs = llm.embed(texts)
+        assert [output.prompt for output in outputs] == texts
+        assert all(output.prompt_token_ids[-1] == end for output in outputs)
+        ids = [output.prompt_token_ids for output in outputs]
+        again = llm.embed([{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)])
+        assert np.abs(np.subtract([x.embedding for x in outputs], [x.embedding for x in again])).max() < TOLERANCE
+        with pytest.raises(RequestError, match="prompt 300: the text cannot be encoded as UTF-8"):
+            llm.embed([*texts[:300], "\ud800", "x"])
+        assert llm.is_finished() and len(llm.embed(texts[:3])) == 3
+        bars = []
+        llm.embed(texts[:3], use_tqdm=lambda **options: bars.append(options["total"]) or FakeBar())
+        assert bars == [3]
+
+
+class FakeBar:
+    def update(self, n):
+        """Counts nothing."""
+
+    refresh = close = lambda self: None
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_refused(qwen3, make_llm):
+    model, paths = qwen3
+    llm = make_llm(model=paths[""], max_model_len=150, num_kvcache_blocks=9)
+    long = prompt_of(151)
+    for call, said in (
+        (lambda: llm.embed([[5], []]), "prompt 1: the prompt is empty; it must hold at least one token."),
+        (lambda: llm.embed([[5], long]), "prompt 1: the prompt has 151 tokens; with max_model_len=150 at most 150"),
+        (lambda: llm.embed([long[:145]]), "prompt 0: the prompt has 145 tokens; the KV cache has 9 blocks of 16."),
+        (lambda: llm.embed([[5], [128]]), "prompt 1: token id 128 is outside the vocabulary [0, 128)."),
+        (lambda: llm.embed(["text"]), "text needs a tokenizer"),
+        (lambda: llm.embed([[5]], dimensions=0), "embed: dimensions=0 must be an integer from 1 to 64 or None."),
+        (lambda: llm.embed([[5]], dimensions=65), "embed: dimensions=65 must be an integer from 1 to 64 or None."),
+        (lambda: llm.embed([[5]], normalize=1), "embed: normalize=1 must be True or False or None."),
+        (lambda: llm.classify([[5]]), "classify: this model has no classification head"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(said)):
+            call()
+        check_nothing_is_left(llm)
+    assert llm.embed([]) == []
+    check(llm.embed([long[:144]]), model, [long[:144]])
+
+
+def test_rerank_refused():
+    with LLM(device="cpu", quiet=True) as llm:
+        for arguments, options, said in (
+            (("q", "d"), {}, "documents must be a list of strings, not d."),
+            (("q", ["d", 5]), {}, "document 1 must be a string, not 5."),
+            ((["q", "r"], ["d"]), {}, "2 queries but 1 documents; give one, or as many."),
+            (("q", ["d"]), {"template": "{question}"}, "template='{question}' may have {query}, {document} and"),
+            (("q", ["d"]), {"tokens": ("yes", "no")}, "tokens=('yes', 'no') must be two texts of one token each"),
+        ):
+            with pytest.raises(RequestError, match=re.escape(said)):
+                llm.rerank(*arguments, **{"tokens": ("0", "1"), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "max"}, "pooling pooling_mode_max_tokens is not supported, only one of lasttoken, cls, mean."),
+        ({"mode": "none"}, "pooling without a mode is not supported"),
+        ({"modules": ("Transformer", "Pooling", "Dense")}, "module 'Dense' is not supported"),
+        ({"mode": "mean", "include_prompt": False}, "include_prompt=false is not supported"),
+        ({"pooling_mode": "weightedmean"}, "pooling weightedmean is not supported"),
+    ],
+)
+def test_pooling_that_is_not_supported(options, said, qwen3, make_llm, tmp_path):
+    """The model generates all the same."""
+    llm = make_llm(model=with_modules(qwen3[1][""], tmp_path, **options))
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        llm.embed([[5]])
+    assert generate(llm, [[5]], greedy(1))
+
+
+def test_bidirectional_models_are_refused(qwen3, make_llm, tmp_path):
+    """gte-Qwen2 has the name of a causal model and is none."""
+    path = Path(shutil.copytree(qwen3[1][""], tmp_path, dirs_exist_ok=True))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(CheckpointError, match="is_causal=False must be absent or True"):
+        make_llm(model=str(path))
