@@ -20,11 +20,11 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels  # noqa: E402
 from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import rms_norm  # noqa: E402
+from nanovllm.kernels.linear.reference import Weight, rms_norm  # noqa: E402
 from nanovllm.kernels.moe import dispatch, reference  # noqa: E402
 from nanovllm.kernels.moe.reference import Routing  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
-from nanovllm.models.config import MoEConfig  # noqa: E402
+from nanovllm.models.config import LayerConfig, MoEConfig  # noqa: E402
 from nanovllm.models.moe import SparseMoE  # noqa: E402
 
 EPS = 1e-6
@@ -197,8 +197,8 @@ class Problem:
     def run(self, op, **options):
         """The result on copies of the residual, which a kernel may overwrite."""
         return op(
-            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, self.gate_up, self.down,
-            self.routing, self.slots, **options,
+            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, Weight(self.gate_up),
+            Weight(self.down), self.routing, self.slots, **options,
         )  # fmt: skip
 
     def check(self, **options):
@@ -318,8 +318,8 @@ def test_split_k_partials_as_residual(num_tokens):
     partials = randn(3, *problem.residual.shape)
     unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
     got = dispatch.fused_moe(
-        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, problem.gate_up, problem.down,
-        problem.routing, problem.slots, allow_split_k=True,
+        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, Weight(problem.gate_up),
+        Weight(problem.down), problem.routing, problem.slots, allow_split_k=True,
     )  # fmt: skip
     assert_close(whole(got), expected)
 
@@ -328,7 +328,8 @@ def test_split_k_partials_as_residual(num_tokens):
 def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
     """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once."""
     config = SimpleNamespace(
-        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True)
+        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True),
+        fp8_block=lambda *_: None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))
     residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
@@ -340,7 +341,7 @@ def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
         monkeypatch.setattr(kernels, "select", lambda ops=ops: ops)
         torch.manual_seed(0)
         with torch.device(DEVICE), torch.inference_mode():
-            layer, norm = SparseMoE(config, SINGLE_RANK), RMSNorm(32)
+            layer, norm = SparseMoE(config, LayerConfig(), SINGLE_RANK), RMSNorm(32)
             for param in layer.parameters():
                 param.normal_(0.0, 0.3)
             results.append(whole(layer(x, norm, context)))
