@@ -110,8 +110,8 @@ def test_fused_moe_twin_agrees_with_every_expert_computed(has_norm, add_residual
     gate_up, down = randn(E, 2 * I, C), randn(E, C, I)
     before = x.clone()
     got = reference.fused_moe(
-        x, norm_weight if has_norm else None, EPS, router, None, gate_up, down, routing, slots(T, padding=[0, 10]),
-        add_residual=add_residual,
+        x, norm_weight if has_norm else None, EPS, router, None, Weight(gate_up), Weight(down), routing,
+        slots(T, padding=[0, 10]), add_residual=add_residual,
     )  # fmt: skip
     normed = rms_norm(x, norm_weight, EPS) if has_norm else x
     gate, up = torch.einsum("tc,enc->ten", normed, gate_up).chunk(2, -1)
