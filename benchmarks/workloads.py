@@ -71,6 +71,10 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         mlp_only_layers=[],
     ) | _QWEN,
 }  # fmt: skip
+OTHERS["qwen3-30b-a3b-fp8"] = OTHERS["qwen3-30b-a3b"] | {  # the published FP8 weights
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
 SIZES = (*QWEN3, *OTHERS)
 
 

@@ -15,13 +15,17 @@ from ..linear.gemv import activate, dot_fp8, load_group_scale, load_pairs, multi
 
 @triton.jit
 def tile_of(weight_ptr, BLOCK: tl.constexpr):
-    """BLOCK channels as vectors that a thread loads at once: their first channels, of each loaded number, [V, n].
+    """BLOCK channels as vectors that a thread loads at once: channels to compare with their number, and the offsets
+    [V, n] of loaded numbers in a row of the weight.
 
     Vectors are the first dimension, so that neighbouring threads hold neighbouring vectors of x and of the weight.
     """
-    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty == tl.int32 else 8
-    STEP: tl.constexpr = 4 if weight_ptr.dtype.element_ty == tl.int32 else 1
-    return tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR // STEP)[None, :] * STEP
+    if weight_ptr.dtype.element_ty == tl.int32:
+        vector = tl.arange(0, BLOCK // 16)[:, None]
+        return vector * 16, vector * 4 + tl.arange(0, 4)[None, :]
+    else:
+        c = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        return c, c
 
 
 @triton.jit
@@ -65,9 +69,9 @@ def gate_up_rows_kernel(
     unit = tl.program_id(0) * BLOCK_I + local % BLOCK_I
     feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then as many of up
     exists = unit < NUM_UNITS
-    c = tile_of(weight_ptr, BLOCK_C)  # [V, n]
+    c, offs_c = tile_of(weight_ptr, BLOCK_C)
     V: tl.constexpr = c.shape[0]
-    offs = feature.to(tl.int64)[None, :, None] * (NUM_CHANNELS // PACK) + (c // PACK)[:, None, :]  # [V, 2 BLOCK_I, n]
+    offs = feature.to(tl.int64)[None, :, None] * (NUM_CHANNELS // PACK) + offs_c[:, None, :]  # [V, 2 BLOCK_I, n]
     x_ptr += (row // TOP_K).to(tl.int64) * (NUM_CHANNELS // (2 if IS_FOURS else 1))
     x_ptrs = x_ptr + c
     pdl_wait(USE_PDL)
@@ -132,9 +136,9 @@ def down_rows_kernel(
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < NUM_CHANNELS
-    i = tile_of(weight_ptr, BLOCK_I)  # [V, n]
+    i, offs_i = tile_of(weight_ptr, BLOCK_I)
     V: tl.constexpr = i.shape[0]
-    offs = n.to(tl.int64)[None, :, None] * (NUM_UNITS // PACK) + (i // PACK)[:, None, :]  # [V, BLOCK_N, n]
+    offs = n.to(tl.int64)[None, :, None] * (NUM_UNITS // PACK) + offs_i[:, None, :]  # [V, BLOCK_N, n]
     pdl_wait(USE_PDL)
     y = tl.zeros((V, BLOCK_N), tl.float32)
     for j in tl.static_range(TOP_K):
@@ -180,6 +184,11 @@ def block_of(num_channels):
     return min(max(16, triton.next_power_of_2(num_channels)), 2048)
 
 
+def warps_of(num_channels):
+    """A thread holds a vector of 16 of a step's channels: so x and an e4m3 weight have one layout."""
+    return max(1, block_of(num_channels) // 512)
+
+
 def gate_up_rows(x, norm_weight, eps, weight, ids, act):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten.
 
@@ -189,7 +198,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act):
     assert weight.scale is None or norm_weight is None
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x, data, scale, num_groups = operands(x, weight)
-    block_i, num_warps = (2, 8) if scale is None else (4, 4)
+    block_i, num_warps = (2, 8) if scale is None else (4, warps_of(num_channels))
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, ids, h, eps,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
@@ -205,7 +214,7 @@ def down_rows(h, weight, ids, weights, residual):
     assert residual is None or residual.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=h.dtype, device=h.device)
     h, data, scale, num_groups = operands(h, weight)
-    block_n, num_warps = (1, 1) if scale is None else (4, 4)
+    block_n, num_warps = (1, 1) if scale is None else (4, warps_of(num_units))
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
         h, data, scale, ids, weights, residual, y,

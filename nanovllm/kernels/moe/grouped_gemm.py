@@ -95,13 +95,13 @@ def grouped_gemm_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         for step in range(0, K, BLOCK_K):
-            scale = load_scale(scale_ptr, features, step, K, GROUP)
+            scale = load_scale(scale_ptr, features, step, K, GROUP)  # both here: no load moves above the wait of a product
+            up_scale = load_scale(scale_ptr, features + N, step, K, GROUP) if GATED else None
             x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
             acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, SWAP_AB, PRECISION)
             if GATED:
-                scale = load_scale(scale_ptr, features + N, step, K, GROUP)
                 weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
-                up = dot_tile(x, weight, scale, up, SWAP_AB, PRECISION)
+                up = dot_tile(x, weight, up_scale, up, SWAP_AB, PRECISION)
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
             acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
