@@ -41,6 +41,9 @@ class Experts(nn.Module):
     A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart.
     """
 
+    gate_up_proj_scale: nn.Parameter | None
+    down_proj_scale: nn.Parameter | None
+
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         self.tp = tp

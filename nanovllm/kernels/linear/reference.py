@@ -31,11 +31,11 @@ class Weight(NamedTuple):
         return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
-        """[N, C] in `dtype`; without a scale, `data` as it is."""
+        """[N, C] in `dtype`, of experts [E, N, C]; without a scale, `data` as it is."""
         if self.scale is None:
             return self.data
-        groups = widened(self.data).unflatten(1, (self.scale.shape[1], -1))
-        return groups.mul_(self.scale.unsqueeze(2)).flatten(1).to(dtype)
+        groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
+        return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def widened(data):

@@ -95,7 +95,8 @@ def grouped_gemm_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         for step in range(0, K, BLOCK_K):
-            scale = load_scale(scale_ptr, features, step, K, GROUP)  # both here: no load moves above the wait of a product
+            # Both scales here: no load moves above the wait for a product.
+            scale = load_scale(scale_ptr, features, step, K, GROUP)
             up_scale = load_scale(scale_ptr, features + N, step, K, GROUP) if GATED else None
             x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
             acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, SWAP_AB, PRECISION)
