@@ -6,10 +6,10 @@ says what is computed.
     1 to 4     gemv.py, row by row
     5 and up   grouped_gemm.py, rows grouped by expert
 
-With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized to
-e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers. The
-references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of 16, all
-experts are dequantized at each call, which is right, and slow.
+With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
+to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
+The references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of
+16, all experts are dequantized at each call, which is right, and slow.
 """
 
 import torch

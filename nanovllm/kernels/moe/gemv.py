@@ -64,14 +64,15 @@ def gate_up_rows_kernel(
     pdl_launch_dependents(USE_PDL)
     IS_FOURS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
     PACK: tl.constexpr = 4 if IS_FOURS else 1
+    VECTOR: tl.constexpr = 16 if IS_FOURS else 8
     row = tl.program_id(1)
     local = tl.arange(0, 2 * BLOCK_I)
     unit = tl.program_id(0) * BLOCK_I + local % BLOCK_I
     feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then as many of up
     exists = unit < NUM_UNITS
     c, offs_c = tile_of(weight_ptr, BLOCK_C)
-    V: tl.constexpr = c.shape[0]
-    offs = feature.to(tl.int64)[None, :, None] * (NUM_CHANNELS // PACK) + offs_c[:, None, :]  # [V, 2 BLOCK_I, n]
+    # [BLOCK_C / VECTOR, 2 BLOCK_I, n]
+    offs = feature.to(tl.int64)[None, :, None] * (NUM_CHANNELS // PACK) + offs_c[:, None, :]
     x_ptr += (row // TOP_K).to(tl.int64) * (NUM_CHANNELS // (2 if IS_FOURS else 1))
     x_ptrs = x_ptr + c
     pdl_wait(USE_PDL)
@@ -79,15 +80,15 @@ def gate_up_rows_kernel(
     if expert < 0:
         return
     weight_ptrs = weight_ptr + expert * (2 * NUM_UNITS * NUM_CHANNELS // PACK) + offs
-    acc = tl.zeros((V, 2 * BLOCK_I), tl.float32)
-    squares = tl.zeros((V,), tl.float32)
+    acc = tl.zeros((BLOCK_C // VECTOR, 2 * BLOCK_I), tl.float32)
+    squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
-        weight = tl.load(weight_ptrs + first // PACK, mask=exists[None, :, None] & inside[:, None, :], other=0)
+        weight = tl.load(weight_ptrs + first // PACK, mask=exists[None, :, None] & inside[:, None, :], other=0.0)
         if NUM_GROUPS > 0:
             scale = load_group_scale(
                 scale_ptr + expert * (2 * NUM_UNITS * NUM_GROUPS), feature, exists, first, NUM_CHANNELS, NUM_GROUPS,
-                BLOCK_C, BLOCK_C // V,
+                BLOCK_C, VECTOR,
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
@@ -133,14 +134,15 @@ def down_rows_kernel(
     pdl_launch_dependents(USE_PDL)
     IS_FOURS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
     PACK: tl.constexpr = 4 if IS_FOURS else 1
+    VECTOR: tl.constexpr = 16 if IS_FOURS else 8
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < NUM_CHANNELS
     i, offs_i = tile_of(weight_ptr, BLOCK_I)
-    V: tl.constexpr = i.shape[0]
-    offs = n.to(tl.int64)[None, :, None] * (NUM_UNITS // PACK) + offs_i[:, None, :]  # [V, BLOCK_N, n]
+    # [BLOCK_I / VECTOR, BLOCK_N, n]
+    offs = n.to(tl.int64)[None, :, None] * (NUM_UNITS // PACK) + offs_i[:, None, :]
     pdl_wait(USE_PDL)
-    y = tl.zeros((V, BLOCK_N), tl.float32)
+    y = tl.zeros((BLOCK_I // VECTOR, BLOCK_N), tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
         share = tl.load(weights_ptr + token * TOP_K + j)
@@ -150,11 +152,12 @@ def down_rows_kernel(
         for first in tl.static_range(0, NUM_UNITS, BLOCK_I):
             num_left = tl.where(expert >= 0, NUM_UNITS - first, 0)
             inside = i < num_left
-            weight = tl.load(weight_ptrs + first // PACK, mask=inside[:, None, :] & exists[None, :, None], other=0)
+            weight = tl.load(weight_ptrs + first // PACK, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
             if NUM_GROUPS > 0:
+                is_scaled = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
                 scale = load_group_scale(
-                    scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, exists & (expert >= 0), first, NUM_UNITS,
-                    NUM_GROUPS, BLOCK_I, BLOCK_I // V,
+                    scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, is_scaled, first, NUM_UNITS, NUM_GROUPS,
+                    BLOCK_I, VECTOR,
                 )  # fmt: skip
             pdl_wait(USE_PDL)  # as above
             if IS_FOURS:
