@@ -27,20 +27,20 @@ def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_scale(scale_ptr, features, step, K: tl.constexpr, GROUP: tl.constexpr):
-    """Scales [BLOCK_N] of a loop step's channels, all of one group; None without scales."""
+    """Scales [BLOCK_N] of a loop step's channels, all of one group."""
     if GROUP > 0:
         return tl.load(scale_ptr + features * (K // GROUP) + step // GROUP)
     else:
-        return None
+        return 1.0
 
 
 @triton.jit
-def dot_tile(x, weight, scale, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them.
 
-    With a scale of the weight products meet in x's type, and tensor cores sum up one step in e4m3, no more.
+    With GROUP the weight is widened, unless x is e4m3 too, and a step's sum is scaled before it is added in fp32.
     """
-    if scale is None:
+    if GROUP == 0:
         if SWAP_AB:
             return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
         else:
@@ -97,12 +97,13 @@ def grouped_gemm_kernel(
         for step in range(0, K, BLOCK_K):
             # Both scales here: no load moves above the wait for a product.
             scale = load_scale(scale_ptr, features, step, K, GROUP)
-            up_scale = load_scale(scale_ptr, features + N, step, K, GROUP) if GATED else None
+            if GATED:
+                up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
             x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
-            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, SWAP_AB, PRECISION)
+            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, GROUP, SWAP_AB, PRECISION)
             if GATED:
                 weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
-                up = dot_tile(x, weight, up_scale, up, SWAP_AB, PRECISION)
+                up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
             acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
