@@ -51,8 +51,8 @@ class Config:
             values rounded to 4 significant bits, with a scale for each layer and KV head.
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
-        quantization: "fp8" quantizes the linear layers of attention and MLP as they load, with a scale for each output
-            feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
+        quantization: "fp8" quantizes the linear layers of attention, MLP and experts as they load, with a scale for
+            each output feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
         enable_prefix_caching: reuse the keys and values of equal prompt prefixes.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.
         revision: branch, tag or commit of a hub model; ignored for a directory.
