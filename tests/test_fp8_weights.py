@@ -711,6 +711,15 @@ def test_some_experts_left_out():
     assert f"leaving out {name}, but not all of {some}, is not supported." in str(info.value)
 
 
+@pytest.mark.parametrize("left_out", [["shared_expert"], [f"experts.{e}" for e in range(4)]], ids=["shared", "routed"])
+def test_logits_with_experts_left_out(left_out, tmp_path):
+    model = families.make(tmp_path, "qwen2-moe", **SIZES | MORE["qwen2-moe"])
+    names = [f"model.layers.{i}.mlp.{mlp}.{x}_proj" for i in (0, 1) for mlp in left_out for x in ("gate", "up", "down")]
+    tensors = fp8_checkpoints.write(tmp_path, model, "qwen", names)
+    assert {tensors[f"{name}.weight"].dtype for name in names} == {torch.float32}
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """(path of a 16-bit mixture with a shared expert, transformers' model of its quantized values)."""
@@ -830,19 +839,35 @@ def test_dummy_weights_of_experts():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [None, "qwen", "tensor"])
-def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
+@pytest.mark.parametrize(("case", "form"), [
+    ("qwen3", None), ("qwen3", "qwen"), ("qwen3", "tensor"), ("qwen2-moe", None), ("qwen2-moe", "qwen"),
+])  # fmt: skip
+def test_the_gpu_loads_the_same_bytes(case, form, published, tmp_path):
     """Quantized while loading (None), and published."""
     if form is None:
-        families.make(tmp_path, "qwen3", **SIZES)
+        families.make(tmp_path, case, **SIZES | MORE.get(case, {}))
         path, config = str(tmp_path), read_model_config(str(tmp_path)).quantized()
     else:
-        path, config = published("qwen3", form)[0], None
+        path, config = published(case, form)[0], None
     on_cpu = built(path, config=config)
     with torch.device("cuda"):
         on_gpu = built(path, config=config)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "form"), [("qwen3-moe", "qwen"), ("qwen2-moe", "qwen"), ("glm4-moe", "channel")])
+def test_experts_on_the_gpu(case, form, published, make_llm):
+    """In fp32, which no kernel quantizes; eager, and then under CUDA graphs."""
+    path, _, model = published(case, form)
+    options = dict(model=path, device="cuda", dtype="float32", num_kvcache_blocks=200, max_model_len=256)
+    prompts = [IDS[:3], IDS[:17], IDS[5:45]]
+    completions = generate(make_llm(**options, enforce_eager=True), prompts, greedy(8))
+    for prompt, tokens in zip(prompts, completions, strict=True):
+        want = hf_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
+        assert tokens == want.tolist()
+    assert generate(make_llm(**options), prompts, greedy(8)) == completions
 
 
 def relative_error(got, want):
