@@ -12,6 +12,10 @@ import triton.language as tl
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate, dot_fp8, load_group_scale, load_pairs, multiplies_in_fp16, unpack
 
+# Of a program where weights are e4m3: units of gate and up, channels of down. By the bytes in flight; not measured.
+FP8_UNITS = 4
+FP8_CHANNELS = 4
+
 
 @triton.jit
 def tile_of(weight_ptr, BLOCK: tl.constexpr):
@@ -201,7 +205,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act):
     assert weight.scale is None or norm_weight is None
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x, data, scale, num_groups = operands(x, weight)
-    block_i, num_warps = (2, 8) if scale is None else (4, warps_of(num_channels))
+    block_i, num_warps = (2, 8) if scale is None else (FP8_UNITS, warps_of(num_channels))
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, ids, h, eps,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
@@ -217,7 +221,7 @@ def down_rows(h, weight, ids, weights, residual):
     assert residual is None or residual.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=h.dtype, device=h.device)
     h, data, scale, num_groups = operands(h, weight)
-    block_n, num_warps = (1, 1) if scale is None else (4, warps_of(num_units))
+    block_n, num_warps = (1, 1) if scale is None else (FP8_CHANNELS, warps_of(num_units))
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
         h, data, scale, ids, weights, residual, y,
