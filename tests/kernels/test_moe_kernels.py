@@ -410,6 +410,15 @@ def test_fp8_experts_after_partials(num_tokens, add_residual):
     assert_close(whole(got), expected)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 6])
+@pytest.mark.parametrize("in_16_bits", ["gate_up", "down"])
+def test_one_of_the_two_in_fp8(in_16_bits, num_tokens):
+    """A checkpoint may leave out either."""
+    problem = FP8Problem(num_tokens, dtype=torch.float32)
+    problem.weights[["gate_up", "down"].index(in_16_bits)] = Weight(getattr(problem, in_16_bits))
+    problem.check()
+
+
 @pytest.mark.parametrize("num_tokens", [3, 6])
 def test_fp8_experts_without_tokens_are_not_read(num_tokens):
     problem = FP8Problem(num_tokens, groups=(32, 16), padding=[0, num_tokens - 1])
