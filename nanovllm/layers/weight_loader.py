@@ -48,6 +48,15 @@ class CheckpointTensor:
 
         return CheckpointTensor(self.name, [count, *self.shape[1:]], read)
 
+    def entries(self, count: int) -> list["CheckpointTensor"]:
+        """The ``count`` entries along the first dimension that it must have."""
+        self.fit([count, *self.shape[1:]])
+
+        def reader(i: int) -> Callable[[Any], torch.Tensor]:
+            return lambda index: self.read((slice(i, i + 1), *(() if index is ... else index)))[0]
+
+        return [CheckpointTensor(f"{self.name}[{i}]", self.shape[1:], reader(i)) for i in range(count)]
+
     def fit(self, shape: list[int]) -> "CheckpointTensor":
         """The tensor in this shape, or CheckpointError if it has another one."""
         if self.shape != shape:

@@ -12,14 +12,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.quantization_config import (
-    LINEARS,
-    NO_EXPERTS,
-    RENAMED_TENSORS,
-    UNUSED_TENSORS,
-    FP8Weights,
-    read_fp8,
-)
+from nanovllm.models.quantization_config import RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, linears, read_fp8
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
@@ -188,7 +181,7 @@ class LayerConfig:
         window: the tokens that a token attends, itself included; 0: all before it.
         rope: None: positions are not rotated (NoPE).
         is_sparse: a mixture of experts takes the place of the MLP.
-        fp8_linears: names of its FP8 linear layers; keys of ``LINEARS``.
+        fp8_linears: keys of ``linears``: which are FP8, of those that it has.
     """
 
     mixer: str = "attention"
@@ -324,10 +317,9 @@ class ModelConfig:
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
-        """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
-        if self.moe is not None:
-            raise ConfigError(f"quantization='fp8' {NO_EXPERTS}.")
-        layers = tuple(replace(layer, fp8_linears=frozenset(LINEARS)) for layer in self.layers)
+        """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.delta is not None))
+        layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
 
     def fp8_block(self, layer: LayerConfig, name: str) -> int | None:

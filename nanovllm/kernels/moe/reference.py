@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..linear.reference import act_and_mul, rms_norm
+from ..linear.reference import fused_linear, rms_norm
 
 
 class Routing(NamedTuple):
@@ -69,8 +69,8 @@ def fused_moe(
         norm_weight: [C], or None for x = residual; with its eps.
         router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid scores.
         correction_bias, routing, slot_mapping: as in `route`; rows of padding get a sum of zeros.
-        gate_up: [E, 2I, C], gate features before up features.
-        down: [E, C, I].
+        gate_up: Weight, [E, 2I, C], gate features before up features.
+        down: Weight, [E, C, I].
         act: as in `act_and_mul`.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
@@ -87,7 +87,7 @@ def fused_moe(
     tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
     for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
         if expert >= 0:
-            hidden = act_and_mul(F.linear(x[rows], gate_up[expert]), act)
-            total.index_add_(0, rows, F.linear(hidden, down[expert]) * share)
+            hidden = fused_linear(x[rows], gate_up.expert(expert), act_mul=act)
+            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert)) * share)
     total = total.to(x.dtype)
     return residual + total if add_residual else total
