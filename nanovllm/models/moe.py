@@ -8,7 +8,6 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm import kernels
@@ -85,8 +84,8 @@ class SharedExpert(nn.Module):
         self.act = config.act
         self.down_proj = RowParallelLinear(I, C, tp=tp, fp8_block=fp8[1])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x, act=self.act))
+    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(residual, norm, self.act))
 
 
 class SparseMoE(nn.Module):
@@ -112,16 +111,14 @@ class SparseMoE(nn.Module):
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
-        shared = None
+        base, is_first = None, self.tp.rank == 0
         if self.shared_expert is not None:
-            x = norm(residual)
+            shared = self.shared_expert(residual, norm)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = F.linear(x, self.shared_expert_gate.weight).sigmoid() * shared
-        y = self.ops.fused_moe(  # after the shared expert: it may overwrite the residual
+            gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, gate, is_first)
+        return self.ops.fused_moe(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
-            add_residual=self.tp.rank == 0, allow_split_k=self.tp.size == 1 and shared is None,
+            add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base,
         )  # fmt: skip
-        return y if shared is None else y + shared

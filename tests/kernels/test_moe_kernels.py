@@ -23,7 +23,7 @@ from nanovllm.kernels.fp8 import E4M3  # noqa: E402
 from nanovllm.kernels.launch import is_sm90  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens  # noqa: E402
 from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm  # noqa: E402
-from nanovllm.kernels.moe import dispatch, reference  # noqa: E402
+from nanovllm.kernels.moe import dispatch, reference, shared_expert  # noqa: E402
 from nanovllm.kernels.moe.reference import Routing  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
 from nanovllm.models.config import LayerConfig, MoEConfig  # noqa: E402
@@ -509,3 +509,28 @@ def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
                 param.normal_(0.0, 0.3)
             results.append(whole(layer(x, norm, context)))
     assert_close(results[1], results[0])
+
+
+# The shared expert's gate and sum.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("add_residual", [False, True])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_add_shared_expert(dtype, add_residual, has_gate):
+    T, C = 5, 72
+    residual = randn(T, 2 * C, dtype=dtype)[:, :C]
+    args = residual, randn(C, dtype=dtype), EPS, randn(1, C, dtype=dtype) if has_gate else None, add_residual
+    shared = randn(T, C, dtype=dtype)
+    expected = reference.add_shared_expert(shared.clone(), *args)
+    assert_close(shared_expert.add_shared_expert(shared, *args), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("allow_split_k", [False, True])
+def test_another_base_than_the_residual(num_tokens, allow_split_k):
+    problem = Problem(num_tokens)
+    base = randn(num_tokens, problem.residual.shape[1], dtype=problem.residual.dtype)
+    expected = problem.run(reference.fused_moe, base=base)
+    got = problem.run(dispatch.fused_moe, base=base, allow_split_k=allow_split_k)
+    assert_close(whole(got), expected)

@@ -31,13 +31,14 @@ MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more 
 
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
-              act="silu", add_residual=True, allow_split_k=False):  # fmt: skip
+              act="silu", add_residual=True, allow_split_k=False, base=None):  # fmt: skip
     """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
 
     Rows of padding (slot -1) of the result are undefined.
     """
     num_tokens, is_sigmoid = len(residual), routing.scoring == "sigmoid"
     x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
+    base = residual if base is None else base
     gate_up, down = usable(gate_up, residual.dtype), usable(down, residual.dtype)
     if num_tokens > 1 or is_sigmoid or x is not residual or gate_up.scale is not None:
         x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
@@ -52,7 +53,7 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
         h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act)
-        return down_rows(h, down, ids, weights, residual if add_residual else None)
+        return down_rows(h, down, ids, weights, base if add_residual else None)
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up.data), routing.top_k
     rows, counts = group_rows(ids, num_experts)
@@ -66,8 +67,8 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     config = grouped_config(len(h.data), num_experts, False, h.scale is not None)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights)
     if add_residual and allow_split_k:
-        return SplitKPartials(residual, parts)
-    return sum_rows(parts, residual if add_residual else None, x.dtype)
+        return SplitKPartials(base, parts)
+    return sum_rows(parts, base if add_residual else None, x.dtype)
 
 
 def usable(weight, dtype):
