@@ -28,7 +28,7 @@ IDS = [RNG.randrange(2, 140) for _ in range(400)]
 # one token; less than a chunk of 64; more than two of them; a whole number of them
 PROMPTS = [IDS[:1], IDS[3:40], IDS[5:155], IDS[20:148], IDS[7:207]]
 NUM_DECODED = 12
-OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40}
+OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40, "num_state_snapshots": 8}
 
 
 @pytest.fixture(scope="module")
