@@ -4,7 +4,19 @@
 reads ``config.json`` by it. Imports no torch.
 """
 
-from nanovllm.models.families import EPS, GEMMA, GEMMA3, GLM, OLMO2, POST, QWEN, QWEN3_5, QWEN3_NEXT, Family
+from nanovllm.models.families import (
+    EPS,
+    GEMMA,
+    GEMMA3,
+    GLM,
+    OLMO2,
+    POST,
+    QWEN,
+    QWEN3_5,
+    QWEN3_NEXT,
+    QWEN3_NEXT_MOE,
+    Family,
+)
 
 MODELS = {
     "LlamaForCausalLM": Family(),
@@ -71,9 +83,9 @@ MODELS = {
                          "num_nextn_predict_layers": 1},
         renamed=((".shared_experts.", ".shared_expert."),),
     ),
-    "Qwen3NextForCausalLM": QWEN3_NEXT._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3NextForCausalLM": QWEN3_NEXT._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
-    "Qwen3_5MoeForCausalLM": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3_5MoeForCausalLM": QWEN3_5._replace(**QWEN3_NEXT_MOE),
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(**QWEN3_NEXT_MOE),
 }  # fmt: skip
