@@ -204,4 +204,7 @@ def test_the_start_line_says_so(make_checkpoint):
     from nanovllm.runner.device import describe
 
     config = Config(make_checkpoint(), kv_cache_dtype="fp8")
-    assert "float32; FP8 KV cache of 256 tokens; " in describe(config, torch.device("cpu"), torch.float32, 1)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.float32, num_kvcache_blocks=1, config=config, states=None
+    )
+    assert "float32; FP8 KV cache of 256 tokens; " in describe(config, runner)
