@@ -48,6 +48,16 @@ class CheckpointTensor:
 
         return CheckpointTensor(self.name, [count, *self.shape[1:]], read)
 
+    def swapped(self) -> "CheckpointTensor":
+        """The tensor [E, A, B] as [E, B, A]."""
+        e, a, b = self.shape if len(self.shape) == 3 else self.fit([0, 0, 0]).shape
+
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            of_e, of_b, of_a = (*index, *[slice(None)] * (3 - len(index)))
+            return self.read((of_e, of_a, of_b)).transpose(1, 2)
+
+        return CheckpointTensor(self.name, [e, b, a], read)
+
     def fit(self, shape: list[int]) -> "CheckpointTensor":
         """The tensor in this shape, or CheckpointError if it has another one."""
         if self.shape != shape:

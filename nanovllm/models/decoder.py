@@ -56,6 +56,10 @@ class SelfAttention(nn.Module):
         self.adds_residual = not config.family.post_norm
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
         weights = [norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)]
+        self.query_scales, self.norms_rotated = rope.query_scales, config.family.norms_rotated
+        if self.norms_rotated:  # a rotation keeps the RMS of a head, but not the places of weights
+            self.register_buffer("plain_weight", torch.ones(D), persistent=False)
+            weights = [self.plain_weight, self.plain_weight]
         # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=config.rms_norm_eps, cos_sin=rope.cos_sin,
@@ -73,6 +77,10 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
+        if self.norms_rotated:  # of the scores; so the keys' weight may be the queries'
+            q = q * (self.q_norm.weight * self.k_norm.weight)
+        if self.query_scales is not None:
+            q = q * self.query_scales[context.positions.long(), None, None]
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
             q, residual = q[context.logits_indices], residual[context.logits_indices]
             gate = None if gate is None else gate[context.logits_indices]
@@ -90,9 +98,8 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     D, eps, offset, order = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset, qkv.orders.qk
     if config.qk_norm == "head":
         return RMSNorm(D, eps, offset, order=order), RMSNorm(D, eps, offset, order=order)
-    assert order is None, "a norm over all heads with permuted rotary dimensions"
-    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, shard=qkv.q_shard)
-    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
+    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, order=order, shard=qkv.q_shard)
+    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, order=order, shard=qkv.kv_shard)
 
 
 # by the kind of a layer, see ``LayerConfig.mixer``
@@ -167,7 +174,9 @@ class Decoder(nn.Module):
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
         config.check_padded_heads(D)
         tables = {  # layers share them
-            rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
+            rope: RotaryEmbedding(
+                D, max_position, *((*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ())
+            )
             for rope in dict.fromkeys(config.ropes)
         }
         self.ropes = nn.ModuleList(tables.values())

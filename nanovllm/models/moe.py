@@ -31,18 +31,24 @@ class Router(nn.Module):
         if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
             bias = torch.empty(moe.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+            bias = self.e_score_correction_bias
+            bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
+
+    def load_bias(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
+        """[E], or as ERNIE has it [1, E]."""
+        copy_shard(param[None] if len(loaded.shape) == 2 else param, loaded)
 
 
 class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
     A checkpoint has a tensor for each expert and projection, or one of all experts (``shard_id`` None), of the
-    parameter's shape on a single rank.
+    parameter's shape on a single rank, or with its last two dimensions swapped.
     """
 
     def __init__(self, moe: MoEConfig, hidden_size: int, tp: TPGroup):
         super().__init__()
-        self.tp = tp
+        self.tp, self.swapped = tp, moe.swapped
         E, I, C = moe.num_experts, moe.expert_size // tp.size, hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(E, C, I), requires_grad=False)
@@ -53,6 +59,7 @@ class Experts(nn.Module):
         """``shard_id``: expert, and 0 for its gate, 1 for up."""
         n, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
         if shard_id is None:
+            loaded = loaded.swapped() if self.swapped else loaded
             for i in (0, 1):  # [E, 2I, C]: the up rows of all ranks come after their gate rows
                 copy_shard(param[:, i * n : (i + 1) * n], loaded, 1, i * size + rank, 2 * size)
         else:
@@ -61,6 +68,7 @@ class Experts(nn.Module):
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, None] | None) -> None:
         target = param if shard_id is None else param[shard_id[0]]
+        loaded = loaded.swapped() if self.swapped and shard_id is None else loaded
         copy_shard(target, loaded, target.dim() - 1, self.tp.rank, self.tp.size)
 
 
