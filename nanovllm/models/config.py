@@ -123,7 +123,7 @@ class MoEConfig:
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        swapped: tensors of all experts have their last two dimensions swapped in the checkpoint.
+        may_be_swapped: the checkpoint's tensors of all experts may have their last two dimensions swapped.
         shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
     """
@@ -139,7 +139,7 @@ class MoEConfig:
     has_correction_bias: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
-    swapped: bool = False
+    may_be_swapped: bool = False
 
     @classmethod
     def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
@@ -153,11 +153,14 @@ class MoEConfig:
             raise CheckpointError(
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
+        if family.swaps_experts and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
+            raise CheckpointError("config.json: square experts; whether their dimensions are swapped is not known.")
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
             given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
-            shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0, swapped=family.swaps_experts,
+            shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
+            may_be_swapped=family.swaps_experts,
         )  # fmt: skip
 
 

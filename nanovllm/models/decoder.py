@@ -175,7 +175,8 @@ class Decoder(nn.Module):
         config.check_padded_heads(D)
         tables = {  # layers share them
             rope: RotaryEmbedding(
-                D, max_position, *((*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ())
+                D, max_position, *(rope.frequencies(config.head_dim) if rope else (None, 1.0)),
+                rope and rope.query_scales(max_position),
             )
             for rope in dict.fromkeys(config.ropes)
         }

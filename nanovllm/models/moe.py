@@ -31,8 +31,7 @@ class Router(nn.Module):
         if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
             bias = torch.empty(moe.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-            bias = self.e_score_correction_bias
-            bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
+            self.e_score_correction_bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
 
     def load_bias(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         """[E], or as ERNIE has it [1, E]."""
@@ -48,7 +47,7 @@ class Experts(nn.Module):
 
     def __init__(self, moe: MoEConfig, hidden_size: int, tp: TPGroup):
         super().__init__()
-        self.tp, self.swapped = tp, moe.swapped
+        self.tp, self.may_be_swapped = tp, moe.may_be_swapped
         E, I, C = moe.num_experts, moe.expert_size // tp.size, hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(E, C, I), requires_grad=False)
@@ -59,7 +58,7 @@ class Experts(nn.Module):
         """``shard_id``: expert, and 0 for its gate, 1 for up."""
         n, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
         if shard_id is None:
-            loaded = loaded.swapped() if self.swapped else loaded
+            loaded = loaded.swapped() if self.may_be_swapped and loaded.shape[-1] != param.shape[2] else loaded
             for i in (0, 1):  # [E, 2I, C]: the up rows of all ranks come after their gate rows
                 copy_shard(param[:, i * n : (i + 1) * n], loaded, 1, i * size + rank, 2 * size)
         else:
@@ -68,7 +67,8 @@ class Experts(nn.Module):
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, None] | None) -> None:
         target = param if shard_id is None else param[shard_id[0]]
-        loaded = loaded.swapped() if self.swapped and shard_id is None else loaded
+        if self.may_be_swapped and shard_id is None and loaded.shape[1] != param.shape[1]:
+            loaded = loaded.swapped()
         copy_shard(target, loaded, target.dim() - 1, self.tp.rank, self.tp.size)
 
 
