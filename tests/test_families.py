@@ -223,7 +223,10 @@ PLAIN = {
     "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "qk_norm": "", "embed_scale": 1.0,
     "residual_scale": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
-PLAIN_FAMILY = {"pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False}
+PLAIN_FAMILY = {
+    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "norms_rotated": False,
+}  # fmt: skip
+
 
 def switched_off(config):
     """(name, the config without it) of each switch that differs from a plain Llama's."""
@@ -266,7 +269,8 @@ def other_ropes(rope, head_dim):
         "linear": {"factor": 3.0},
         "llama3": {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position": 64},
         "yarn": {"factor": 3.0, "original_max_position": 64, "beta_fast": 1.5, "beta_slow": 0.1,
-                 "attention_factor": 1.5, "truncate": False},
+                 "attention_factor": 1.5, "truncate": False, "llama_4_scaling_beta": 0.5},
+        "dynamic": {"alpha": 20.0},
         "longrope": {"factor": 3.0, "original_max_position": 64, "attention_factor": 1.5, "is_long": False,
                      "long_factor": rope.short_factor},
     }  # fmt: skip
@@ -299,7 +303,7 @@ def test_every_switch_is_tried(checkpoint):
     assert shape == {
         "family", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_scale", "layers",
-        "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
+        "moe", "delta", "num_nextn_predict_layers", "dtype", "eos_token_ids", "fp8",
         "has_lm_head", "num_labels", "activation", "label_tokens",  # tests/test_embed.py
     }  # fmt: skip
     of_layers = {field.name for field in fields(LayerConfig)}

@@ -149,7 +149,7 @@ class RopeScaling:
         import torch
 
         r = self.rotated_dims(head_dim)
-        theta = self.theta * (self.alpha ** (r / (r - 2)) if self.alpha != 1 else 1.0)
+        theta = self.theta * self.alpha ** (r / (r - 2)) if self.kind == "dynamic" else self.theta
         base = 1.0 / theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
         original, scale = self.original_max_position, self.attention_factor
         if self.kind == "linear":
