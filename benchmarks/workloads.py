@@ -91,6 +91,10 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
     ),
 }  # fmt: skip
+OTHERS["qwen3-30b-a3b-fp8"] = OTHERS["qwen3-30b-a3b"] | {  # the published FP8 weights
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
 SIZES = (*QWEN3, *OTHERS)
 
 

@@ -104,7 +104,7 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so tha
 # A gated delta net in three of four layers. No two sizes are equal.
 HYBRID = dict(
     vocab_size=140, hidden_size=80, intermediate_size=120, head_dim=32, max_position_embeddings=1024,
-    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=32,
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=64,
 )  # fmt: skip
 HYBRID_MOE = {**MOE, **HYBRID, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48}
 HYBRID_CASES: dict[str, tuple[str, dict]] = {

@@ -15,13 +15,15 @@ from safetensors.torch import save_file
 SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, layer_types=None)
 KV_SCALES = {"k": 0.02, "v": 0.03}
 LINEAR = re.compile(
-    r"model\.layers\.\d+\.((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj))\.weight"
+    r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?)\.\w+_proj"
+    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj))\.weight"
 )
 
 
 def qwen(model):
     """Qwen/Qwen3-8B-FP8: blocks, and every module that is not one of them by name."""
-    names = [name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith("norm.weight")]
+    ends = "norm.weight", ".mlp.gate.weight", ".shared_expert_gate.weight"
+    names = [name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(ends)]
     return {
         "activation_scheme": "dynamic", "fmt": "e4m3", "modules_to_not_convert": ["lm_head", *names],
         "quant_method": "fp8", "weight_block_size": [128, 128],
@@ -109,6 +111,18 @@ def quantize(weight, granularity, scale_dtype):
     return data, scales.reshape(shapes.get(granularity, scales.shape)), wide
 
 
+def parts_of(model):
+    """(name in a checkpoint, tensor): those of experts one by one, views of the model's."""
+    for name, param in model.state_dict().items():
+        prefix, _, merged = name.rpartition(".experts.")
+        for expert, weight in enumerate(param if prefix else ()):
+            parts = ("gate_proj", "up_proj") if merged == "gate_up_proj" else ("down_proj",)
+            for part, tensor in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"{prefix}.experts.{expert}.{part}.weight", tensor
+        if not prefix:
+            yield name, param
+
+
 def write(path, model, form, skipped=(), change=lambda tensors, config: None):
     """Quantize ``model``'s checkpoint at ``path`` in place; ``model`` gets the dequantized weights.
 
@@ -117,7 +131,7 @@ def write(path, model, form, skipped=(), change=lambda tensors, config: None):
     make_config, granularity, scale_dtype, scale_name, has_static = FORMS[form]
     path, tensors = Path(path), {}
     tied = model.config.tie_word_embeddings
-    for name, param in model.state_dict().items():
+    for name, param in parts_of(model):
         module = name.removesuffix(".weight")
         if LINEAR.fullmatch(name) and module not in skipped:
             tensors[name], tensors[f"{module}.{scale_name}"], wide = quantize(param, granularity, scale_dtype)

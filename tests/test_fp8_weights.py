@@ -28,15 +28,25 @@ from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
-from nanovllm.models.quantization_config import LINEARS
+from nanovllm.models.quantization_config import linears
 
 E4M3 = torch.float8_e4m3fn
+LINEARS = list(linears(0))
 PROMPTS = [prompt_of(40), prompt_of(9, seed=1), prompt_of(17, seed=2)]
 # merged in the checkpoint; tied; interleaved; biases; a factor of what is added; renamed tensors
 CASES = ("qwen3", "llama-tied-biased", "phi3", "ernie4.5", "glm4", "granite", "gemma3")
 PAIRS = [(case, "qwen") for case in CASES] + [("qwen3", form) for form in FORMS] + [
     ("phi3", "channel"), ("phi3", "auto_fp8"), ("glm4", "channel"), ("granite", "tensor"),
+    ("qwen3-moe", "qwen"), ("qwen2-moe", "qwen"), ("glm4-moe", "channel"), ("mixtral", "auto_fp8"),
 ]  # fmt: skip
+FEW = dict(num_experts_per_tok=2, moe_intermediate_size=160)
+MORE = {  # experts whose last blocks are partial, and cut by ranks
+    "gemma3": {"layer_types": families.MIXED[1:3]},
+    "qwen3-moe": {**FEW, "num_experts": 4, "mlp_only_layers": [0]},
+    "qwen2-moe": {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 160, "decoder_sparse_step": 1},
+    "glm4-moe": {**FEW, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "mixtral": {"num_local_experts": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +57,7 @@ def published(tmp_path_factory):
     def make(case, form):
         if (case, form) not in made:
             path, plain = (str(tmp_path_factory.mktemp(f"{case}-{form}-{kind}")) for kind in ("fp8", "plain"))
-            more = {"layer_types": families.MIXED[1:3]} if case == "gemma3" else {}
-            model = families.make(path, case, **SIZES | more)
+            model = families.make(path, case, **SIZES | MORE.get(case, {}))
             tensors = fp8_checkpoints.write(path, model, form)
             assert sum(tensor.dtype == E4M3 for tensor in tensors.values()) >= 8
             model.save_pretrained(plain)
@@ -94,7 +103,8 @@ def dequantized(model):
 
 @pytest.mark.parametrize(("case", "form"), [
     ("qwen3", "qwen"), ("qwen3", "channel"), ("qwen3", "tensor"), ("phi3", "deepseek"), ("phi3", "auto_fp8"),
-    ("glm4", "block"), ("granite", "qwen"), ("granite", "channel"),
+    ("glm4", "block"), ("granite", "qwen"), ("granite", "channel"), ("qwen3-moe", "qwen"), ("glm4-moe", "channel"),
+    ("qwen2-moe", "deepseek"), ("mixtral", "auto_fp8"),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_has_its_shard(case, form, size, published):
@@ -108,8 +118,9 @@ def test_every_rank_has_its_shard(case, form, size, published):
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
 
 
-def test_two_ranks(published, make_llm):
-    path, _, model = published("qwen3", "qwen")
+@pytest.mark.parametrize(("case", "form"), [("qwen3", "qwen"), ("qwen2-moe", "qwen"), ("glm4-moe", "channel")])
+def test_two_ranks(case, form, published, make_llm):
+    path, _, model = published(case, form)
     prompts = [IDS[:17], IDS[5:30]]
     one, two = (
         generate(make_llm(model=path, max_model_len=256, tensor_parallel_size=size), prompts, greedy(8))
@@ -363,18 +374,8 @@ def test_refused_configs(quantization, what):
     assert text.endswith("or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads.")
 
 
-def test_mixtures_of_experts(tmp_path):
-    families.make(tmp_path, "qwen3-moe")
-    text = "is not available for mixtures of experts yet; load the 16-bit checkpoint without it."
-    with pytest.raises(ConfigError) as info:
-        LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, quantization="fp8")
-    assert str(info.value) == f"quantization='fp8' {text}"
-    config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(CheckpointError) as info:
-        families_config("Qwen3MoeForCausalLM", BLOCKS, **{k: v for k, v in config.items() if "expert" in k})
-    assert str(info.value) == f"config.json: quantization_config: FP8 {text}"
-
-
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+EXPERT = "model.layers.1.mlp.experts.3.down_proj"
 O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
@@ -478,7 +479,7 @@ def rounded(make_checkpoint, tmp_path_factory):
 
 def quantize_linears(model, in_blocks=False):
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in fp8_checkpoints.parts_of(model):
             if fp8_checkpoints.LINEAR.fullmatch(name):
                 data, scale = rowwise(param.float())
                 param.copy_(blockwise(param.float()) if in_blocks else data.float() * scale)
@@ -495,14 +496,14 @@ def test_online(rounded, make_llm):
     assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("case", ["phi3", "glm4", "granite", "llama-tied-biased"])
+@pytest.mark.parametrize("case", ["phi3", "glm4", "granite", "llama-tied-biased", "qwen2-moe", "glm4-moe"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("block", [0, 128])
 def test_online_shards(case, size, block, tmp_path):
     """Ranks have the scales of a single one: those of whole rows, or of whole blocks where an engine of published ones
     is updated. Of several ranks, the 16-bit loader says the shards.
     """
-    model = families.make(tmp_path, case, **SIZES)
+    model = families.make(tmp_path, case, **SIZES | MORE.get(case, {}))
     path, plain = str(tmp_path), str(tmp_path / "plain")
     quantize_linears(model, in_blocks=block > 0)
     model.save_pretrained(plain)
@@ -676,23 +677,197 @@ def test_the_demo_model_answers_as_before():
         check_held_out_sums(llm, 100)
 
 
+# ---------------------------------------------------------------- experts
+
+
+def moe_config(architecture="Qwen3MoeForCausalLM", num_experts=4, **quantization):
+    experts = dict(num_experts=num_experts, num_experts_per_tok=2, moe_intermediate_size=32)
+    return families_config(architecture, BLOCKS | quantization, **experts, shared_expert_intermediate_size=32)
+
+
+@pytest.mark.parametrize(("architecture", "skipped", "left_out"), [  # of layer 0
+    ("Qwen3MoeForCausalLM", ["lm_head", "model.layers.0.mlp.gate"], set()),
+    ("Qwen3MoeForCausalLM", ["model.layers.0.mlp.experts"], {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+    ("Qwen3MoeForCausalLM", ["re:.*experts.*down_proj"], {"mlp.experts.down_proj"}),
+    ("Qwen3MoeForCausalLM", [f"model.layers.0.mlp.experts.{e}.down_proj" for e in range(4)], {"mlp.experts.down_proj"}),
+    ("Qwen2MoeForCausalLM", ["mlp.shared_expert_gate", "mlp.shared_expert"],
+     {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}),
+    ("Glm4MoeForCausalLM", ["model.layers.0.mlp.shared_experts"],  # renamed
+     {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}),
+    ("MixtralForCausalLM", ["model.layers.0.block_sparse_moe.gate"], set()),
+    ("MixtralForCausalLM", [f"model.layers.0.block_sparse_moe.experts.{e}.w2" for e in range(4)],
+     {"mlp.experts.down_proj"}),
+])  # fmt: skip
+def test_experts_left_out(architecture, skipped, left_out):
+    config = moe_config(architecture, modules_to_not_convert=skipped)
+    assert linears(4).keys() - config.layers[0].fp8_linears == left_out
+
+
+def test_some_experts_left_out():
+    name = "model.layers.1.mlp.experts.3.up_proj"
+    with pytest.raises(CheckpointError) as info:
+        moe_config(modules_to_not_convert=[name])
+    some = "mlp.experts.0.gate_proj to mlp.experts.3.up_proj"
+    assert f"leaving out {name}, but not all of {some}, is not supported." in str(info.value)
+
+
+@pytest.mark.parametrize("left_out", [["shared_expert"], [f"experts.{e}" for e in range(4)]], ids=["shared", "routed"])
+def test_logits_with_experts_left_out(left_out, tmp_path):
+    model = families.make(tmp_path, "qwen2-moe", **SIZES | MORE["qwen2-moe"])
+    names = [f"model.layers.{i}.mlp.{mlp}.{x}_proj" for i in (0, 1) for mlp in left_out for x in ("gate", "up", "down")]
+    tensors = fp8_checkpoints.write(tmp_path, model, "qwen", names)
+    assert {tensors[f"{name}.weight"].dtype for name in names} == {torch.float32}
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """(path of a 16-bit mixture with a shared expert, transformers' model of its quantized values)."""
+    path = tmp_path_factory.mktemp("mixture")
+    model = families.make(path, "qwen2-moe", **SIZES | MORE["qwen2-moe"])
+    quantize_linears(model)
+    return str(path), model
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_online(size, mixture, make_llm):
+    """Quantized as they load; updated in 16 bits, with tensors of all experts as transformers has them, and in FP8."""
+    path, model = mixture
+    llm = make_llm(model=path, max_model_len=256, quantization="fp8", tensor_parallel_size=size)
+    params = dict(llm.model_runner.model.named_parameters())
+    fp8 = {name.split("mlp.")[-1] for name, param in params.items() if param.dtype == E4M3 and "mlp" in name}
+    assert fp8 == {"experts.gate_up_proj", "experts.down_proj", "shared_expert.gate_up_proj.weight",
+                   "shared_expert.down_proj.weight"}  # fmt: skip
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in new.parameters():
+            param.mul_(1 + 0.2 * torch.randn_like(param))
+    weights = {name: param.detach().clone() for name, param in new.named_parameters()}
+    assert weights["model.layers.0.mlp.experts.down_proj"].dim() == 3
+    quantize_linears(new)
+
+    def check(reference, ids=IDS[:20]):
+        (tokens,) = generate(llm, [ids], greedy(8))
+        want = hf_logits(reference, [*ids, *tokens])[len(ids) - 1 : -1].argmax(-1)
+        assert tokens == want.tolist()
+
+    check(model)
+    llm.update_weights(weights)
+    check(new)
+    llm.sleep(level=1)
+    llm.wake_up()
+    check(new)
+    pairs = {}
+    for name, weight in fp8_checkpoints.parts_of(new):
+        is_fp8 = fp8_checkpoints.LINEAR.fullmatch(name)
+        pairs |= dict(zip((name, f"{name}_scale"), rowwise(weight), strict=True)) if is_fp8 else {name: weight}
+    llm.update_weights(model.state_dict())
+    check(model)
+    llm.update_weights(pairs)
+    check(new)
+    half = "model.layers.1.mlp.experts.2.up_proj.weight"
+    llm.update_weights({half: pairs[half]}, partial=True)
+    with pytest.raises(EngineError, match=f"data or its scale alone: 1 tensors are missing, among them {half}_scale"):
+        llm.generate([IDS[:20]], greedy(8))
+
+
+@pytest.mark.parametrize("form", ["qwen", "channel"])
+def test_merged_experts_in_fp8(form, tmp_path):
+    """One tensor of all experts' data and one of their scales, as transformers 5 holds them; of whole blocks."""
+    path = str(tmp_path / "one by one")
+    sizes = SIZES | MORE["qwen3-moe"] | dict(moe_intermediate_size=128)
+    tensors, by_name = fp8_checkpoints.write(path, families.make(path, "qwen3-moe", **sizes), form), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        prefix, _, rest = name.partition(".experts.")
+        expert, part, kind = rest.split(".")
+        by_name.setdefault((prefix, kind), {}).setdefault(int(expert), {})[part] = tensors.pop(name)
+    for (prefix, kind), experts in by_name.items():
+        suffix = kind.removeprefix("weight")
+        gate_up = [torch.cat((experts[e]["gate_proj"], experts[e]["up_proj"])) for e in sorted(experts)]
+        tensors[f"{prefix}.experts.gate_up_proj{suffix}"] = torch.stack(gate_up)
+        tensors[f"{prefix}.experts.down_proj{suffix}"] = torch.stack([experts[e]["down_proj"] for e in sorted(experts)])
+    merged = tmp_path / "merged"
+    shutil.copytree(path, merged)
+    save_file(tensors, merged / "model.safetensors")
+    got, want = dequantized(built(str(merged))), dequantized(built(path))
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize(("edit", "text"), [
+    (lambda t: t.pop(f"{EXPERT}.weight_scale_inv"), f"1 tensors are missing, among them {EXPERT}.weight_scale."),
+    (lambda t: t.update({f"{EXPERT}.weight_scale_inv": torch.ones(1, 2)}),
+     f"tensor '{EXPERT}.weight_scale_inv' has shape [1, 2], expected [1] or [2, 2], for quantization_config"),
+    (lambda t: t.update({f"{EXPERT}.weight": t[f"{EXPERT}.weight"].bfloat16()}),
+     f"tensor '{EXPERT}.weight' is of bfloat16, expected float8_e4m3fn."),
+    (lambda t: t.update({EXPERTS: torch.zeros(5, 192, 160).to(E4M3)}),
+     f"tensor '{EXPERTS}' is twice there, or unknown to the model."),
+    (lambda t: (drop(t, "down_proj.weight"), t.update({EXPERTS: torch.zeros(5, 192, 160).to(E4M3)})),
+     f"tensor '{EXPERTS}' has shape [5, 192, 160], expected [4, 192, 160]."),
+    (lambda t: (drop(t, "down_proj.weight"), t.update({EXPERTS: torch.zeros(4, 160, 192).to(E4M3)})),
+     f"tensor '{EXPERTS}[0]' has shape [160, 192], expected [192, 160]."),
+    (lambda t: t.update({"model.layers.1.mlp.gate.weight": t["model.layers.1.mlp.gate.weight"].to(E4M3)}),
+     "tensor 'model.layers.1.mlp.gate.weight' is of float8_e4m3fn, expected floats. This layer is not FP8 here."),
+])  # fmt: skip
+def test_refused_tensors_of_experts(edit, text, published, tmp_path):
+    shutil.copytree(published("qwen3-moe", "qwen")[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as info:
+        built(str(tmp_path))
+    assert text in str(info.value)
+
+
+def drop(tensors, kind):
+    experts = EXPERTS.removesuffix("down_proj")
+    for name in [name for name in tensors if name.startswith(experts) and name.endswith(kind)]:
+        del tensors[name]
+
+
+def test_dummy_weights_of_experts():
+    config = families_config("Qwen2MoeForCausalLM", None, num_experts=4, num_experts_per_tok=2,
+                             moe_intermediate_size=96, shared_expert_intermediate_size=96)  # fmt: skip
+    model = CausalLM(config.quantized(), None, SINGLE_RANK)
+    init_dummy_weights(model, 3)
+    for name, param in dequantized(model).items():
+        assert not name.endswith("proj.weight") or abs(param.std() - 0.02) < 1e-3, name
+        assert ".experts." not in name or abs(param.std() - 0.02) < 1e-3, name
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [None, "qwen", "tensor"])
-def test_the_gpu_loads_the_same_bytes(form, published, tmp_path):
+@pytest.mark.parametrize(("case", "form"), [
+    ("qwen3", None), ("qwen3", "qwen"), ("qwen3", "tensor"), ("qwen2-moe", None), ("qwen2-moe", "qwen"),
+])  # fmt: skip
+def test_the_gpu_loads_the_same_bytes(case, form, published, tmp_path):
     """Quantized while loading (None), and published."""
     if form is None:
-        families.make(tmp_path, "qwen3", **SIZES)
+        families.make(tmp_path, case, **SIZES | MORE.get(case, {}))
         path, config = str(tmp_path), read_model_config(str(tmp_path)).quantized()
     else:
-        path, config = published("qwen3", form)[0], None
+        path, config = published(case, form)[0], None
     on_cpu = built(path, config=config)
     with torch.device("cuda"):
         on_gpu = built(path, config=config)
     for (name, want), got in zip(on_cpu.named_parameters(), on_gpu.parameters(), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "form"), [("qwen3-moe", "qwen"), ("qwen2-moe", "qwen"), ("glm4-moe", "channel")])
+def test_experts_on_the_gpu(case, form, published, make_llm):
+    """In fp32, which no kernel quantizes; eager, and then under CUDA graphs."""
+    path, _, model = published(case, form)
+    options = dict(model=path, device="cuda", dtype="float32", num_kvcache_blocks=200, max_model_len=256)
+    prompts = [IDS[:3], IDS[:17], IDS[5:45]]
+    completions = generate(make_llm(**options, enforce_eager=True), prompts, greedy(8))
+    for prompt, tokens in zip(prompts, completions, strict=True):
+        want = hf_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
+        assert tokens == want.tolist()
+    assert generate(make_llm(**options), prompts, greedy(8)) == completions
 
 
 def relative_error(got, want):

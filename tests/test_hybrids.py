@@ -28,7 +28,7 @@ IDS = [RNG.randrange(2, 140) for _ in range(400)]
 # one token; less than a chunk of 64; more than two of them; a whole number of them
 PROMPTS = [IDS[:1], IDS[3:40], IDS[5:155], IDS[20:148], IDS[7:207]]
 NUM_DECODED = 12
-OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40}
+OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40, "num_state_snapshots": 8}
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +206,10 @@ def test_quantized(checkpoint, make_llm):
     assert (logits[0] - want).abs().max() / want.abs().max() < 0.1
 
 
-@pytest.mark.parametrize("form", ["qwen", "channel"])
-def test_fp8_checkpoint(form, make_llm, tmp_path):
+@pytest.mark.parametrize(("case", "form"), [("qwen3.5", "qwen"), ("qwen3.5", "channel"), ("qwen3.5-moe", "qwen")])
+def test_fp8_checkpoint(case, form, make_llm, tmp_path):
     """Blocks of 128 rows lie across q, k and v; b and a stay in 16 bits."""
-    model = families.make(tmp_path, "qwen3.5", hidden_size=192, intermediate_size=320)
+    model = families.make(tmp_path, case, hidden_size=192, intermediate_size=320)
     fp8_checkpoints.write(tmp_path, model, form)
     want = hf_logits(model, PROMPTS[2])[-1]
     for size in (1, 2):

@@ -22,7 +22,7 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.models.config import MoEConfig, read_model_config
+from nanovllm.models.config import LayerConfig, MoEConfig, read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.models.moe import SparseMoE
@@ -75,18 +75,20 @@ def hf_block(family, dtype=torch.float32):
 
 
 def our_layer(family, block, merged=True, tp=TPGroup()):
-    """The layer with the block's weights, loaded as the loader would: of all experts at once, or one by one."""
+    """The layer with the block's weights, loaded as the loader would: gate and up of an expert at once, or one by one.
+    """
     moe, dtype = BLOCKS[family][3], block.experts.down_proj.dtype
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, dtype=dtype: torch.full(shape, torch.nan, dtype=dtype))
-        layer = SparseMoE(SimpleNamespace(hidden_size=C, act="silu", moe=moe), tp)
+        config = SimpleNamespace(hidden_size=C, act="silu", moe=moe, fp8_block=lambda *_: None)
+        layer = SparseMoE(config, LayerConfig(), tp)
     weights = {name.replace("shared_experts", "shared_expert"): t for name, t in block.state_dict().items()}
     for name, param in layer.named_parameters():
-        if name == "experts.gate_up_proj" and not merged:
+        if name == "experts.gate_up_proj":
             for e, both in enumerate(weights[name]):
-                for i, part in enumerate(both.chunk(2)):
+                for i, part in [(None, both)] if merged else enumerate(both.chunk(2)):
                     load(param, part, (e, i))
-        elif name == "experts.down_proj" and not merged:
+        elif name == "experts.down_proj":
             for e, down in enumerate(weights[name]):
                 load(param, down, (e, None))
         elif name == "shared_expert.gate_up_proj.weight":
@@ -202,9 +204,8 @@ def test_wrong_shapes():
     layer = our_layer("mixtral", hf_block("mixtral")[0])
     gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
     for param, shape, shard_id, expected in (
-        (gate_up, (E, 24, C), None, [E, 48, C]),
+        (gate_up, (24, C), (0, None), [48, C]),
         (gate_up, (48, C), (0, 1), [24, C]),
-        (down, (E + 1, C, 24), None, [E, C, 24]),
         (down, (C, 23), (7, None), [C, 24]),
     ):
         with pytest.raises(CheckpointError) as error:

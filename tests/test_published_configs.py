@@ -241,7 +241,7 @@ PUBLISHED = {
 }  # fmt: skip
 PLAIN_MOE = {
     "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
-    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "may_be_swapped": False,
+    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "may_be_transposed": False,
 }  # fmt: skip
 
 

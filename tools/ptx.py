@@ -1,6 +1,6 @@
 """Compiles the kernels of a start on an H200 without a GPU, and prints a line for each variant: name, hash of its PTX.
 
-    python tools/ptx.py > before.txt                    # 0.6b, 8b, FP8 weights and KV cache, a mixture: six minutes
+    python tools/ptx.py > before.txt                    # 0.6b, 8b, FP8 weights and KV cache, mixtures: seven minutes
     python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM
 
 Two trees with equal lines run equal kernels there: the proof of a change that only moves code. A kernel that does not
@@ -36,7 +36,8 @@ from nanovllm.kernels import launch
 from nanovllm.runner.start import start_rank
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-CASES = ["0.6b", "0.6b:kv_cache_dtype=fp8", "8b", "8b:quantization=fp8", "llama-3.2-1b", "qwen3-30b-a3b", "gemma-3-12b"]
+CASES = ["0.6b", "0.6b:kv_cache_dtype=fp8", "8b", "8b:quantization=fp8", "llama-3.2-1b", "qwen3-30b-a3b",
+         "qwen3-30b-a3b-fp8", "gemma-3-12b"]  # fmt: skip
 H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, shared_memory_per_block_optin=232_448)
 
 

@@ -35,7 +35,7 @@ OWN: dict[str, Any] = {
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
-    "override_pooler_config": None,
+    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto",
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
@@ -53,6 +53,7 @@ ONLY: list[tuple[tuple, str]] = [
     (("auto", "none", None, "embed", "classify"), "convert"),
     ((None, True, False), "hf_token"),
     ((None, "mp", "uni", "ray", "external_launcher"), "distributed_executor_backend"),
+    (("auto", None), "mamba_cache_dtype"),
     (("fcfs",), "scheduling_policy"),
 ]  # fmt: skip
 NEUTRAL: dict[str, tuple] = {name: values for values, names in ONLY for name in names.split()}
@@ -68,6 +69,7 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     safetensors_load_strategy tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config max_lora_rank
     max_loras max_cpu_loras lora_extra_vocab_size lora_dtype limit_mm_per_prompt mm_processor_cache_gb
     allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config reasoning_parser
+    mamba_block_size mamba_cache_mode
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
@@ -95,6 +97,8 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     given = {name: keywords[name] for name in PASSED if keywords.get(name) is not None}
     if given.get("load_format") in ("safetensors", "hf"):
         given["load_format"] = "auto"
+    if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):
+        given["state_dtype"] = state_dtype
     block_size, blocks = keywords.get("block_size"), keywords.get("num_gpu_blocks_override")
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size

@@ -93,8 +93,10 @@ class Snapshots:
         """The row for a new rolling snapshot: of the sequence's ``previous`` one (its hash), or one that is free."""
         if block_hash in self:
             return None
-        is_own = previous is not None and self.owners.get(previous) == seq_id
-        row = self._remove(previous) if is_own and previous is not None else self._take_row()
+        if previous is not None and self.owners.get(previous) == seq_id:
+            row: int | None = self._remove(previous)
+        else:
+            row = self._take_row()
         if row is not None:
             self.used[row] = True
             self.probation[block_hash], self.owners[block_hash] = row, seq_id

@@ -24,18 +24,21 @@ MIN_SCALE = 1e-12  # of a group of zeros
 ROWS_BYTES = 64 << 20  # of fp32 values at once: an engine that runs has little room
 
 
-def new_weight(output_size: int, input_size: int, block: int | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+def new_weight(output_size: int, input_size: int, block: int | None,
+               *experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Uninitialised data and scale of a linear layer; ``block`` as in ``FP8Weights``, None: a weight without a scale.
 
     ``data.scale`` is the scale, ``scale.block`` the block. ``scale.group_size``: the channels of a scale, as many as
     divide both a block and this rank's channels; 0: all of them.
+
+    ``experts``: as many of these, in a first dimension.
     """
     if block is None:
-        return nn.Parameter(torch.empty(output_size, input_size), requires_grad=False), None
+        return nn.Parameter(torch.empty(*experts, output_size, input_size), requires_grad=False), None
     group_size = math.gcd(block, input_size) if block else 0
     num_groups = input_size // group_size if group_size else 1
-    data = nn.Parameter(torch.empty(output_size, input_size, dtype=E4M3), requires_grad=False)
-    scale = nn.Parameter(torch.empty(output_size, num_groups, dtype=torch.float32), requires_grad=False)
+    data = nn.Parameter(torch.empty(*experts, output_size, input_size, dtype=E4M3), requires_grad=False)
+    scale = nn.Parameter(torch.empty(*experts, output_size, num_groups, dtype=torch.float32), requires_grad=False)
     data.scale, scale.group_size, scale.block = scale, group_size, block  # type: ignore[attr-defined]
     return data, scale
 

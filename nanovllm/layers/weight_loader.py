@@ -48,15 +48,23 @@ class CheckpointTensor:
 
         return CheckpointTensor(self.name, [count, *self.shape[1:]], read)
 
-    def swapped(self) -> "CheckpointTensor":
-        """The tensor [E, A, B] as [E, B, A]."""
-        e, a, b = self.shape if len(self.shape) == 3 else self.fit([0, 0, 0]).shape
+    def transposed(self) -> "CheckpointTensor":
+        """The tensor [A, B] as [B, A]."""
 
         def read(index: tuple[slice, ...]) -> torch.Tensor:
-            of_e, of_b, of_a = (*index, *[slice(None)] * (3 - len(index)))
-            return self.read((of_e, of_a, of_b)).transpose(1, 2)
+            rows, columns = (*index, slice(None))[:2]
+            return self.read((columns, rows)).T
 
-        return CheckpointTensor(self.name, [e, b, a], read)
+        return CheckpointTensor(self.name, self.shape[::-1], read)
+
+    def entries(self, count: int) -> list["CheckpointTensor"]:
+        """The ``count`` entries along the first dimension that it must have."""
+        self.fit([count, *self.shape[1:]])
+
+        def reader(i: int) -> Callable[[Any], torch.Tensor]:
+            return lambda index: self.read((slice(i, i + 1), *(() if index is ... else index)))[0]
+
+        return [CheckpointTensor(f"{self.name}[{i}]", self.shape[1:], reader(i)) for i in range(count)]
 
     def fit(self, shape: list[int]) -> "CheckpointTensor":
         """The tensor in this shape, or CheckpointError if it has another one."""

@@ -91,15 +91,15 @@ MODELS = {
     ),
     "OlmoeForCausalLM": Family(qk_norm="full", experts="softmax", defaults=EPS | {"norm_topk_prob": False}),
     "Glm4MoeForCausalLM": Family(
-        o_bias=False, experts="sigmoid", has_correction_bias=True, reads=("partial_rotary_factor", "use_qk_norm", "routed_scaling_factor",
-                                                "n_group", "topk_group"),
+        o_bias=False, experts="sigmoid", has_correction_bias=True,
+        reads=("partial_rotary_factor", "use_qk_norm", "routed_scaling_factor", "n_group", "topk_group"),
         defaults=EPS | {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1,
                          "num_nextn_predict_layers": 1},
         renamed=((".shared_experts.", ".shared_expert."),),
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
-        qk_norm="head", experts="softmax", swaps_experts=True, defaults={"norm_topk_prob": True, "rope_theta": 5e5},
-        **VISION,
+        qk_norm="head", experts="softmax", experts_transposed=True,
+        defaults={"norm_topk_prob": True, "rope_theta": 5e5}, **VISION,
     ),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="full", experts="sigmoid", has_correction_bias=True, reads=("partial_rotary_factor", "use_qk_norm"),

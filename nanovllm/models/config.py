@@ -12,14 +12,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.quantization_config import (
-    LINEARS,
-    NO_EXPERTS,
-    RENAMED_TENSORS,
-    UNUSED_TENSORS,
-    FP8Weights,
-    read_fp8,
-)
+from nanovllm.models.quantization_config import RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, linears, read_fp8
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
@@ -123,7 +116,7 @@ class MoEConfig:
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        may_be_swapped: the checkpoint's tensors of all experts may have their last two dimensions swapped.
+        may_be_transposed: the checkpoint's tensors of all experts may be transposed, [E, C, 2I] and [E, I, C].
         shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
     """
@@ -139,7 +132,7 @@ class MoEConfig:
     has_correction_bias: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
-    may_be_swapped: bool = False
+    may_be_transposed: bool = False
 
     @classmethod
     def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
@@ -153,14 +146,14 @@ class MoEConfig:
             raise CheckpointError(
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
-        if family.swaps_experts and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
-            raise CheckpointError("config.json: square experts; whether their dimensions are swapped is not known.")
+        if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
+            raise CheckpointError("config.json: experts as wide as the hidden size, or half; whether they are transposed is not known.")
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
             given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
             shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-            may_be_swapped=family.swaps_experts,
+            may_be_transposed=family.experts_transposed,
         )  # fmt: skip
 
 
@@ -201,7 +194,7 @@ class LayerConfig:
         window: the tokens that a token attends, itself included; 0: all before it.
         rope: None: positions are not rotated (NoPE).
         is_sparse: a mixture of experts takes the place of the MLP.
-        fp8_linears: names of its FP8 linear layers; keys of ``LINEARS``.
+        fp8_linears: keys of ``linears``: which are FP8, of those that it has.
     """
 
     mixer: str = "attention"
@@ -337,10 +330,9 @@ class ModelConfig:
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
-        """With FP8 weights in the linear layers of attention and MLP; as it is if the checkpoint has them."""
-        if self.moe is not None:
-            raise ConfigError(f"quantization='fp8' {NO_EXPERTS}.")
-        layers = tuple(replace(layer, fp8_linears=frozenset(LINEARS)) for layer in self.layers)
+        """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.delta is not None))
+        layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
 
     def fp8_block(self, layer: LayerConfig, name: str) -> int | None:

@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
 
         self.tp, self.mixer_name = tp, mixer.name
         self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
-        self.mlp = SparseMoE(config, tp) if layer.is_sparse else MLP(config, layer, tp)
+        self.mlp = SparseMoE(config, layer, tp) if layer.is_sparse else MLP(config, layer, tp)
         self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
         self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
 

@@ -22,8 +22,8 @@ class Family(NamedTuple):
         experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
         has_correction_bias: a bias of each expert counts for the choice, and not for its weight.
         has_shared_gate: a sigmoid gate scales the shared expert.
-        swaps_experts: tensors of all experts have their last two dimensions swapped, [E, C, 2I] and [E, I, C], as the
-            model's authors published it; transformers 5 writes the usual order.
+        experts_transposed: tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the
+            usual order, [E, 2I, C] and [E, C, I].
         recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
         output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each
@@ -49,7 +49,7 @@ class Family(NamedTuple):
     experts: str = ""
     has_correction_bias: bool = False
     has_shared_gate: bool = False
-    swaps_experts: bool = False
+    experts_transposed: bool = False
     recurrent: str = ""
     groups_delta_inputs: bool = False
     output_gate: bool = False

@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
             raise ConfigError(
                 f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "
-                "kernels take powers of two, from 16 and 32 on. Use device='cpu'."
+                "kernels take powers of two from 32 on. Use device='cpu'."
             )
         key_size, value_size = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}

@@ -17,7 +17,7 @@ from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.quantization import Scales, quantized
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
-from nanovllm.models.quantization_config import KV_SCALES
+from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
@@ -78,19 +78,22 @@ class WeightFiller:
             tensor = self._changes.pop(name)(tensor)
         name, shard_id = self._targets.get(name, (name, None))
         param: Any = self._params.get(name)
-        writes = [(param, tensor)]
-        if hasattr(param, "group_size"):
-            writes = [(param, Scales.of_param(param, tensor))]
-        elif param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8():
+        is_scale = hasattr(param, "group_size")
+        quantizes = param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8()
+        if quantizes:
             parts = [*parts, *(f"{part}_scale" for part in parts)]
-            writes = quantized(param, tensor)
         if param is None or not self.missing.issuperset(parts):
             raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
-        for target, loaded in writes:
-            if hasattr(target, "weight_loader"):
-                target.weight_loader(target, loaded, shard_id)
-            else:  # replicated on every rank
-                copy_shard(target, loaded)
+        pieces = [(tensor, shard_id)]
+        if ".experts." in name and shard_id is None:  # of all experts
+            pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
+        for piece, shard_id in pieces:
+            writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
+            for target, loaded in quantized(param, piece) if quantizes else writes:
+                if hasattr(target, "weight_loader"):
+                    target.weight_loader(target, loaded, shard_id)
+                else:  # replicated on every rank
+                    copy_shard(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
 
@@ -159,10 +162,10 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
     """The checkpoint tensors of a parameter, with their shard ids. Those of experts have shard ids (expert, part)."""
     prefix, _, merged = name.rpartition(".experts.")
     if prefix:
-        of_one = {"gate_up_proj": (("gate_proj", 0), ("up_proj", 1)), "down_proj": (("down_proj", None),)}[merged]
+        suffix = "weight_scale" if merged.endswith("_scale") else "weight"
         return [
-            (f"{prefix}.experts.{expert}.{part}.weight", (expert, shard_id))
-            for expert in range(len(param)) for part, shard_id in of_one
+            (f"{prefix}.experts.{expert}.{part}.{suffix}", (expert, shard_id)) for expert in range(len(param))
+            for shard_id, part in enumerate(EXPERT_PARTS[merged.removesuffix("_scale")])
         ]  # fmt: skip
     shards = [
         (name.replace(f".{merged}.", f".{part}."), shard_id)
@@ -220,7 +223,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
         elif hasattr(param, "group_size"):
             param.fill_(DUMMY_STD / DUMMY_FP8_STD)
         elif param.dtype == E4M3:
-            for rows in param.split(DUMMY_ROWS):
+            for rows in param.flatten(0, -2).split(DUMMY_ROWS):
                 drawn = torch.empty(rows.shape, dtype=torch.float32, device=param.device)
                 rows.copy_(drawn.normal_(0.0, DUMMY_FP8_STD, generator=generator))
         else:

@@ -8,17 +8,18 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.linear.reference import Weight
 from nanovllm.kernels.moe.reference import Routing
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
-from nanovllm.models.config import ModelConfig, MoEConfig
+from nanovllm.layers.quantization import new_weight
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
+from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 
 
 class Router(nn.Module):
@@ -41,54 +42,64 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
-    A checkpoint has a tensor for each expert and projection, or one of all experts (``shard_id`` None), of the
-    parameter's shape on a single rank, or with its last two dimensions swapped.
+    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart;
+    these may be transposed: [E, C, 2I] and [E, I, C].
     """
 
-    def __init__(self, moe: MoEConfig, hidden_size: int, tp: TPGroup):
+    gate_up_proj_scale: nn.Parameter | None
+    down_proj_scale: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.tp, self.may_be_swapped = tp, moe.may_be_swapped
-        E, I, C = moe.num_experts, moe.expert_size // tp.size, hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(E, C, I), requires_grad=False)
-        self.gate_up_proj.weight_loader = self.load_gate_up  # type: ignore[attr-defined]
-        self.down_proj.weight_loader = self.load_down  # type: ignore[attr-defined]
+        self.tp, self.may_be_transposed = tp, moe.may_be_transposed
+        E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
+        fp8 = [config.fp8_block(layer, f"mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
+        self.gate_up_proj, gate_up_scale = new_weight(2 * I, C, fp8[0], E)
+        self.down_proj, down_scale = new_weight(C, I, fp8[1], E)
+        self.register_parameter("gate_up_proj_scale", gate_up_scale)
+        self.register_parameter("down_proj_scale", down_scale)
+        for name, param in self.named_parameters():
+            load = self.load_gate_up if name.startswith("gate_up") else self.load_down
+            param.weight_loader = load  # type: ignore[attr-defined]
 
-    def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int] | None) -> None:
-        """``shard_id``: expert, and 0 for its gate, 1 for up."""
-        n, rank, size = param.shape[1] // 2, self.tp.rank, self.tp.size
-        if shard_id is None:
-            loaded = loaded.swapped() if self.may_be_swapped and loaded.shape[-1] != param.shape[2] else loaded
-            for i in (0, 1):  # [E, 2I, C]: the up rows of all ranks come after their gate rows
-                copy_shard(param[:, i * n : (i + 1) * n], loaded, 1, i * size + rank, 2 * size)
+    def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
+        """``shard_id``: expert, and 0 for its gate, 1 for up, None for both, gate rows before up rows."""
+        n, (expert, part) = param.shape[1] // 2, shard_id
+        if part is None:
+            loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[1] != param.shape[2] else loaded
+            for i, rows in enumerate(split_rows(loaded, [n * self.tp.size] * 2)):
+                self.load_gate_up(param, rows, (expert, i))
         else:
-            expert, i = shard_id
-            copy_shard(param[expert, i * n : (i + 1) * n], loaded, 0, rank, size)
+            copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
 
-    def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, None] | None) -> None:
-        target = param if shard_id is None else param[shard_id[0]]
-        if self.may_be_swapped and shard_id is None and loaded.shape[1] != param.shape[1]:
-            loaded = loaded.swapped()
-        copy_shard(target, loaded, target.dim() - 1, self.tp.rank, self.tp.size)
+    def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
+        loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[0] != param.shape[1] else loaded
+        copy_shard(param[shard_id[0]], loaded, 1, self.tp.rank, self.tp.size)
+
+    def weights(self) -> tuple[Weight, Weight]:
+        """Of the products with gate and up, and with down."""
+        return Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
 
 
 class SharedExpert(nn.Module):
     """An MLP that every token passes. Its result, without the residual, is this rank's summand."""
 
-    def __init__(self, moe: MoEConfig, hidden_size: int, act: str, tp: TPGroup):
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [moe.shared_size] * 2, tp=tp)
-        self.act = act
-        self.down_proj = RowParallelLinear(moe.shared_size, hidden_size, tp=tp)
+        C, I = config.hidden_size, moe.shared_size
+        fp8 = [config.fp8_block(layer, f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj")]
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], tp=tp, fp8_block=fp8[0])
+        self.act = config.act
+        self.down_proj = RowParallelLinear(I, C, tp=tp, fp8_block=fp8[1])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x, act=self.act))
+    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(residual, norm, self.act))
 
 
 class SparseMoE(nn.Module):
     """Each token passes ``top_k`` of the experts, chosen by the router, and the shared expert."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         assert config.moe is not None
         moe, C = config.moe, config.hidden_size
@@ -99,8 +110,8 @@ class SparseMoE(nn.Module):
             moe.top_k, moe.scoring, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
         )
         self.gate = Router(moe, C)
-        self.experts = Experts(moe, C, tp)
-        self.shared_expert = SharedExpert(moe, C, config.act, tp) if moe.shared_size else None
+        self.experts = Experts(config, moe, layer, tp)
+        self.shared_expert = SharedExpert(config, moe, layer, tp) if moe.shared_size else None
         self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if moe.has_shared_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
@@ -108,16 +119,14 @@ class SparseMoE(nn.Module):
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
-        shared = None
+        base, is_first = None, self.tp.rank == 0
         if self.shared_expert is not None:
-            x = norm(residual)
+            shared = self.shared_expert(residual, norm)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = F.linear(x, self.shared_expert_gate.weight).sigmoid() * shared
-        y = self.ops.fused_moe(  # after the shared expert: it may overwrite the residual
+            gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, gate, is_first)
+        return self.ops.fused_moe(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
-            self.experts.gate_up_proj, self.experts.down_proj, self.routing, slot_mapping, self.act,
-            add_residual=self.tp.rank == 0, allow_split_k=self.tp.size == 1 and shared is None,
+            *self.experts.weights(), self.routing, slot_mapping, self.act,
+            add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base,
         )  # fmt: skip
-        return y if shared is None else y + shared

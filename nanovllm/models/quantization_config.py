@@ -14,16 +14,8 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models.families import Family
 
 BLOCK = 128  # published blocks are 128 x 128
-# linear layers of a decoder layer -> the modules that checkpoints may hold instead
-LINEARS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj": (),
-    "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-    "linear_attn.out_proj": (),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": (),
-}
-RENAMED_TENSORS = ((".weight_scale_inv", ".weight_scale"),)  # (in the checkpoint, here); both multiply
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts -> of one
+RENAMED_TENSORS = (("_scale_inv", "_scale"),)  # (in the checkpoint, here); both multiply
 # Tensors of quantized checkpoints that are not needed: products take x in 16 bits or with scales of each token, so no
 # static scale of x; and attention computes in 16 bits, so none of queries and probabilities.
 UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
@@ -59,7 +51,27 @@ GROUP = {"targets": (["Linear"],), "weights": ANY, "input_activations": ANY, "fo
 WEIGHTS = {"strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,),
            "group_size": (None,)}  # fmt: skip
 SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
-NO_EXPERTS = "is not available for mixtures of experts yet; load the 16-bit checkpoint without it"
+
+
+def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
+    """Linear layers of a decoder layer -> the modules that checkpoints may hold instead.
+
+    Of a model with experts (0: dense) those of dense layers and of sparse ones; likewise with recurrent layers.
+    """
+    names: dict[str, tuple[str, ...]] = {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj": (),
+    }  # fmt: skip
+    if has_recurrent:
+        names |= {
+            "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj": (),
+        }  # fmt: skip
+    for mlp in ("mlp", "mlp.shared_expert") if num_experts else ("mlp",):
+        names |= {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj": ()}
+    for merged, parts in EXPERT_PARTS.items() if num_experts else ():
+        names[f"mlp.experts.{merged}"] = tuple(
+            f"mlp.experts.{expert}.{part}" for expert in range(num_experts) for part in parts
+        )
+    return names
 
 
 @dataclass(frozen=True)
@@ -104,12 +116,11 @@ def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, li
             raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
         skipped += names
     is_skipped = _matcher(skipped, family.renamed)
+    modules = linears(raw["num_experts"] if family.experts else 0, bool(family.recurrent)).items()
     layers = [
-        frozenset(name for name in LINEARS if not _all_or_none(f"model.layers.{i}.", name, is_skipped))
+        frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
-    if family.experts:
-        raise CheckpointError(f"config.json: quantization_config: FP8 {NO_EXPERTS}.")
     return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers
 
 
@@ -152,7 +163,7 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Calla
     name with asterisks; or dotted parts of its name, wherever they stand in it.
     """
     prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
-    compiled = []
+    compiled, dotted = [], set()
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
@@ -160,19 +171,30 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Calla
             except re.error as error:
                 raise _refusal(f"the regular expression {pattern!r:.100} ({error})") from None
             continue
+        pattern = f"{pattern}."  # what is renamed may be the last part
         for old, new in renamed:
-            pattern = pattern.replace(old, new)
-        compiled.append(
-            re.compile(translate(pattern) if "*" in pattern else rf"(.*\.)?{re.escape(pattern)}(\..*)?\Z")
-        )
-    return lambda name: any(regex.match(prefix + name) for regex in compiled for prefix in prefixes)
+            pattern = pattern.replace(old, new) or pattern
+        pattern = pattern.removesuffix(".")
+        if "*" in pattern:
+            compiled.append(re.compile(translate(pattern)))
+        else:
+            dotted.add(pattern)  # lists are long, and experts many
+
+    def is_named(name: str) -> bool:
+        parts = name.split(".")
+        ends = range(1, len(parts) + 1)
+        runs = (".".join(parts[start:end]) for end in ends for start in range(end)) if dotted else ()
+        return not dotted.isdisjoint(runs) or any(regex.match(name) for regex in compiled)
+
+    return lambda name: any(is_named(prefix + name) for prefix in prefixes)
 
 
-def _all_or_none(prefix: str, name: str, is_skipped: Callable[[str], bool]) -> bool:
+def _all_or_none(prefix: str, name: str, parts: tuple[str, ...], is_skipped: Callable[[str], bool]) -> bool:
     """Whether a linear layer is left out; its parts share one product, so they are FP8 together."""
-    parts = [part for part in LINEARS[name] if is_skipped(prefix + part)]
-    if is_skipped(prefix + name) or (parts and len(parts) == len(LINEARS[name])):
+    if is_skipped(prefix + name):
         return True
-    if parts:
-        raise _refusal(f"leaving out {prefix}{parts[0]}, but not all of {', '.join(LINEARS[name])},")
-    return False
+    skipped = [part for part in parts if is_skipped(prefix + part)]
+    if skipped and len(skipped) < len(parts):
+        some = ", ".join(parts) if len(parts) < 4 else f"{parts[0]} to {parts[-1]}"
+        raise _refusal(f"leaving out {prefix}{skipped[0]}, but not all of {some},")
+    return bool(skipped)

@@ -163,6 +163,11 @@ def test_engine_keywords_at_other_values_are_refused(name):
         options.check({name: "something else"})
 
 
+def test_the_dtype_of_recurrent_states():
+    assert options.to_nanovllm({"mamba_ssm_cache_dtype": "float16"})["state_dtype"] == "float16"
+    assert "state_dtype" not in options.to_nanovllm({"mamba_ssm_cache_dtype": "auto"})
+
+
 def test_two_ranks_take_weights_and_sleep():
     """By the names of vLLM's worker; a function cannot run on the other rank."""
     llm = LLM(str(DEMO_MODEL), tensor_parallel_size=2, max_model_len=256)

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  
 PADDING = 7  # a row of the states
 
 
-def make_layer(num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=32, taps=4, dtype=torch.float32):
+def make_layer(num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32, taps=4, dtype=torch.float32):
     channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
     return DeltaWeights(
         (torch.randn(channels, taps, device=DEVICE) / 2).to(dtype),
@@ -93,9 +93,9 @@ def assert_states_close(actual, expected, dtype):
 @pytest.mark.parametrize(
     ("dtype", "state_dtype", "heads", "taps"),
     [
-        (torch.float32, torch.float32, (2, 2, 16, 32), 4),
+        (torch.float32, torch.float32, (2, 2, 32, 64), 4),
         (torch.float32, torch.float16, (1, 3, 32, 64), 2),
-        (torch.bfloat16, torch.float32, (2, 6, 16, 32), 4),
+        (torch.bfloat16, torch.float32, (2, 6, 32, 64), 4),
         (torch.bfloat16, torch.float16, (2, 4, 32, 64), 3),
         pytest.param(torch.bfloat16, torch.float32, (16, 32, 128, 128), 4, marks=pytest.mark.gpu),
         pytest.param(torch.bfloat16, torch.float16, (16, 48, 128, 128), 4, marks=pytest.mark.gpu),
@@ -149,9 +149,9 @@ def test_prefill_of_a_sequence(num_tokens):
 @pytest.mark.parametrize(
     ("dtype", "state_dtype", "heads", "taps"),
     [
-        (torch.float32, torch.float32, (2, 6, 16, 32), 4),
+        (torch.float32, torch.float32, (2, 6, 32, 64), 4),
         (torch.float32, torch.float16, (1, 1, 32, 64), 2),
-        (torch.float16, torch.float32, (1, 3, 16, 32), 3),
+        (torch.float16, torch.float32, (1, 3, 64, 32), 3),
         pytest.param(torch.bfloat16, torch.float32, (16, 32, 128, 128), 4, marks=pytest.mark.gpu),
         pytest.param(torch.bfloat16, torch.float16, (16, 48, 128, 128), 4, marks=pytest.mark.gpu),
         pytest.param(torch.float16, torch.float32, (16, 16, 128, 128), 4, marks=pytest.mark.gpu),
@@ -194,7 +194,7 @@ def test_equal_tokens():
 @pytest.mark.parametrize("ops", [(prefill, decode), (reference, reference)])
 def test_prefill_then_decode_is_the_recurrence(ops):
     """In one launch, and in two and five steps, against a plain loop over tokens in fp64."""
-    weights = make_layer(2, 4, 16, 32)
+    weights = make_layer(2, 4, 32, 64)
     chunks, positions = make_chunks([(0, 135, 2, -1)])
     u, ba = make_inputs(weights, 135)
     expected, state = recurrence(u, ba, weights)

@@ -255,6 +255,28 @@ def pack(low, high):
 
 
 @triton.jit
+def dot_fp8(x_0, x_1, x_2, x_3, weight):
+    """Dot products of vectors of 16 channels of x, fp32 [V, 4] each, with e4m3, int32 [V, N, 4] of fours.
+
+    Channels 0, 2, 4, 6 of a vector are in x_0, 1, 3, 5, 7 in x_1, 8, 10, ... in x_2, 9, 11, ... in x_3. Returns fp32
+    [V, N], and [V, 1], by which it is yet to be multiplied.
+    """
+    largest = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
+    # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8; at least 2^-123, so
+    # that the inverse of 0 is finite.
+    exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 4 << 23)  # [V]
+    shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 8.0
+    a_0, a_1, a_2, a_3 = split_four(pack(x_0 * shrink, x_1 * shrink)[:, None, :])
+    b_0, b_1, b_2, b_3 = split_four(pack(x_2 * shrink, x_3 * shrink)[:, None, :])
+    w_0, w_1, w_2, w_3 = split_four(weight)
+    dot = tl.inline_asm_elementwise(
+        DOT_ASM, "=f" + ",r" * 12, [w_0, w_1, w_2, w_3, a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return dot, exponent.to(tl.float32, bitcast=True)[:, None] / 8.0
+
+
+@triton.jit
 def gemv_fp8_kernel(
     x_ptr,  # [1, C / 2] of pairs, written by the kernel before
     weight_ptr,  # [N, C / 4] of fours, contiguous
@@ -322,19 +344,7 @@ def gemv_fp8_kernel(
             if HAS_NORM:
                 norm_1, norm_2 = load_pairs(norm_weight_ptr, x_offs, inside)
 
-        largest = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
-        # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8; at least 2^-123, so
-        # that the inverse of 0 is finite.
-        exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 4 << 23)  # [V]
-        shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 8.0
-        a_0, a_1, a_2, a_3 = split_four(pack(x_0 * shrink, x_1 * shrink)[:, None, :])
-        b_0, b_1, b_2, b_3 = split_four(pack(x_2 * shrink, x_3 * shrink)[:, None, :])
-        w_0, w_1, w_2, w_3 = split_four(step_weight)
-        dot = tl.inline_asm_elementwise(
-            DOT_ASM, "=f" + ",r" * 12, [w_0, w_1, w_2, w_3, a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        grow = exponent.to(tl.float32, bitcast=True)[:, None] / 8.0
+        dot, grow = dot_fp8(x_0, x_1, x_2, x_3, step_weight)
         if NUM_GROUPS > 1:
             grow = grow * step_scale
         acc += dot * grow
@@ -345,8 +355,8 @@ def gemv_fp8_kernel(
 
 
 def multiplies_in_fp16(x, weight, norm_weight):
-    """Whether gemv_fp8_kernel takes these."""
-    is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[1] % FP8_VECTOR.value == 0
+    """Whether gemv_fp8_kernel takes these, or those of moe/gemv.py with fours."""
+    is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[-1] % FP8_VECTOR.value == 0
     is_16_bit = x.element_size() == 2 and (norm_weight is None or norm_weight.dtype == x.dtype)
     return weight.scale is not None and has_inline_asm(x.device) and is_aligned and is_16_bit
 

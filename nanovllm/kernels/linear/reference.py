@@ -22,16 +22,20 @@ class Weight(NamedTuple):
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
 
+    def expert(self, i):
+        """The Weight of expert i; data and scale have those of all, [E, N, C] and [E, N, G]."""
+        return self._replace(data=self.data[i], scale=None if self.scale is None else self.scale[i])
+
     def has_whole_blocks(self):
         """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
         return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
-        """[N, C] in `dtype`; without a scale, `data` as it is."""
+        """[N, C] in `dtype`, of experts [E, N, C]; without a scale, `data` as it is."""
         if self.scale is None:
             return self.data
-        groups = widened(self.data).unflatten(1, (self.scale.shape[1], -1))
-        return groups.mul_(self.scale.unsqueeze(2)).flatten(1).to(dtype)
+        groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
+        return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def widened(data):

@@ -5,16 +5,23 @@ says what is computed.
 
     1 to 4     gemv.py, row by row
     5 and up   grouped_gemm.py, rows grouped by expert
+
+With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
+to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
+The references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of
+16, all experts are dequantized at each call, which is right, and slow.
 """
 
 import torch
 import torch.nn.functional as F
 
+from ..launch import is_sm90
+from ..linear.dequantize import dequantized, has_e4m3
 from ..linear.dispatch import fused_linear
-from ..linear.norm import SplitKPartials, rms_norm
-from ..linear.reference import Weight
+from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
+from ..linear.reference import Tokens, Weight
 from .gemv import down_rows, gate_up_rows
-from .grouped_gemm import grouped_config, grouped_gemm, sum_rows
+from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
 from .route import group_rows, route, router_partials
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
@@ -24,14 +31,16 @@ MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more 
 
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
-              act="silu", add_residual=True, allow_split_k=False):  # fmt: skip
+              act="silu", add_residual=True, allow_split_k=False, base=None):  # fmt: skip
     """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
 
     Rows of padding (slot -1) of the result are undefined.
     """
     num_tokens, in_fp32 = len(residual), routing.scoring == "sigmoid" or correction_bias is not None
     x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
-    if num_tokens > 1 or in_fp32 or x is not residual:
+    base = residual if base is None else base
+    gate_up, down = usable(gate_up, residual.dtype), usable(down, residual.dtype)
+    if num_tokens > 1 or in_fp32 or x is not residual or gate_up.scale is not None:
         x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
     # Sigmoid or biased scores are of fp32 logits, as in transformers.
     logits_dtype = torch.float32 if in_fp32 else residual.dtype
@@ -44,15 +53,33 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
         h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act)
-        return down_rows(h, down, ids, weights, residual if add_residual else None)
+        return down_rows(h, down, ids, weights, base if add_residual else None)
     num_channels = residual.shape[1]
-    num_experts, top_k = len(gate_up), routing.top_k
+    num_experts, top_k = len(gate_up.data), routing.top_k
     rows, counts = group_rows(ids, num_experts)
-    h = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
-    grouped_gemm(grouped_config(len(h), num_experts, True), x, gate_up, rows, counts, h, top_k, act)
+    h = torch.empty((num_tokens * top_k, down.data.shape[2]), dtype=x.dtype, device=x.device)
+    x = tokens_for(x, gate_up)
+    config = grouped_config(len(h), num_experts, True, x.scale is not None)
+    grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
-    parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=x.device)
-    grouped_gemm(grouped_config(len(h), num_experts, False), h, down, rows, counts, parts, top_k, weights=weights)
+    parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
+    h = tokens_for(h, down)
+    config = grouped_config(len(h.data), num_experts, False, h.scale is not None)
+    grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights)
     if add_residual and allow_split_k:
-        return SplitKPartials(residual, parts)
-    return sum_rows(parts, residual if add_residual else None, x.dtype)
+        return SplitKPartials(base, parts)
+    return sum_rows(parts, base if add_residual else None, x.dtype)
+
+
+def usable(weight, dtype):
+    """The Weight as it is if the kernels can widen it, else in `dtype`."""
+    if weight.scale is None or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):
+        return weight
+    flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
+    return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
+
+
+def tokens_for(x, weight):
+    """Tokens of x as `grouped_gemm` multiplies them: in e4m3 where its tensor cores do, else in x's dtype."""
+    in_fp8 = is_sm90(x.device) and x.element_size() == 2 and scale_group(weight) % 32 == 0 < scale_group(weight)
+    return quantize_tokens(x) if in_fp8 else Tokens(x, x.dtype)

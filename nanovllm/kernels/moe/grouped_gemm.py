@@ -26,18 +26,37 @@ def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def dot_tile(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them."""
-    if SWAP_AB:
-        return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+def load_scale(scale_ptr, features, step, K: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [BLOCK_N] of a loop step's channels, all of one group."""
+    if GROUP > 0:
+        return tl.load(scale_ptr + features * (K // GROUP) + step // GROUP)
     else:
-        return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+        return 1.0
+
+
+@triton.jit
+def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them.
+
+    With GROUP the weight is widened, unless x is e4m3 too, and a step's sum is scaled before it is added in fp32.
+    """
+    if GROUP == 0:
+        if SWAP_AB:
+            return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+        else:
+            return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    elif SWAP_AB:
+        return acc + tl.dot(weight.to(x.dtype), tl.trans(x), input_precision=PRECISION) * scale[:, None]
+    else:
+        return acc + tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision=PRECISION) * scale[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "split_m"])
 def grouped_gemm_kernel(
     x_ptr,  # [*, K] contiguous, written by a kernel before
+    x_scale_ptr,  # fp32 [*], only where x is e4m3
     weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features
+    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], only with GROUP
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
     weights_ptr,  # fp32 [T * k], not with GATED
@@ -47,6 +66,7 @@ def grouped_gemm_kernel(
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
     ACT: tl.constexpr,  # of GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
     BLOCK_M: tl.constexpr,
@@ -64,6 +84,7 @@ def grouped_gemm_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     NUM_FEATURES: tl.constexpr = 2 * N if GATED else N
     weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+    features = expert * NUM_FEATURES + n % N
     pdl_wait(USE_PDL)
     count = tl.load(counts_ptr + expert)
     for start in range(first, count, split_m * BLOCK_M):
@@ -74,10 +95,19 @@ def grouped_gemm_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         for step in range(0, K, BLOCK_K):
-            x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
-            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), acc, SWAP_AB, PRECISION)
+            # Both scales here: no load moves above the wait for a product.
+            scale = load_scale(scale_ptr, features, step, K, GROUP)
             if GATED:
-                up = dot_tile(x, load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K), up, SWAP_AB, PRECISION)
+                up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
+            x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
+            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, GROUP, SWAP_AB, PRECISION)
+            if GATED:
+                weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
+                up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
+        if x_scale_ptr is not None:
+            x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
+            acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+            up *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
         if GATED:
             acc = activate(acc, ACT) * up
         else:
@@ -126,9 +156,18 @@ class GroupedConfig(NamedTuple):
     num_stages: int
 
 
-def grouped_config(num_rows, num_experts, gated):
-    """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels."""
+def grouped_config(num_rows, num_experts, gated, is_fp8=False):
+    """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
+
+    `is_fp8`: tokens and weights are e4m3; by count of bytes in flight and registers, not measured.
+    """
     mean = num_rows / num_experts
+    if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
+        if mean <= 8:
+            return GroupedConfig(16, 64, 128, 4, 5)
+        if mean <= 32:
+            return GroupedConfig(32, 64, 128, 4, 5)
+        return GroupedConfig(128, 64, 128, 8, 4) if gated else GroupedConfig(128, 128, 128, 8, 4)
     if mean <= 8:
         return GroupedConfig(16, 64, 128, 4, 3)
     if mean <= 32:
@@ -138,22 +177,30 @@ def grouped_config(num_rows, num_experts, gated):
     return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 3)
 
 
+def scale_group(weight):
+    """Channels of a scale of a Weight; 0: it has none."""
+    return 0 if weight.scale is None else weight.data.shape[2] // weight.scale.shape[2]
+
+
 def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None):
-    """See `grouped_gemm_kernel`; gated with `act`, else scaled by `weights`."""
-    num_experts, num_features, num_channels = weight.shape
-    gated = act is not None
+    """See `grouped_gemm_kernel`; gated with `act`, else scaled by `weights`. x Tokens, and a Weight."""
+    num_experts, num_features, num_channels = weight.data.shape
+    gated, group = act is not None, scale_group(weight)
     num_outputs = num_features // 2 if gated else num_features
-    assert x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()
+    assert x.data.is_contiguous() and weight.data.is_contiguous() and y.is_contiguous()
+    assert weight.scale is None or weight.scale.is_contiguous()
+    # a step may reach beyond the channels, but not into another group
+    block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
     num_tokens = rows.shape[1]  # of which an expert has each at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
-        x, weight, rows, counts, weights, y, num_tokens, split_m,
-        TOP_K=top_k, N=num_outputs, K=num_channels, ACT=act, GATED=gated,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(x.device),
+        x.data, x.scale, weight.data, weight.scale, rows, counts, weights, y, num_tokens, split_m,
+        TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, ACT=act, GATED=gated,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
     )  # fmt: skip
     return y
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..linear.reference import act_and_mul, rms_norm
+from ..linear.reference import fused_linear, rms_norm
 
 
 class Routing(NamedTuple):
@@ -60,7 +60,7 @@ def best(scores, count):
 
 def fused_moe(
     residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
-    add_residual=True, allow_split_k=False,
+    add_residual=True, allow_split_k=False, base=None,
 ):  # fmt: skip
     """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
 
@@ -69,9 +69,10 @@ def fused_moe(
         norm_weight: [C], or None for x = residual; with its eps.
         router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid or biased scores.
         correction_bias, routing, slot_mapping: as in `route`; rows of padding get a sum of zeros.
-        gate_up: [E, 2I, C], gate features before up features.
-        down: [E, C, I].
+        gate_up: Weight, [E, 2I, C], gate features before up features.
+        down: Weight, [E, C, I].
         act: as in `act_and_mul`.
+        base: [T, C], is added in place of `residual`.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials (linear/norm.py).
@@ -87,7 +88,19 @@ def fused_moe(
     tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
     for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
         if expert >= 0:
-            hidden = act_and_mul(F.linear(x[rows], gate_up[expert]), act)
-            total.index_add_(0, rows, F.linear(hidden, down[expert]) * share)
+            hidden = fused_linear(x[rows], gate_up.expert(expert), act_mul=act)
+            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert)) * share)
     total = total.to(x.dtype)
-    return residual + total if add_residual else total
+    base = residual if base is None else base
+    return base + total if add_residual else total
+
+
+def add_shared_expert(shared, residual, norm_weight, eps, gate_weight, add_residual):
+    """[residual +] shared, all [T, C]; with `gate_weight` [1, C] shared is scaled by the sigmoid of x . gate_weight.
+
+    x = rms_norm(residual).
+    """
+    if gate_weight is not None:
+        x = rms_norm(residual, norm_weight, eps)
+        shared = F.linear(x, gate_weight).sigmoid() * shared
+    return residual + shared if add_residual else shared

@@ -1,0 +1,143 @@
+"""Microseconds of the experts' products by tokens, in 16 bits and in FP8, against the time their bytes take.
+
+Times are medians of CUDA graph replays over the experts of several layers, so that the L2 cache does not hold them.
+
+    python benchmarks/moe.py [--shape 30b-a3b] [--bandwidth 4.3e12]
+    python benchmarks/moe.py --sweep    # tilings of the FP8 kernels, the fastest first
+"""
+
+import argparse
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.kernels import microseconds
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.linear.reference import Weight
+from nanovllm.kernels.moe import dispatch, gemv
+from nanovllm.kernels.moe.grouped_gemm import GroupedConfig, grouped_config, grouped_gemm
+from nanovllm.kernels.moe.reference import Routing
+
+SHAPES = {  # hidden size, experts, intermediate size of an expert, experts of a token
+    "30b-a3b": (2048, 128, 768, 8), "qwen3.6-35b-a3b": (2048, 256, 512, 8), "glm-4.5-air": (4096, 128, 1408, 8),
+}  # fmt: skip
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
+SWEPT_TOKENS = [8, 32, 128, 256, 1024, 8192]
+GROUPS = {"16 bits": None, "FP8": 0, "FP8 blocks": 128}  # channels of a scale; 0: all
+LAYERS = 6
+
+
+def make_weight(num_experts, num_features, num_channels, group):
+    shape = num_experts, num_features, num_channels
+    data = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=num_channels**-0.5)
+    if group is None:
+        return Weight(data)
+    scale = torch.full((num_experts, num_features, num_channels // (group or num_channels)), 0.01, device="cuda")
+    return Weight((data * 100).to(E4M3), scale)
+
+
+class Products:
+    """gate_up and down of some tokens with the experts of several layers, each chosen at random."""
+
+    def __init__(self, shape, layers, num_tokens):
+        hidden, self.num_experts, _, self.top_k = shape
+        self.layers, self.num_rows = layers, num_tokens * self.top_k
+        self.x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+        slots = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
+        self.routes = [
+            dispatch.route(torch.randn(num_tokens, self.num_experts, device="cuda"), None, Routing(self.top_k), slots)
+            for _ in layers
+        ]
+        self.groups = [dispatch.group_rows(ids, self.num_experts) for ids, _ in self.routes]
+        self.num_chosen = sum(ids.unique().numel() for ids, _ in self.routes) / len(layers)
+
+    def config(self, gated, tokens):
+        return grouped_config(self.num_rows, self.num_experts, gated, tokens.scale is not None)
+
+    def gate_up(self, config=None):
+        for (weight, _), (ids, _), (rows, counts) in zip(self.layers, self.routes, self.groups, strict=True):
+            if len(self.x) <= dispatch.MAX_TOKENS_GEMV:
+                h = gemv.gate_up_rows(self.x, None, 0.0, weight, ids, "silu")
+                continue
+            x = dispatch.tokens_for(self.x, weight)
+            h = torch.empty((self.num_rows, weight.data.shape[1] // 2), dtype=torch.bfloat16, device="cuda")
+            grouped_gemm(config or self.config(True, x), x, weight, rows, counts, h, self.top_k, "silu")
+        self.h = h
+
+    def down(self, config=None):
+        for (_, weight), (ids, shares), (rows, counts) in zip(self.layers, self.routes, self.groups, strict=True):
+            if len(self.x) <= dispatch.MAX_TOKENS_GEMV:
+                gemv.down_rows(self.h, weight, ids, shares, None)
+                continue
+            h = dispatch.tokens_for(self.h, weight)
+            dtype = torch.float32 if len(self.x) <= dispatch.MAX_TOKENS_FP32 else torch.bfloat16
+            parts = torch.empty((self.top_k, *self.x.shape), dtype=dtype, device="cuda")
+            grouped_gemm(config or self.config(False, h), h, weight, rows, counts, parts, self.top_k, weights=shares)
+
+
+def time_all(shape, layers, precision, bandwidth):
+    for num_tokens in TOKENS:
+        products = Products(shape, layers, num_tokens)
+        for name, i in (("gate_up", 0), ("down", 1)):
+            time = microseconds(getattr(products, name)) / LAYERS
+            weight = layers[0][i].data
+            limit = products.num_chosen * weight[0].numel() * weight.element_size() / bandwidth * 1e6
+            print(f"{precision:12}{name:10}{num_tokens:>8}{time:>10.1f}{limit:>10.1f}", flush=True)
+
+
+def sweep(shape, layers):
+    """Rows by themselves, by the output features of a program; grouped rows, by tiles."""
+    for num_tokens in (1, 4):
+        products = Products(shape, layers, num_tokens)
+        for size in (2, 4, 8, 16):
+            gemv.FP8_UNITS = gemv.FP8_CHANNELS = size
+            times = [microseconds(run) / LAYERS for run in (products.gate_up, products.down)]
+            print(f"{num_tokens} tokens, {size:>3} a program: gate_up {times[0]:.1f}, down {times[1]:.1f}", flush=True)
+    for num_tokens in SWEPT_TOKENS:
+        products = Products(shape, layers, num_tokens)
+        products.gate_up()
+        mean = products.num_rows / products.num_experts
+        sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
+        for name in ("gate_up", "down"):
+            found = []
+            for tile in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (3, 4, 5, 6)):
+                config = GroupedConfig(*tile)
+                rows = (config.block_m + config.block_n * (2 if name == "gate_up" else 1)) * config.block_k
+                if rows * config.num_stages > 220 << 10 or config.block_m * config.block_n > 16384:
+                    continue
+                found.append((microseconds(partial(getattr(products, name), config)) / LAYERS, config))
+            for time, config in sorted(found)[:4]:
+                print(f"{num_tokens} tokens, {name}: {time:.1f} {tuple(config)}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
+    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
+    parser.add_argument("--precision", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--sweep", action="store_true", help="tilings of the last --precision")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device")
+    torch.manual_seed(0)
+    hidden, experts, units, _ = shape = SHAPES[options.shape]
+    print(f"{options.shape} on {torch.cuda.get_device_name()}\n{'µs':22}{'tokens':>8}{'measured':>10}{'limit':>10}")
+    for precision in options.precision[-1:] if options.sweep else options.precision:
+        group = GROUPS[precision]
+        layers = [
+            (make_weight(experts, 2 * units, hidden, group), make_weight(experts, hidden, units, group))
+            for _ in range(LAYERS)
+        ]
+        if options.sweep:
+            sweep(shape, layers)
+        else:
+            time_all(shape, layers, precision, options.bandwidth)
+
+
+if __name__ == "__main__":
+    main()
