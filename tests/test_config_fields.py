@@ -71,5 +71,5 @@ def test_every_field(kind, tmp_path, make_llm):
                 continue
             if got.shape != want.shape or not error(got, want) < TOLERANCE:
                 wrong.append((field, other, error(got, want) if got.shape == want.shape else got.shape))
-    print(kind, count)
+    print('WRONG', kind, wrong)
     assert not wrong, wrong

@@ -39,7 +39,8 @@ MODELS = {
     ),
     "Qwen3VLForConditionalGeneration": Family(qk_norm="head", defaults={"rope_theta": 5e5, "head_dim": 128}, **VISION),
     "HunYuanDenseV1ForCausalLM": Family(
-        qk_norm="head", norms_rotated=True, reads=("alpha",), defaults=EPS | {"max_position_embeddings": 2048},
+        qk_norm="head", norms_rotated=True, reads=("alpha", "use_qk_norm"),
+        defaults=EPS | {"max_position_embeddings": 2048},
         renamed=(("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")),
     ),
     "SmolLM3ForCausalLM": Family(

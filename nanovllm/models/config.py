@@ -147,7 +147,8 @@ class MoEConfig:
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
         if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
-            raise CheckpointError("config.json: experts as wide as the hidden size, or half; whether they are transposed is not known.")
+            raise CheckpointError("config.json: with experts as wide as the hidden size, or half, transposed tensors look "
+                                  "like others.")  # fmt: skip
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
@@ -415,11 +416,13 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:
+        raw["partial_rotary_factor"] = raw["rotary_dim"] / raw["head_dim"]  # MiniMax
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
-    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
         raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
+    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
     if family.experts:
         for names in MOE_NAMES:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)

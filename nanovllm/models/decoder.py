@@ -218,6 +218,7 @@ class CausalLM(nn.Module):
         if config.delta is not None:
             self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
         self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
+        self.is_tied = config.tie_word_embeddings and config.has_lm_head
         if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.num_labels:

@@ -128,7 +128,8 @@ MINISTRAL3_ROPE = {
 }  # fmt: skip
 MINISTRAL3 = Family(
     windows="all", reads=("sliding_window", "llama_4_scaling_beta"),
-    defaults=EPS | {"head_dim": 128, "rope_parameters": MINISTRAL3_ROPE, "max_position_embeddings": 262_144},
+    defaults=EPS | {"head_dim": 128, "rope_parameters": MINISTRAL3_ROPE, "max_position_embeddings": 262_144,
+                    "eos_token_id": 2},
 )
 QWEN3_NEXT = Family(
     qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,

@@ -129,7 +129,7 @@ class RopeScaling:
     def check_head(self, head_dim: int) -> None:
         """Raise CheckpointError unless heads of this size can be rotated."""
         dims = self.rotated_dims(head_dim)
-        if dims < 2 or dims % 2:
+        if dims < 2 or dims % 2 or head_dim % 2:
             raise CheckpointError(f"config.json: heads of size {head_dim}, {dims} rotated; RoPE needs an even size.")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
