@@ -1,75 +1,83 @@
-"""No silently wrong model: each field of transformers' configuration is honoured, harmless or refused.
+"""No silently wrong model: every field of transformers' configuration is honoured, harmless or refused.
 
-One at a time the fields get another value. transformers makes a checkpoint of it; its logits are ours, or a
-``CheckpointError`` names what is not supported. Values that transformers itself does not take are passed over.
+One at a time the fields get other values. transformers makes a checkpoint of it, and its logits are ours, or a
+``CheckpointError`` says what is not supported. Values that transformers does not take are passed over.
 """
 
 import copy
 
 import families
 import pytest
-import torch
 from helpers import generate_with_logits
-from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
+from test_families import IDS, error, hf_logits, logits_of
 from transformers import PreTrainedConfig
 
 from nanovllm.errors import CheckpointError
 
+TOLERANCE = 3e-5  # of the largest logit; gelu instead of its tanh form makes 1.6e-4
 CASES = {**families.CASES, **families.MOE_CASES, **families.HYBRID_CASES}
-FIRST = {kind: case for case, (kind, _) in reversed(CASES.items())}  # a case of each class
-OF_ALL = PreTrainedConfig().to_dict()  # fields of every class, which are tried in one
-# None may stand for a value of any type
-OTHERS = [True, 3, 0.3, 0.3 * 8, [0, 1, 0, 1], "gelu"]
-WORDS = ["gelu", "relu", "dense", "sparse", "full_attention", "sliding_attention", "linear_attention", "linear", "bfloat16"]
+CASE_OF = {kind: case for case, (kind, _) in reversed(CASES.items())}  # the first of each class
+OF_EVERY_CLASS = PreTrainedConfig().to_dict().keys()  # tried with Llama
+NONE = [True, 32, 0.3, [0, 1, 0, 1], ["sparse", "dense"] * 2, "gelu"]  # may stand for a value of any type
+WORDS = ["gelu", "relu", "linear", "full_attention", "bfloat16"]
+# Kinds of RoPE have fields of their own, and other fields may not fit another number of layers or size of a head.
+UNTRIED = {"rope_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "return_dict"}
+MAX_VALUES = 2  # of a field
 
 
 def others(value):
-    """Other values of a field."""
+    """Other values than that of a field."""
     if value is None:
-        return OTHERS
+        return NONE
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, 2 * value, max(value - 1, 0)]
+        return [2 * value, value + 1, value - 1]
     if isinstance(value, float):
-        return [1.7 * value + 0.1]
-    if isinstance(value, str):
-        return [word for word in WORDS if word != value]
+        return [1.7 * value + 0.1, 0.6 * value]
     if isinstance(value, list):
-        return [value[::-1], value[:1] * len(value), value[-1:] * len(value), [1] * 4]
-    return [{**value, name: other} for name in value for other in others(value[name])]
+        return [value[::-1], value[:1] * len(value), value[-1:] * len(value)]
+    return [word for word in WORDS if word != value]
 
 
-@pytest.mark.parametrize("kind", FIRST)
+def changes(value):
+    """(path, [values]) of each field in there: the whole value with others at the end of the path."""
+    if not isinstance(value, dict):
+        yield (), others(value)
+        return
+    for name, field in value.items():
+        for path, values in changes(field):
+            yield (name, *path), [{**value, name: other} for other in values]
+
+
+@pytest.mark.parametrize("kind", CASE_OF)
 def test_every_field(kind, tmp_path, make_llm):
-    case, count = FIRST[kind], {}
-    config = families.make(tmp_path, case).config
-    text = config.get_text_config()
-    wrong = []
-    for field, value in text.to_dict().items():
-        if field in OF_ALL and kind != "Llama":
+    case, wrong, untried = CASE_OF[kind], {}, set()
+    config = families.make(tmp_path, case).config.get_text_config().to_dict()
+    for path, configs in changes(config):
+        name, field = ".".join(map(str, path)), path[0]
+        if field in OF_EVERY_CLASS and kind != "Llama":
             continue
-        for other in others(value):
+        tried = 0
+        for value in (other[field] for other in configs):
             try:
-                model = families.make(tmp_path, case, **{field: copy.deepcopy(other)})
+                model = families.make(tmp_path, case, **{field: copy.deepcopy(value)})
                 want = hf_logits(model, IDS)
-            except Exception as e:  # transformers refuses the value
-                count[field] = count.get(field, 0) 
+            except Exception:  # transformers does not take the value
                 continue
-            count[field] = count.get(field, 0) + 1
             try:
                 if case in families.HYBRID_CASES:
                     with make_llm(model=str(tmp_path), max_model_len=256, num_kvcache_blocks=32) as llm:
                         got, want = generate_with_logits(llm, [IDS], 1)[1][0], want[-1:]
                 else:
                     got = logits_of(str(tmp_path))
-            except CheckpointError as refusal:
-                print("REF", kind, field, other, str(refusal)[:120])
-                continue
-            except Exception as e:
-                wrong.append((field, other, repr(e)[:200]))
-                continue
-            if got.shape != want.shape or not error(got, want) < TOLERANCE:
-                wrong.append((field, other, error(got, want) if got.shape == want.shape else got.shape))
-    print('WRONG', kind, wrong)
-    assert not wrong, wrong
+                if got.shape != want.shape or not error(got, want) < TOLERANCE:
+                    wrong[name] = value
+            except CheckpointError:
+                pass
+            tried += 1
+            if tried == MAX_VALUES:
+                break
+        if not tried:
+            untried.add(path[-1])
+    assert not wrong and untried <= UNTRIED

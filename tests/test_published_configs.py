@@ -348,7 +348,8 @@ def test_published(model):
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config", "text_config",
+    "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
+    "text_config",
 )  # fmt: skip
 
 

@@ -147,8 +147,7 @@ class MoEConfig:
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
         if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
-            raise CheckpointError("config.json: with experts as wide as the hidden size, or half, transposed tensors look "
-                                  "like others.")  # fmt: skip
+            raise CheckpointError("config.json: experts of the hidden size, or half, look the same transposed.")
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],

@@ -55,11 +55,12 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
         self.adds_residual = not config.family.post_norm
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
-        weights = [norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)]
-        self.query_scales, self.norms_rotated = rope.query_scales, config.family.norms_rotated
-        if self.norms_rotated:  # a rotation keeps the RMS of a head, but not the places of weights
-            self.register_buffer("plain_weight", torch.ones(D), persistent=False)
-            weights = [self.plain_weight, self.plain_weight]
+        norms = (self.q_norm, self.k_norm)
+        weights: list[Any] = [norm.weight if norm and config.qk_norm == "head" else None for norm in norms]
+        self.query_scales, self.rotated_norms = rope.query_scales, norms if config.family.norms_rotated else None
+        if self.rotated_norms:  # a rotation keeps the RMS of a head, but not the places of weights
+            self.register_buffer("ones", torch.ones(D), persistent=False)
+            weights = [self.ones, self.ones]
         # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=config.rms_norm_eps, cos_sin=rope.cos_sin,
@@ -77,8 +78,8 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
-        if self.norms_rotated:  # of the scores; so the keys' weight may be the queries'
-            q = q * (self.q_norm.weight * self.k_norm.weight)
+        if self.rotated_norms:  # scores are sums over dimensions, so the weights of keys may scale the queries
+            q = q * (self.rotated_norms[0].weight * self.rotated_norms[1].weight)
         if self.query_scales is not None:
             q = q * self.query_scales[context.positions.long(), None, None]
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now

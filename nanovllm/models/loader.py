@@ -163,7 +163,7 @@ class WeightFiller:
             rows = self._embedding.weight[:HEAD_ROWS]
             if not torch.equal(self._head_rows.to(rows), rows):
                 raise CheckpointError(
-                    f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has a head "
+                    f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
                     'of its own, write "tie_word_embeddings": false into config.json.'
                 )
         self._check_used(set(self._changes), str(self._adapter))
