@@ -55,10 +55,11 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
         self.adds_residual = not config.family.post_norm
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
-        norms = (self.q_norm, self.k_norm)
-        weights: list[Any] = [norm.weight if norm and config.qk_norm == "head" else None for norm in norms]
-        self.query_scales, self.rotated_norms = rope.query_scales, norms if config.family.norms_rotated else None
-        if self.rotated_norms:  # a rotation keeps the RMS of a head, but not the places of weights
+        weights: list[Any] = [
+            norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)
+        ]
+        self.query_scales, self.rotated_weights = rope.query_scales, weights if config.family.norms_rotated else None
+        if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
             self.register_buffer("ones", torch.ones(D), persistent=False)
             weights = [self.ones, self.ones]
         # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
@@ -78,8 +79,8 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
-        if self.rotated_norms:  # scores are sums over dimensions, so the weights of keys may scale the queries
-            q = q * (self.rotated_norms[0].weight * self.rotated_norms[1].weight)
+        if self.rotated_weights:  # scores are sums over dimensions, so the weights of keys may scale the queries
+            q = q * (self.rotated_weights[0] * self.rotated_weights[1])
         if self.query_scales is not None:
             q = q * self.query_scales[context.positions.long(), None, None]
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
@@ -174,13 +175,10 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
         config.check_padded_heads(D)
-        tables = {  # layers share them
-            rope: RotaryEmbedding(
-                D, max_position, *(rope.frequencies(config.head_dim) if rope else (None, 1.0)),
-                rope and rope.query_scales(max_position),
-            )
-            for rope in dict.fromkeys(config.ropes)
-        }
+        tables = {}  # layers share them
+        for rope in dict.fromkeys(config.ropes):
+            scaled: Any = (*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ()
+            tables[rope] = RotaryEmbedding(D, max_position, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tables.get(layer.rope), backend, tp) for layer in config.layers

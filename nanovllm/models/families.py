@@ -119,7 +119,9 @@ POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_laye
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
 GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}
-VISION: dict[str, Any] = {"renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*"}
+VISION: dict[str, Any] = {
+    "renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*",
+}  # fmt: skip
 MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 CORRECTION = ".mlp.gate.e_score_correction_bias"
 MINISTRAL3_ROPE = {
