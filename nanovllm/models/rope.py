@@ -32,11 +32,11 @@ ROPE_RULES = {  # rope_type -> its fields
         ("truncate", optional(BOOLEAN)),
         ("mscale mscale_all_dim llama_4_scaling_beta", optional(number("a number >= 0", lambda x: x >= 0))),
     ),
-    "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
     "longrope": COMMON | ORIGINAL | by_field(
         ("short_factor long_factor", FACTORS),
         ("factor attention_factor", optional(POSITIVE)),
     ),
+    "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
 
 UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
@@ -200,4 +200,4 @@ def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
     rope = dict(rope)
     kind = rope.pop("type", "default")
     kind = rope.get("rope_type", kind)
-    return {**rope, "rope_type": {"su": "longrope", "mrope": "default"}.get(kind, kind)}
+    return {**rope, "rope_type": {"su": "longrope", "mrope": "default"}.get(str(kind), kind)}
