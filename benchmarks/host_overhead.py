@@ -54,7 +54,7 @@ class ReturnsAtOnce:
         self.runner._computed = None
         self.token_ids ^= 1
         self.sampled_tokens[:] = self.token_ids
-        return None, None, None
+        return None, None, None, None
 
 
 def make_engine(batch: int, directory: str) -> Any:

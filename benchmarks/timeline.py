@@ -166,8 +166,8 @@ class Timeline:
 
     def _sample(self, sample):
         @wraps(sample)
-        def wrapper(masks=None):
-            handle = sample(masks)
+        def wrapper(*args):
+            handle = sample(*args)
             handle.timeline_step = self._launching
             return handle
 

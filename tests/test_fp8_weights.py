@@ -193,7 +193,8 @@ def test_kernels_by_rows_that_share_scales(monkeypatch, tmp_path):
             linear.ops, linear.tp = WeightOf, SINGLE_RANK  # nothing to reduce
             x = torch.zeros(300, linear.weight.shape[1], dtype=torch.bfloat16)
             more = (None, epilogue) if "qkv" in name else ()
-            seen.append(dispatch.supports_w8a8(x, linear(x, *more), *more[1:]))
+            weight, _ = linear(x, *more) if more else (linear(x), None)
+            seen.append(dispatch.supports_w8a8(x, weight, *more[1:]))
         assert seen == want
 
 

@@ -1,4 +1,4 @@
-"""Training loops: log-probabilities are those of the trainer's forward pass, rewards rise. 40 s."""
+"""Training loops: log-probabilities are those of the trainer's forward pass, rewards rise. 50 s."""
 
 import importlib.util
 import json
@@ -84,7 +84,7 @@ def test_grpo_example():
 def test_trl(tmp_path):
     """Real steps of GRPOTrainer: with chats and with texts, sleeping between rollouts."""
     if importlib.util.find_spec("trl") is None:
-        pytest.skip("needs trl (pip install trl)")
+        pytest.skip("needs trl, and that Python 3.11")
     lines = run("tests/trl_rollouts.py", str(tmp_path)).splitlines()
     results = [json.loads(line) for line in lines if line.startswith('{"rewards"')]
     assert len(results) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import DeltaConfig, ModelConfig
 from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
@@ -46,6 +46,21 @@ MINISTRAL3_ROPE = {
 MINISTRAL3 = rope(1e6, 16384, **{name: value for name, value in MINISTRAL3_ROPE.items() if name in (
     "factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")}, kind="yarn")  # fmt: skip
 GEMMA_LOCAL = rope(1e4, 131072)
+
+DELTA = DeltaConfig(16, 32, 128, 128, 4)
+QWEN3_5 = {
+    "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish", "partial_rotary_factor": 0.25, "tie_word_embeddings": False, "eos_token_id": 248044,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                        "rope_theta": 10000000, "rope_type": "default"},
+}  # fmt: skip
+QWEN3_5_MOE = QWEN3_5 | shape(
+    2048, None, 40, 16, 2, 248320, 262144, 1e-6, linear_num_value_heads=32, moe_intermediate_size=512,
+    num_experts=256, num_experts_per_tok=8, shared_expert_intermediate_size=512,
+)
+del QWEN3_5_MOE["intermediate_size"]  # no layer is dense
 
 # model -> (architecture, published fields, what they are read to; the rest is a plain Llama)
 PUBLISHED = {
@@ -314,6 +329,36 @@ PUBLISHED = {
                 "has_correction_bias": True, "routed_scale": 2.5},
         "dense": {0, 1, 2},
     }),
+    "Qwen3-Next-80B-A3B-Instruct": ("Qwen3NextForCausalLM", shape(
+        2048, 5120, 48, 16, 2, 151936, 262144, 1e-6, head_dim=256, attention_bias=False, decoder_sparse_step=1,
+        full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_value_head_dim=128, mlp_only_layers=[], moe_intermediate_size=512,
+        norm_topk_prob=True, num_experts=512, num_experts_per_tok=10, partial_rotary_factor=0.25, rope_scaling=None,
+        rope_theta=10000000, shared_expert_intermediate_size=512, tie_word_embeddings=False, eos_token_id=151645,
+    ), {
+        "head_dim": 256, "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, "delta": DELTA,
+        "moe": {"num_experts": 512, "top_k": 10, "expert_size": 512, "shared_size": 512, "has_shared_gate": True},
+    }),
+    "Qwen3.6-27B": ("Qwen3_5ForConditionalGeneration", {
+        "model_type": "qwen3_5", "image_token_id": 248056, "vision_config": {"model_type": "qwen3_5", "depth": 27},
+        "text_config": QWEN3_5 | shape(5120, 17408, 64, 24, 4, 248320, 262144, 1e-6, linear_num_value_heads=48),
+    }, {
+        "head_dim": 256, "num_hidden_layers": 64, "hidden_size": 5120, "eos_token_ids": (248044,),
+        "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 16, "delta": replace(DELTA, num_value_heads=48),
+    }),
+    "Qwen3.5-9B, its text": ("Qwen3_5ForCausalLM", QWEN3_5 | shape(
+        4096, 12288, 32, 16, 4, 248320, 262144, 1e-6, linear_num_value_heads=32,
+    ), {"head_dim": 256, "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 8, "delta": DELTA}),
+    **{
+        f"Qwen3.6-35B-A3B, {architecture}": (architecture, given, {
+            "head_dim": 256, "num_hidden_layers": 40, "num_key_value_heads": 2, "intermediate_size": 512,
+            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "delta": DELTA,
+            "moe": {"num_experts": 256, "top_k": 8, "expert_size": 512, "shared_size": 512, "has_shared_gate": True},
+        }) for architecture, given in (
+            ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
+            ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE}),
+        )
+    },
 }  # fmt: skip
 PLAIN_MOE = {
     "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
@@ -332,6 +377,7 @@ def test_published(model):
         "residual_scale": 1.0, "logit_scale": 1.0, "windows": (0,) * layers, "num_nextn_predict_layers": 0,
         "attention_scale": config.head_dim**-0.5,
     }  # fmt: skip
+    raw = raw.get("text_config", raw)
     plain |= {name: raw[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
                                            "rms_norm_eps") if name in raw}  # fmt: skip
@@ -371,7 +417,8 @@ def test_as_transformers_reads_it(model, kept):
     if (raw.get("rope_scaling") or {}).get("type") == "su":  # transformers 5 does not look beside this old name
         raw["rope_scaling"]["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    kind = "Gemma3Text" if architecture == "Gemma3ForCausalLM" else kind
+    if architecture in ("Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        kind += "Text"
     today = getattr(transformers, f"{kind}Config")(**copy.deepcopy(raw)).to_dict()
     want = ModelConfig.from_json({**today, "architectures": [architecture]})
     got = ModelConfig.from_json({**raw, "architectures": [architecture]})
@@ -386,9 +433,7 @@ def read(model, **changes):
 
 
 def test_every_family_is_published():
-    """But Qwen3, the bundled model's, and the hybrids: tests/test_hybrids.py."""
-    names = {name for name, family in MODELS.items() if not family.recurrent}
-    assert {architecture for architecture, _, _ in PUBLISHED.values()} == names - {"Qwen3ForCausalLM"}
+    assert {architecture for architecture, _, _ in PUBLISHED.values()} == MODELS.keys() - {"Qwen3ForCausalLM"}
 
 
 def test_for_length():

@@ -35,9 +35,11 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [N, C] -> logits of this rank's ids [N, V/size]. May share its weight with the embedding."""
 
+    packed: torch.Tensor | None = None  # a copy of the weight, on the CPU (runner/packing.py)
+
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids i32[n] -> [n, C]."""
         return super().forward(token_ids)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ops.fused_linear(hidden, Weight(self.weight))
+        return self.ops.fused_linear(hidden, Weight(self.weight, packed=self.packed))

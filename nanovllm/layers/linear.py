@@ -37,6 +37,7 @@ class ReplicatedLinear(nn.Module):
     """
 
     weight_scale: nn.Parameter | None
+    packed: torch.Tensor | None = None  # a copy of the weight, on the CPU (runner/packing.py)
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
                  fp8_block: int | None = None):
@@ -61,7 +62,7 @@ class ReplicatedLinear(nn.Module):
         With ``residual`` the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which reduces them, may read
         it; after that it serves as the next ``residual``.
         """
-        weight = Weight(self.weight, self.weight_scale, self.block_n)
+        weight = Weight(self.weight, self.weight_scale, self.block_n, self.packed)
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
         return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
@@ -162,7 +163,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             num_gates = self.num_heads * self.head_dim
             return self.ops.norm_rope_store(qkvg[:, :-num_gates], *epilogue), qkvg[:, -num_gates:]
         if qk_norms is None:
-            weight = Weight(self.weight, self.weight_scale, self.block_n)
+            weight = Weight(self.weight, self.weight_scale, self.block_n, self.packed)
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return self.ops.qkv_linear(x, weight, self.bias, norm_weight, eps, epilogue), None
         qkv, (q_norm, k_norm) = super().forward(x, norm), qk_norms

@@ -17,6 +17,7 @@ from nanovllm.models.families import (
     QWEN,
     QWEN3_5,
     QWEN3_NEXT,
+    QWEN3_NEXT_MOE,
     VISION,
     Family,
 )
@@ -122,9 +123,9 @@ MODELS = {
         renamed=((".gate.moe_statics.", ".gate."), (".moe_statics.", ".gate."),
                  (".shared_experts.", ".shared_expert.")),
     ),
-    "Qwen3NextForCausalLM": QWEN3_NEXT._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3NextForCausalLM": QWEN3_NEXT._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
-    "Qwen3_5MoeForCausalLM": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(experts="softmax", has_shared_gate=True),
+    "Qwen3_5MoeForCausalLM": QWEN3_5._replace(**QWEN3_NEXT_MOE),
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(**QWEN3_NEXT_MOE),
 }  # fmt: skip

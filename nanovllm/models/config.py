@@ -426,6 +426,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         for names in MOE_NAMES:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
+        raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
     for switch, neutral in SWITCHES.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False

@@ -143,6 +143,10 @@ QWEN3_NEXT = Family(
     },
     renamed=((".conv1d.weight", ".conv_weight"), ("in_proj_qkvz", "in_proj")), skipped=r"mtp\..*",
 )
+QWEN3_NEXT_MOE: dict[str, Any] = {
+    "experts": "softmax", "has_shared_gate": True,
+    "defaults": QWEN3_NEXT.defaults | {"shared_expert_intermediate_size": 512},
+}  # fmt: skip
 QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
     renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*|model\.visual\..*"

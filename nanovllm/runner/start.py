@@ -20,6 +20,7 @@ from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.micro_batches import MIN_TOKENS, max_sum_bytes
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.packing import pack_weights
 from nanovllm.runner.recurrent import NAMES, SNAPSHOT_SHARE, allocate_states, chunks_of_one, row_bytes
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
@@ -35,6 +36,8 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
                 compile_kernels(runner)
             begin()
             runner.model = load(runner)  # while the kernels compile
+        if runner.device.type == "cpu":
+            pack_weights(runner.model)
         tp.join() if workers is None else workers.join_group()
         reserved_bytes = warmup_model(runner)
         calibrate(runner.model, config, runner.dtype, runner.device)

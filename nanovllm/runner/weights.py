@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.memory import detach_kv_cache
+from nanovllm.runner.packing import drop_packed_weights, pack_weights
 from nanovllm.runner.recurrent import detach_states
 from nanovllm.utils.checkpoint import resolve_model
 
@@ -51,7 +51,7 @@ class Weights:
         self.missing: dict[str, str] = {}
         self.changed: set[str] = set()
         self.lora: str | None = None
-        self._needs_calibration = False
+        self._is_unsettled = False
         # of parameters and buffers, by its address: storage, size in bytes, its bytes on the host (none if dropped)
         self._offloaded: dict[int, tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = {}
 
@@ -65,9 +65,9 @@ class Weights:
                 f"{self.missing[some[0]]}: {len(self.missing)} tensors are missing, among them {', '.join(some)}. Call "
                 "update_weights with all of them first."
             )
-        if self._needs_calibration:  # once for all the updates before, which may be of a tensor each
-            self.call("calibrate")
-            self._needs_calibration = False
+        if self._is_unsettled:  # once for all the updates before, which may be of a tensor each
+            self.call("settle")
+            self._is_unsettled = False
 
     def call(self, method: str, *args: Any) -> None:
         """Rank 0: run a method on every rank; raises what a rank raised."""
@@ -140,7 +140,7 @@ class Weights:
         halves = filler.missing & {other_half(name) for name in filler.filled - before.keys()}
         self.missing = {name: why for name, why in before.items() if name not in filler.filled}
         self.missing |= dict.fromkeys(halves, "an FP8 weight got its data or its scale alone")
-        self._needs_calibration = self._runner.kv_dtype == E4M3
+        self._is_unsettled = True
         return filler.filled
 
     def _parts(self, weights: Any) -> Generator[Any, None, None]:
@@ -174,11 +174,16 @@ class Weights:
                 self._filler.fill_from(weights, "update_weights")
         finally:
             self._runner.synchronize()  # the caller may change its tensors, or delete the files
+            if self._filler.filled:
+                drop_packed_weights(self._runner.model)
 
     @torch.inference_mode()
-    def calibrate(self) -> None:
-        """Every rank: set the scales of an FP8 KV cache by the new weights; the cache is empty now."""
+    def settle(self) -> None:
+        """Every rank: what follows from the new weights, the scales of an FP8 KV cache, which is empty now, and packed
+        weights."""
         runner = self._runner
+        if runner.device.type == "cpu":
+            pack_weights(runner.model)
         calibrate(runner.model, runner.config, runner.dtype, runner.device)
         runner.synchronize()
 
@@ -195,6 +200,7 @@ class Weights:
         if level == 2:
             why = "the weights were dropped by sleep(level=2)"
             self.missing = dict.fromkeys(WeightFiller(runner.model).missing, why)
+            drop_packed_weights(runner.model)
         if level == 2 or runner.device.type == "cuda":  # on the CPU the weights are on the host
             self._offload(keep=level == 1)
         free_cached_memory(runner.device)

@@ -5,6 +5,8 @@ B sequences, V vocabulary, R request slots.
 
 import torch
 
+NOISE_AT_ONCE = 1 << 16  # numbers, which stay in a core's cache
+
 
 def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
     """Sample one token per sequence: argmax of logit / temperature + Gumbel noise over logits >= threshold.
@@ -24,15 +26,20 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     temperature = state.temperature[slots].unsqueeze(1)
     length = state.length[slots]
     wide = logits.float()
-    allowed = (wide >= thresholds.unsqueeze(1)) & ~wide.isnan()
+    allowed = wide >= thresholds.unsqueeze(1)  # no NaN is
     scores = torch.where(temperature > 0, wide * (1.0 / temperature), wide)
     random = (temperature.squeeze(1) > 0).nonzero().squeeze(1)
     if len(random) > 0:
-        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-        scores[random] = scores[random] + gumbel_noise(state.seed[slots[random]], length[random], ids)
+        columns = allowed[random].any(0).nonzero().squeeze(1)  # few after a filter
+        for rows in random.split(max(1, NOISE_AT_ONCE // max(1, len(columns)))) if len(columns) else ():
+            noise = gumbel_noise(state.seed[slots[rows]], length[rows], columns + vocab_start)
+            if len(columns) == logits.shape[1]:
+                scores.index_add_(0, rows, noise)
+            else:
+                scores[rows[:, None], columns] += noise
     scores = scores.masked_fill(~allowed, -torch.inf)
-    values, tokens = scores.max(dim=1)
-    tokens = (scores == values.unsqueeze(1)).int().argmax(dim=1)  # max() does not promise the lowest id of a tie
+    tokens = scores.argmax(dim=1)  # the lowest id of a tie
+    values = scores.gather(1, tokens[:, None]).squeeze(1)
     tokens = torch.where(length > 0, tokens + vocab_start, 0).int()
     values = torch.where(length > 0, values, 0.0)
     if advance is not None:
@@ -68,7 +75,7 @@ def advance_requests(tokens, scores, req_indices, last_token, length, sampled_to
 
 
 def gumbel_noise(seed, length, ids):
-    """Standard Gumbel noise f32[B, N] for consecutive token `ids` [N], `seed` i32[B, 2] and `length` i32[B].
+    """Standard Gumbel noise f32[B, N] for ascending token `ids` [N], `seed` i32[B, 2] and `length` i32[B].
 
     -log(e) with exponential e = -log(1 - u), u uniform. Both tails are computed without cancellation, so the noise
     keeps its resolution in large vocabularies.
@@ -85,15 +92,21 @@ def random_bits(seed, length, ids):
     the lower 16 bits are those of (q, length, 1, 0).
     """
     key = seed.long().unsqueeze(1)  # [B, 1, 2]
-    first, last = int(ids[0]), int(ids[-1])  # ids are consecutive
-    octets = torch.arange(first // 8, last // 8 + 1, device=ids.device).unsqueeze(0)  # [1, N / 8]
+    first, last = int(ids[0]), int(ids[-1])
+    if last - first + 1 == len(ids):
+        octets = torch.arange(first // 8, last // 8 + 1, device=ids.device)
+        wanted = slice(first % 8, first % 8 + len(ids))
+    else:
+        octets, octet_of = torch.unique_consecutive(ids // 8, return_inverse=True)
+        wanted = octet_of * 8 + ids % 8
+    octets = octets.unsqueeze(0)  # [1, N / 8], of scattered ids up to [1, N]
     part = torch.arange(2, device=ids.device).view(2, 1, 1)
     counter = octets, length.long().unsqueeze(1), part, torch.zeros_like(octets)
     bits = torch.empty(len(seed), octets.shape[1], 8, dtype=torch.int64, device=ids.device)
     for i, (upper, lower) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
         bits[..., i] = (upper & 0xFFFF0000) | (lower >> 16)
         bits[..., 4 + i] = (upper & 0xFFFF) << 16 | (lower & 0xFFFF)
-    return bits.flatten(1)[:, first % 8 : first % 8 + last - first + 1]
+    return bits.flatten(1)[:, wanted]
 
 
 def philox_4x32(counter, key):

@@ -105,3 +105,20 @@ def test_triton_masks_the_stop_ids_that_the_twin_masks():
     reference.mask_stop_ids(logits, every_request(state), state, 7)
     KERNELS.mask_stop_ids(actual, every_request(state), state, 7)
     assert torch.equal(actual, logits) and logits.isinf().any(1).sum() > 1
+
+
+@pytest.mark.parametrize("spread", [0.01, 3])
+def test_thresholds_beyond_the_largest_candidates(spread):
+    """The reference looks at 1,024 logits first; flat rows, large k and ties with the k-th need the others too."""
+    settings = [
+        dict(top_k=1024), dict(top_k=1023, top_p=0.5), dict(top_k=2000), dict(top_p=0.9), dict(min_p=0.9),
+        dict(top_k=5, top_p=0.5),
+    ]  # fmt: skip
+    for setting in settings:  # alone: one row that needs all logits sorts those of all rows
+        full = dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **setting)
+        state = make_state(1, **{name: [value] for name, value in full.items()})
+        logits = torch.randn(1, 3000, device=DEVICE) * spread
+        for values in (logits, logits.clamp(max=float(logits.quantile(0.5)))):  # 1,500 tie for the first place
+            threshold = float(reference.filter_thresholds(values, every_request(state), state)[0])
+            row = values[0].double().tolist()
+            assert {i for i, value in enumerate(row) if value >= threshold} == kept_ids(row, **full), setting

@@ -70,6 +70,8 @@ def test_noise_of_an_id_does_not_depend_on_the_rest_of_the_batch():
     length = torch.tensor([1, 2, 3])
     whole = reference.random_bits(seed, length, torch.arange(100))
     assert torch.equal(whole[1:2, 37:90], reference.random_bits(seed[1:2], length[1:2], torch.arange(37, 90)))
+    some = torch.tensor([3, 4, 40, 47, 99])
+    assert torch.equal(whole[:, some], reference.random_bits(seed, length, some))
     assert len(whole.unique()) > 290
 
 

@@ -21,6 +21,7 @@ class Weight(NamedTuple):
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
+    packed: torch.Tensor | None = None  # of data without a scale, see `pack`
 
     def expert(self, i):
         """The Weight of expert i; data and scale have those of all, [E, N, C] and [E, N, G]."""
@@ -36,6 +37,19 @@ class Weight(NamedTuple):
             return self.data
         groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
         return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def pack(data):
+    """A copy of a weight [N, C] in oneDNN's blocked layout, which F.linear makes anew in each call; None where torch
+    has no such product for the CPU. Products in bf16 are bitwise those of F.linear, in fp32 MKL's sums have another
+    order."""
+    supports = data.dtype == torch.float32 or (
+        data.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    is_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not (is_x86 and torch.backends.mkldnn.is_available() and data.device.type == "cpu" and supports):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(data, None)  # of any number of tokens
 
 
 def widened(data):
@@ -180,7 +194,10 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    y = F.linear(x, weight.dequantize(x.dtype), bias)
+    if weight.packed is None:
+        y = F.linear(x, weight.dequantize(x.dtype), bias)
+    else:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
     if act_mul is not None:
         y = act_and_mul(y, act_mul)
     return y if residual is None else residual + y
