@@ -7,14 +7,18 @@ is added), windows are shorter than the prompts, and positions are scaled from a
 import torch
 
 BASE = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    vocab_size=144, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, eos_token_id=1, bos_token_id=0, pad_token_id=0,
     tie_word_embeddings=False, rms_norm_eps=1e-5,
 )  # fmt: skip
-HEAD = dict(head_dim=32)  # not hidden_size / num_attention_heads
+HEAD = dict(head_dim=32, hidden_size=80)  # no two sizes of a layer are equal: a transposition cannot hide
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32)
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2])
+VISION = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
+                            "num_heads": 2, "intermediate_size": 48, "head_dim": 16, "image_size": 32,
+                            "out_hidden_size": 64, "deepstack_visual_indexes": [0]}}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
 
@@ -54,6 +58,15 @@ CASES: dict[str, tuple[str, dict]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
+    "ministral3": ("Ministral3", {**HEAD, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8,
+                                                              "llama_4_scaling_beta": 0.3}}),
+    "mistral3": ("Mistral3", {**HEAD, "model_type": "ministral3", **VISION, "rope_parameters": {
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }}),
+    "qwen3-vl": ("Qwen3VL", {**HEAD, **VISION, "rope_parameters": MROPE}),
+    "qwen2.5-vl": ("Qwen2_5_VL", {**VISION, "rope_parameters": MROPE}),
+    "hunyuan": ("HunYuanDenseV1", {**HEAD, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
+                                                               "alpha": 50.0, "factor": 1.0}}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {
         "sliding_window": 12,
@@ -62,19 +75,30 @@ CASES: dict[str, tuple[str, dict]] = {
     "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
 }  # fmt: skip
 MOE = dict(num_experts=8, num_experts_per_tok=3)
-MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 32 or 96 units, so that four ranks share them
+MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so that four ranks share them
     "qwen3-moe": ("Qwen3Moe", {
-        **HEAD, **MOE, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
+        **HEAD, **MOE, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1],
     }),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
     "olmoe": ("Olmoe", MOE),
     "qwen2-moe": ("Qwen2Moe", {
-        **MOE, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2,
+        **MOE, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2,
     }),
     "glm4-moe": ("Glm4Moe", {
-        **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        **HEAD, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7,
         "n_group": 4, "topk_group": 2,
+    }),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {**HEAD, **MOE, **VISION, "moe_intermediate_size": 48, "rope_parameters": MROPE}),
+    "minimax-m2": ("MiniMaxM2", {
+        **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }),
+    "hy3": ("HYV3", {**HEAD, **MOE, "moe_intermediate_size": 48, "num_shared_experts": 2,
+                     "router_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    "ernie4.5-moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2,
     }),
 }  # fmt: skip
 # A gated delta net in three of four layers. No two sizes are equal.
@@ -95,8 +119,12 @@ def make(path, name, seed=0, **more):
     import transformers
 
     kind, changes = {**CASES, **MOE_CASES, **HYBRID_CASES}[name]
-    config = getattr(transformers, f"{kind}Config")(**{**BASE, **changes, **more})
-    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")._from_config(
+    fields, head = {**BASE, **changes, **more}, "ForCausalLM"
+    if "vision_config" in fields:
+        outer = {field: fields.pop(field) for field in ("vision_config", "tie_word_embeddings")}
+        fields, head = {"text_config": fields, **outer}, "ForConditionalGeneration"
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = getattr(transformers, kind.removesuffix("Text") + head)._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
     generator = torch.Generator().manual_seed(seed)

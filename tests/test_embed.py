@@ -48,7 +48,7 @@ def with_modules(path, to, mode="lasttoken", modules=("Transformer", "Pooling", 
     (to / "1_Pooling").mkdir(exist_ok=True)
     flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
     flags |= {flag: True for flag in flags if flag.removesuffix("_token").removesuffix("_tokens")[13:] == mode}
-    (to / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **flags, **more}))
+    (to / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 80, **flags, **more}))
     return str(to)
 
 
@@ -161,7 +161,7 @@ def test_norm_and_dimensions(qwen3, make_llm):
         ({"normalize": False}, state),
         ({"dimensions": 10}, normalized(state[:10])),
         ({"dimensions": 10, "normalize": False}, state[:10]),
-        ({"dimensions": 64}, normalized(state)),
+        ({"dimensions": 80}, normalized(state)),
     ):
         (output,) = llm.embed([PROMPTS[2]], **options)
         assert output.embedding.shape == expected.shape and np.abs(output.embedding - expected).max() < TOLERANCE * 10
@@ -364,10 +364,10 @@ def test_refused(qwen3, make_llm):
         (lambda: llm.embed([[5], []]), "prompt 1: the prompt is empty; it must hold at least one token."),
         (lambda: llm.embed([[5], long]), "prompt 1: the prompt has 151 tokens; with max_model_len=150 at most 150"),
         (lambda: llm.embed([long[:145]]), "prompt 0: the prompt has 145 tokens; the KV cache has 9 blocks of 16."),
-        (lambda: llm.embed([[5], [128]]), "prompt 1: token id 128 is outside the vocabulary [0, 128)."),
+        (lambda: llm.embed([[5], [144]]), "prompt 1: token id 144 is outside the vocabulary [0, 144)."),
         (lambda: llm.embed(["text"]), "text needs a tokenizer"),
-        (lambda: llm.embed([[5]], dimensions=0), "embed: dimensions=0 must be an integer from 1 to 64 or None."),
-        (lambda: llm.embed([[5]], dimensions=65), "embed: dimensions=65 must be an integer from 1 to 64 or None."),
+        (lambda: llm.embed([[5]], dimensions=0), "embed: dimensions=0 must be an integer from 1 to 80 or None."),
+        (lambda: llm.embed([[5]], dimensions=81), "embed: dimensions=81 must be an integer from 1 to 80 or None."),
         (lambda: llm.embed([[5]], normalize=1), "embed: normalize=1 must be True or False or None."),
         (lambda: llm.classify([[5]]), "classify: this model has no classification head"),
     ):

@@ -31,7 +31,7 @@ RNG = random.Random(0)
 IDS = [RNG.randrange(2, 128) for _ in range(60)]
 PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
 NUM_DECODED = 12
-REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3")
+REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3", "hunyuan")
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,20 @@ def test_tensors_that_are_not_needed(checkpoint, tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
 
 
+def test_a_head_that_is_not_tied(checkpoint, tmp_path):
+    """transformers takes it; here an error names the field. A copy of the embedding is fine."""
+    path, model = checkpoint("granite")
+    tensors = load_file(f"{path}/model.safetensors")
+    (tmp_path / "config.json").write_bytes(Path(path, "config.json").read_bytes())
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+    tensors["lm_head.weight"] *= 1.1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, but"):
+        logits_of(str(tmp_path))
+
+
 # -------------------------------------------------------------------- the engine's ways to the same tokens
 
 WAYS = {
@@ -210,7 +224,7 @@ def test_same_tokens(case, way, checkpoint, expected, make_llm):
     assert (llm.scheduler.num_preemptions > 0) == (way == "preemption")
 
 
-@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("olmo3", 4)])
+@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("hunyuan", 2), ("olmo3", 4)])
 def test_ranks(case, size, checkpoint, expected, make_llm):
     """olmo3 on four ranks: two KV heads for each pair of them, and norms over all heads of all ranks."""
     llm = make_llm(model=checkpoint(case)[0], max_model_len=80, num_kvcache_blocks=32, tensor_parallel_size=size)
@@ -223,7 +237,10 @@ PLAIN = {
     "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "qk_norm": "", "embed_scale": 1.0,
     "residual_scale": 1.0, "logit_scale": 1.0,
 }  # fmt: skip
-PLAIN_FAMILY = {"pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False}
+PLAIN_FAMILY = {
+    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "norms_rotated": False,
+}  # fmt: skip
+
 
 def switched_off(config):
     """(name, the config without it) of each switch that differs from a plain Llama's."""
@@ -266,7 +283,8 @@ def other_ropes(rope, head_dim):
         "linear": {"factor": 3.0},
         "llama3": {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position": 64},
         "yarn": {"factor": 3.0, "original_max_position": 64, "beta_fast": 1.5, "beta_slow": 0.1,
-                 "attention_factor": 1.5, "truncate": False},
+                 "attention_factor": 1.5, "truncate": False, "llama_4_scaling_beta": 0.5},
+        "dynamic": {"alpha": 20.0},
         "longrope": {"factor": 3.0, "original_max_position": 64, "attention_factor": 1.5, "is_long": False,
                      "long_factor": rope.short_factor},
     }  # fmt: skip

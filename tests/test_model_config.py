@@ -41,14 +41,14 @@ KINDS = {
     f"one of {', '.join(MODELS)} (others are not supported)": [
         {"architectures": bad}
         for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"],
-                    ["HunYuanDenseV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
+                    ["HunYuanMoEV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
     ],
     "'silu' or 'swish' or 'gelu_pytorch_tanh' (others are not supported)": [
         {"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"hidden_act": None},
     ],
     "'bfloat16' or 'float16' or 'float32' (others are not supported)": [{"dtype": "float8_e4m3fn"}],
-    "'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' (others are not supported)": [
-        {"rope_type": bad} for bad in ("dynamic", "proportional", ["yarn"])
+    "'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'dynamic' (others are not supported)": [
+        {"rope_type": bad} for bad in ("proportional", ["yarn"])
     ],
 }
 IN_ROPE = ("rope_type", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow", "attention_factor")
@@ -67,11 +67,12 @@ def test_refused_values(rule, change):
 @pytest.mark.parametrize(
     ("change", "text"),
     (
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' must be 'default' or 'linear' or"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic': alpha=None must be a"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha=2.0 is not supported for this architecture."),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear': factor=None must be a positive number."),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be a positive number"),
-        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscale': 0.7}."),
-        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "unsupported fields {'llama_4_scaling_beta': 0.1}"),
+        ({"rope_scaling": {**YARN, "mscales": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscales': 0.7}."),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported for this"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
          "partial_rotary_factor=0.5 is not supported for this architecture."),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be absent or 1 for Qwen3ForCausalLM."),

@@ -274,6 +274,17 @@ def test_model(case, models, make_llm):
     assert generate(padded, PROMPTS, greedy(NUM_DECODED)) == completions
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_transposed_experts(size, models, make_llm, tmp_path):
+    """As Qwen3-VL-MoE is published; transformers 5 writes the usual order."""
+    model, path = models("qwen3-vl-moe")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(f"{path}/model.safetensors")
+    swapped = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(swapped, tmp_path / "model.safetensors", {"format": "pt"})
+    check(make_llm(model=str(tmp_path), tensor_parallel_size=size), model)
+
+
 @pytest.mark.parametrize("case, size", [("qwen3-moe", 2), ("glm4-moe", 4)])
 def test_tensor_parallel(case, size, models, make_llm):
     """Without and with a shared expert. The other families' ranks are added up above."""

@@ -39,6 +39,12 @@ FACTORS = {"short_factor": tuple(SHORT), "long_factor": tuple(LONG), "factor": 3
 OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
               "beta_slow": 1.0, "attention_factor": 1.2079441541679836}  # fmt: skip
 EVERY_SIXTH = lambda window, layers: tuple(0 if i % 6 == 5 else window for i in range(layers))  # noqa: E731
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MINISTRAL3 = rope(1e6, 16384, **{name: value for name, value in MINISTRAL3_ROPE.items() if name in (
+    "factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")}, kind="yarn")  # fmt: skip
 GEMMA_LOCAL = rope(1e4, 131072)
 
 DELTA = DeltaConfig(16, 32, 128, 128, 4)
@@ -207,6 +213,76 @@ PUBLISHED = {
         mlp_only_layers=[], moe_intermediate_size=1536, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8,
         rope_theta=1000000.0, sliding_window=None, use_sliding_window=False, max_window_layers=94, eos_token_id=151645,
     ), {"head_dim": 128, "rope": rope(1e6, 40960), "moe": {"num_experts": 128, "top_k": 8, "expert_size": 1536}}),
+    "Ministral-3-8B-Instruct-2512": ("Mistral3ForConditionalGeneration", {
+        "model_type": "mistral3", "tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"},
+        "text_config": shape(
+            4096, 14336, 34, 32, 8, 131072, 262144, 1e-5, model_type="ministral3", head_dim=128, sliding_window=None,
+            rope_parameters=MINISTRAL3_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "type": "yarn"},
+        ),
+    }, {"head_dim": 128, "rope": MINISTRAL3}),
+    "Ministral-3-8B, text alone": ("Ministral3ForCausalLM", shape(
+        4096, 14336, 34, 32, 8, 131072, 262144, 1e-5, head_dim=128, rope_parameters=MINISTRAL3_ROPE,
+    ), {"head_dim": 128, "rope": MINISTRAL3}),
+    "Qwen2.5-VL-7B-Instruct": ("Qwen2_5_VLForConditionalGeneration", shape(  # before text_config
+        3584, 18944, 28, 28, 4, 152064, 128000, 1e-6, tie_word_embeddings=False, rope_theta=1000000.0,
+        sliding_window=32768, max_window_layers=28, use_sliding_window=False, eos_token_id=151645,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}, vision_config={"model_type": "qwen2_5_vl"},
+    ), {"head_dim": 128, "qkv_bias": True, "rope": rope(1e6, 128000)}),
+    "Qwen3-VL-8B-Instruct": ("Qwen3VLForConditionalGeneration", {
+        "model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_vl"},
+        "text_config": shape(
+            4096, 12288, 36, 32, 8, 151936, 262144, 1e-6, head_dim=128, attention_bias=False, eos_token_id=151645,
+            rope_theta=5000000, rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                                              "rope_type": "default"}, model_type="qwen3_vl_text",
+        ),
+    }, {"head_dim": 128, "rope": rope(5e6, 262144)}),
+    "Qwen3-VL-30B-A3B-Instruct": ("Qwen3VLMoeForConditionalGeneration", {
+        "model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_vl_moe"},
+        "text_config": shape(
+            2048, 6144, 48, 32, 4, 151936, 262144, 1e-6, head_dim=128, attention_bias=False, eos_token_id=151645,
+            decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
+            num_experts=128, num_experts_per_tok=8, rope_theta=5000000, model_type="qwen3_vl_moe_text",
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        ),
+    }, {
+        "head_dim": 128, "rope": rope(5e6, 262144),
+        "moe": {"num_experts": 128, "top_k": 8, "expert_size": 768, "may_be_transposed": True},
+    }),
+    "Hunyuan-7B-Instruct": ("HunYuanDenseV1ForCausalLM", shape(
+        4096, 14336, 32, 32, 8, 128167, 32768, 1e-5, head_dim=128, attention_bias=False, mlp_bias=False,
+        rope_theta=10000.0, tie_word_embeddings=True, use_qk_norm=True, use_cla=False, eos_token_id=127960,
+        rope_scaling={"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                      "mscale_all_dim": 1.0, "type": "dynamic"},
+    ), {"head_dim": 128, "tie_word_embeddings": True, "rope": rope(1e4, 32768, "dynamic", alpha=1000.0)}),
+    "MiniMax-M2": ("MiniMaxM2ForCausalLM", shape(
+        3072, 1536, 62, 48, 8, 200064, 196608, 1e-6, head_dim=128, num_experts_per_tok=8, num_local_experts=256,
+        rope_theta=5000000, rotary_dim=64, scoring_func="sigmoid", use_qk_norm=True, use_routing_bias=True,
+        qk_norm_type="per_layer", shared_intermediate_size=0, tie_word_embeddings=False, eos_token_id=200020,
+    ), {
+        "head_dim": 128, "rope": rope(5e6, 196608, partial_rotary_factor=0.5),
+        "moe": {"num_experts": 256, "top_k": 8, "expert_size": 1536, "scoring": "sigmoid",
+                "has_correction_bias": True},
+    }),
+    "Hy3": ("HYV3ForCausalLM", shape(
+        4096, 13312, 80, 64, 8, 120832, 262144, 1e-5, head_dim=128, num_experts=192, num_experts_per_tok=8,
+        num_shared_experts=1, moe_intermediate_size=1536, router_scaling_factor=2.826, first_k_dense_replace=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 11158840.0}, num_nextn_predict_layers=1,
+    ), {
+        "head_dim": 128, "rope": rope(11158840.0, 262144), "num_nextn_predict_layers": 1,
+        "moe": {"num_experts": 192, "top_k": 8, "expert_size": 1536, "scoring": "sigmoid", "shared_size": 1536,
+                "has_correction_bias": True, "routed_scale": 2.826},
+        "dense": {0},
+    }),
+    "ERNIE-4.5-21B-A3B-PT": ("Ernie4_5_MoeForCausalLM", shape(
+        2560, 12288, 28, 20, 4, 103424, 131072, 1e-5, use_bias=False, rope_theta=500000.0, eos_token_id=2,
+        tie_word_embeddings=True, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2, moe_intermediate_size=1536,
+        moe_layer_start_index=1, moe_layer_end_index=27, moe_layer_interval=1,
+    ), {
+        "head_dim": 128, "tie_word_embeddings": True, "rope": rope(5e5, 131072),
+        "moe": {"num_experts": 64, "top_k": 6, "expert_size": 1536, "shared_size": 3072,
+                "has_correction_bias": True},
+        "dense": {0},
+    }),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", shape(
         2048, 5632, 24, 16, 16, 151936, 8192, 1e-6, decoder_sparse_step=1, moe_intermediate_size=1408,
         shared_expert_intermediate_size=5632, norm_topk_prob=False, num_experts=60, num_experts_per_tok=4,
@@ -286,7 +362,7 @@ PUBLISHED = {
 }  # fmt: skip
 PLAIN_MOE = {
     "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
-    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False,
+    "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "may_be_transposed": False,
 }  # fmt: skip
 
 
@@ -318,7 +394,8 @@ def test_published(model):
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "eos_token_id", "head_dim", "vision_config", "text_config",
+    "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
+    "text_config",
 )  # fmt: skip
 
 
@@ -333,6 +410,8 @@ def test_as_transformers_reads_it(model, kept):
 
     architecture, raw, _ = PUBLISHED[model]
     raw = copy.deepcopy({**SHARED, **raw} if kept == "all" else {name: raw[name] for name in SIZES if name in raw})
+    if architecture.startswith("Mistral3"):  # transformers' default is tied, and gives way to an LM head in the files
+        raw["tie_word_embeddings"] = False
     if architecture.startswith("Gemma3"):
         raw.pop("hidden_act", None)
     if (raw.get("rope_scaling") or {}).get("type") == "su":  # transformers 5 does not look beside this old name

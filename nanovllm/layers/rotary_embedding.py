@@ -40,9 +40,11 @@ class RotaryEmbedding(nn.Module):
     Args:
         frequencies: inverse ones of the first angles, fp32 [r/2]. The other angles are 0; None: all of them (NoPE).
         scale: of the cosines and sines of these angles.
+        query_scales: factors of queries by position, [max_position]; None: all are 1.
     """
 
-    def __init__(self, head_dim: int, max_position: int, frequencies: torch.Tensor | None = None, scale: float = 1.0):
+    def __init__(self, head_dim: int, max_position: int, frequencies: torch.Tensor | None = None, scale: float = 1.0,
+                 query_scales: torch.Tensor | None = None):
         super().__init__()
         self.head_dim, self.num_rotated = head_dim, 0 if frequencies is None else 2 * len(frequencies)
         angles = torch.zeros(max_position, head_dim // 2)
@@ -53,3 +55,6 @@ class RotaryEmbedding(nn.Module):
             cos[:, : len(frequencies)], sin[:, : len(frequencies)] = angles.cos() * scale, angles.sin() * scale
         self.register_buffer("cos_sin", torch.cat((cos, sin), -1), persistent=False)
         self.cos_sin: torch.Tensor
+        scales = None if query_scales is None else query_scales.to(self.cos_sin.device, torch.get_default_dtype())
+        self.register_buffer("query_scales", scales, persistent=False)
+        self.query_scales: torch.Tensor | None

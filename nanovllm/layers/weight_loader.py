@@ -48,6 +48,15 @@ class CheckpointTensor:
 
         return CheckpointTensor(self.name, [count, *self.shape[1:]], read)
 
+    def transposed(self) -> "CheckpointTensor":
+        """The tensor [A, B] as [B, A]."""
+
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            rows, columns = (*index, slice(None))[:2]
+            return self.read((columns, rows)).T
+
+        return CheckpointTensor(self.name, self.shape[::-1], read)
+
     def entries(self, count: int) -> list["CheckpointTensor"]:
         """The ``count`` entries along the first dimension that it must have."""
         self.fit([count, *self.shape[1:]])

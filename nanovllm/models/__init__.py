@@ -5,28 +5,45 @@ reads ``config.json`` by it. Imports no torch.
 """
 
 from nanovllm.models.families import (
+    CORRECTION,
     EPS,
     GEMMA,
     GEMMA3,
     GLM,
+    MINISTRAL3,
+    MIXTRAL,
     OLMO2,
     POST,
     QWEN,
     QWEN3_5,
     QWEN3_NEXT,
     QWEN3_NEXT_MOE,
+    VISION,
     Family,
 )
 
 MODELS = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all", reads=("sliding_window",), defaults={"sliding_window": 4096}),
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": MINISTRAL3._replace(**VISION),
     "Phi3ForCausalLM": Family(
         windows="all", reads=("sliding_window", "partial_rotary_factor"),
         defaults=EPS | {"original_max_position_embeddings": 4096},
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False, **QWEN),
     "Qwen3ForCausalLM": Family(qk_norm="head", **QWEN),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        qkv_bias=True, o_bias=False, windows="late", reads=QWEN["reads"],
+        defaults=QWEN["defaults"] | EPS | {"max_window_layers": 80, "rope_theta": 1e6, "num_key_value_heads": 8},
+        **VISION,
+    ),
+    "Qwen3VLForConditionalGeneration": Family(qk_norm="head", defaults={"rope_theta": 5e5, "head_dim": 128}, **VISION),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="head", norms_rotated=True, reads=("alpha", "use_qk_norm"),
+        defaults=EPS | {"max_position_embeddings": 2048},
+        renamed=(("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")),
+    ),
     "SmolLM3ForCausalLM": Family(
         windows="unrotated", reads=("sliding_window", "use_sliding_window", "no_rope_layers"),
         defaults={"use_sliding_window": False, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
@@ -72,16 +89,39 @@ MODELS = {
     ),
     "MixtralForCausalLM": Family(
         experts="softmax", windows="all", reads=("sliding_window",), defaults=EPS | {"rope_theta": 1_000_000.0},
-        renamed=((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."),
-                 (".w2.", ".down_proj.")),
+        renamed=MIXTRAL,
     ),
     "OlmoeForCausalLM": Family(qk_norm="full", experts="softmax", defaults=EPS | {"norm_topk_prob": False}),
     "Glm4MoeForCausalLM": Family(
-        o_bias=False, experts="sigmoid", reads=("partial_rotary_factor", "use_qk_norm", "routed_scaling_factor",
-                                                "n_group", "topk_group"),
+        o_bias=False, experts="sigmoid", has_correction_bias=True,
+        reads=("partial_rotary_factor", "use_qk_norm", "routed_scaling_factor", "n_group", "topk_group"),
         defaults=EPS | {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1,
                          "num_nextn_predict_layers": 1},
         renamed=((".shared_experts.", ".shared_expert."),),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qk_norm="head", experts="softmax", experts_transposed=True,
+        defaults={"norm_topk_prob": True, "rope_theta": 5e5}, **VISION,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="full", experts="sigmoid", has_correction_bias=True, reads=("partial_rotary_factor", "use_qk_norm"),
+        defaults={"head_dim": 128, "rope_theta": 5e6, "norm_topk_prob": True},
+        renamed=(*MIXTRAL, (".mlp.e_score_correction_bias", CORRECTION)),
+    ),
+    "HYV3ForCausalLM": Family(
+        qk_norm="head", experts="sigmoid", has_correction_bias=True, reads=("routed_scaling_factor",),
+        defaults=EPS | {"head_dim": 128, "rope_theta": 11_158_840.0, "router_scaling_factor": 2.826,
+                        "first_k_dense_replace": 1, "num_shared_experts": 1},
+        renamed=((".shared_mlp.", ".shared_expert."), (".shared_experts.", ".shared_expert."),
+                 (".router.gate.", ".gate."), (".mlp.expert_bias", CORRECTION),
+                 (".mlp.e_score_correction_bias", CORRECTION)),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        interleaved=True, experts="softmax", has_correction_bias=True,
+        defaults=EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True, "moe_layer_start_index": 1,
+                        "moe_num_shared_experts": 2, "moe_k": 6, "norm_topk_prob": True},
+        renamed=((".gate.moe_statics.", ".gate."), (".moe_statics.", ".gate."),
+                 (".shared_experts.", ".shared_expert.")),
     ),
     "Qwen3NextForCausalLM": QWEN3_NEXT._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5ForCausalLM": QWEN3_5,

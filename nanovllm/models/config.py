@@ -81,11 +81,19 @@ MOE_RULES = by_field(
     ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
     ("n_group topk_group decoder_sparse_step", optional(SIZE)),
     ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),
+    ("moe_layer_end_index", optional(at_least(-1))),
+    ("mlp_layer_types", list_of(choice("dense", "sparse"), "a list of 'dense' or 'sparse'")),
     ("norm_topk_prob", Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x)),
     ("routed_scaling_factor", SCALE),
     ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
     ("scoring_func", optional(choice("softmax", "sigmoid"))),
 )
+MOE_NAMES = (  # names of the same field; the first is ours
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
+    ("decoder_sparse_step", "moe_layer_interval"),
+)  # fmt: skip
 DELTA_RULES = by_field(
     ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
     ("linear_conv_kernel_dim full_attention_interval", SIZE),
@@ -108,6 +116,7 @@ class MoEConfig:
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
+        may_be_transposed: the checkpoint's tensors of all experts may be transposed, [E, C, 2I] and [E, I, C].
         shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
     """
@@ -123,6 +132,7 @@ class MoEConfig:
     has_correction_bias: bool = False
     shared_size: int = 0
     has_shared_gate: bool = False
+    may_be_transposed: bool = False
 
     @classmethod
     def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
@@ -136,11 +146,14 @@ class MoEConfig:
             raise CheckpointError(
                 f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
             )
+        if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
+            raise CheckpointError("config.json: experts of the hidden size, or half, look the same transposed.")
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
-            given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.experts == "sigmoid",
+            given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
             shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
+            may_be_transposed=family.experts_transposed,
         )  # fmt: skip
 
 
@@ -282,7 +295,7 @@ class ModelConfig:
             "o_bias": bias if o_bias is None else o_bias,
             "mlp_bias": given["mlp_bias"] or given["use_bias"],
             "act": ACTIVATIONS[given["hidden_act"]],
-            "qk_norm": "head" if given["use_qk_norm"] else family.qk_norm,
+            "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
             "attention_scale": given["attention_multiplier"] or divisor**-0.5,
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
@@ -398,18 +411,20 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
     text = raw.get("text_config") or {}  # of a model that also has a vision tower
-    kept = ("architectures", "eos_token_id", "dtype", "torch_dtype")
+    kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:
+        raw["partial_rotary_factor"] = raw["rotary_dim"] / raw["head_dim"]  # MiniMax
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
-    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
         raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
+    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
     if family.experts:
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        raw["num_experts"] = next((raw[name] for name in names if raw.get(name) is not None), None)
+        for names in MOE_NAMES:
+            raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
         raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
     for switch, neutral in SWITCHES.items():
@@ -468,7 +483,11 @@ def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
 
 
 def _is_sparse(given: dict[str, Any], layer: int) -> bool:
+    if given["mlp_layer_types"]:
+        return given["mlp_layer_types"][layer] == "sparse"
+    last = given["moe_layer_end_index"]
     is_dense = layer < given["first_k_dense_replace"] or layer in given["mlp_only_layers"]
+    is_dense |= last is not None and 0 <= last < layer
     return not is_dense and (layer + 1) % (given["decoder_sparse_step"] or 1) == 0
 
 
@@ -493,9 +512,10 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     else:
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
-    share = min(of_full.partial_rotary_factor, of_local.partial_rotary_factor)
-    if share < 1 and "partial_rotary_factor" not in family.reads:
-        raise CheckpointError(f"config.json: partial_rotary_factor={share} is not supported for this architecture.")
+    for name in ("partial_rotary_factor", "llama_4_scaling_beta", "alpha"):
+        for value in (getattr(rope, name) for rope in (of_full, of_local)):
+            if value != getattr(RopeScaling(), name) and name not in family.reads:
+                raise CheckpointError(f"config.json: {name}={value} is not supported for this architecture.")
     by_window = family.rotates_windows_only and any(windows)
     return tuple(
         (of_local if window else of_full) if _is_rotated(given, i) and (window or not by_window) else None

@@ -55,7 +55,13 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
         self.adds_residual = not config.family.post_norm
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
-        weights = [norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)]
+        weights: list[Any] = [
+            norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)
+        ]
+        self.query_scales, self.rotated_weights = rope.query_scales, weights if config.family.norms_rotated else None
+        if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
+            self.register_buffer("ones", torch.ones(D), persistent=False)
+            weights = [self.ones, self.ones]
         # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=config.rms_norm_eps, cos_sin=rope.cos_sin,
@@ -73,6 +79,10 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
+        if self.rotated_weights:  # scores are sums over dimensions, so the weights of keys may scale the queries
+            q = q * (self.rotated_weights[0] * self.rotated_weights[1])
+        if self.query_scales is not None:
+            q = q * self.query_scales[context.positions.long(), None, None]
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now
             q, residual = q[context.logits_indices], residual[context.logits_indices]
             gate = None if gate is None else gate[context.logits_indices]
@@ -90,9 +100,8 @@ def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | Non
     D, eps, offset, order = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset, qkv.orders.qk
     if config.qk_norm == "head":
         return RMSNorm(D, eps, offset, order=order), RMSNorm(D, eps, offset, order=order)
-    assert order is None, "a norm over all heads with permuted rotary dimensions"
-    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, shard=qkv.q_shard)
-    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, shard=qkv.kv_shard)
+    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, order=order, shard=qkv.q_shard)
+    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, order=order, shard=qkv.kv_shard)
 
 
 # by the kind of a layer, see ``LayerConfig.mixer``
@@ -166,10 +175,10 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
         config.check_padded_heads(D)
-        tables = {  # layers share them
-            rope: RotaryEmbedding(D, max_position, *(rope.frequencies(config.head_dim) if rope else ()))
-            for rope in dict.fromkeys(config.ropes)
-        }
+        tables = {}  # layers share them
+        for rope in dict.fromkeys(config.ropes):
+            scaled: Any = (*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ()
+            tables[rope] = RotaryEmbedding(D, max_position, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tables.get(layer.rope), backend, tp) for layer in config.layers
@@ -208,6 +217,7 @@ class CausalLM(nn.Module):
         if config.delta is not None:
             self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
         self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
+        self.is_tied = config.tie_word_embeddings and config.has_lm_head
         if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.num_labels:

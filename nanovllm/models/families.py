@@ -8,6 +8,7 @@ class Family(NamedTuple):
 
     Attributes:
         qk_norm: RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or "".
+        norms_rotated: that norm comes after RoPE.
         qkv_bias, o_bias: biases of these projections; None: as ``attention_bias`` says.
         pre_norm, post_norm: norms of the input of attention and MLP, and of their results before they are added.
         norm_offset: added to the weight of every norm.
@@ -19,7 +20,10 @@ class Family(NamedTuple):
             ``rope_local_base_freq``, if there is one, else by ``rope_theta``.
         rotates_windows_only: in a model with windows, layers without one have no RoPE.
         experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
+        has_correction_bias: a bias of each expert counts for the choice, and not for its weight.
         has_shared_gate: a sigmoid gate scales the shared expert.
+        experts_transposed: tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the
+            usual order, [E, 2I, C] and [E, C, I].
         recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
         output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each
@@ -31,6 +35,7 @@ class Family(NamedTuple):
     """
 
     qk_norm: str = ""
+    norms_rotated: bool = False
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     pre_norm: bool = True
@@ -42,7 +47,9 @@ class Family(NamedTuple):
     plain_window_rope: bool = False
     rotates_windows_only: bool = False
     experts: str = ""
+    has_correction_bias: bool = False
     has_shared_gate: bool = False
+    experts_transposed: bool = False
     recurrent: str = ""
     groups_delta_inputs: bool = False
     output_gate: bool = False
@@ -75,6 +82,7 @@ SWITCHES: dict[str, tuple] = {
     "use_bidirectional_attention": (None, False),
     "is_causal": (None, True),
     "llama_4_scaling": (None,),
+    "moe_norm_min": (None, 1e-12),
     "attention_sinks": (None, False),
     "add_cross_attention": (None, False),
     "attn_output_gate": (None, False),
@@ -111,6 +119,20 @@ POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_laye
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
 GLM = {"partial_rotary_factor": 0.5, "head_dim": 128}
+VISION: dict[str, Any] = {
+    "renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*",
+}  # fmt: skip
+MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+CORRECTION = ".mlp.gate.e_score_correction_bias"
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MINISTRAL3 = Family(
+    windows="all", reads=("sliding_window", "llama_4_scaling_beta"),
+    defaults=EPS | {"head_dim": 128, "rope_parameters": MINISTRAL3_ROPE, "max_position_embeddings": 262_144,
+                    "eos_token_id": 2},
+)
 QWEN3_NEXT = Family(
     qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,
     reads=("partial_rotary_factor", "attn_output_gate"),

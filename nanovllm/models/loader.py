@@ -20,6 +20,7 @@ from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
+HEAD_ROWS = 4  # of an LM head to compare with the embedding, where both are said to be one
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
 
@@ -55,6 +56,8 @@ class WeightFiller:
         }  # fmt: skip
         # of the decoder: checkpoints of a decoder alone have them at the top
         self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
+        self._embedding = model.model.embed_tokens if getattr(model, "is_tied", False) else None
+        self._head_rows: torch.Tensor | None = None
         self.device = str(next(iter(self._params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._parts_of(name)}
@@ -66,6 +69,9 @@ class WeightFiller:
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         if self._unused.fullmatch(self._whole_name(tensor.name)):
+            if self._embedding is not None and tensor.name.endswith("lm_head.weight"):
+                start = self._embedding.vocab_start
+                self._head_rows = tensor.read((slice(start, start + HEAD_ROWS),))
             return
         name = self._name_here(tensor.name)
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
@@ -152,6 +158,14 @@ class WeightFiller:
             self.fill(CheckpointTensor.of(name, tensor.detach()), source)
 
     def check_complete(self, source: str, advice: str = "") -> None:
+        """Raises CheckpointError: a tensor is missing, or ``lm_head.weight`` is no copy of the tied embedding."""
+        if self._embedding is not None and self._head_rows is not None:
+            rows = self._embedding.weight[:HEAD_ROWS]
+            if not torch.equal(self._head_rows.to(rows), rows):
+                raise CheckpointError(
+                    f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
+                    'of its own, write "tie_word_embeddings": false into config.json.'
+                )
         self._check_used(set(self._changes), str(self._adapter))
         if self.missing:
             some = ", ".join(sorted(self.missing)[:5])

@@ -32,12 +32,18 @@ class Router(nn.Module):
         if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
             bias = torch.empty(moe.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+            self.e_score_correction_bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
+
+    def load_bias(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
+        """[E], or as ERNIE has it [1, E]."""
+        copy_shard(param[None] if len(loaded.shape) == 2 else param, loaded)
 
 
 class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
-    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart.
+    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart;
+    these may be transposed: [E, C, 2I] and [E, I, C].
     """
 
     gate_up_proj_scale: nn.Parameter | None
@@ -45,7 +51,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.tp = tp
+        self.tp, self.may_be_transposed = tp, moe.may_be_transposed
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
         fp8 = [config.fp8_block(layer, f"mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
         self.gate_up_proj, gate_up_scale = new_weight(2 * I, C, fp8[0], E)
@@ -60,12 +66,14 @@ class Experts(nn.Module):
         """``shard_id``: expert, and 0 for its gate, 1 for up, None for both, gate rows before up rows."""
         n, (expert, part) = param.shape[1] // 2, shard_id
         if part is None:
+            loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[1] != param.shape[2] else loaded
             for i, rows in enumerate(split_rows(loaded, [n * self.tp.size] * 2)):
                 self.load_gate_up(param, rows, (expert, i))
         else:
             copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
+        loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[0] != param.shape[1] else loaded
         copy_shard(param[shard_id[0]], loaded, 1, self.tp.rank, self.tp.size)
 
     def weights(self) -> tuple[Weight, Weight]:

@@ -30,12 +30,20 @@ ROPE_RULES = {  # rope_type -> its fields
         ("factor", POSITIVE),
         ("beta_fast beta_slow attention_factor", optional(POSITIVE)),
         ("truncate", optional(BOOLEAN)),
+        ("mscale mscale_all_dim llama_4_scaling_beta", optional(number("a number >= 0", lambda x: x >= 0))),
     ),
     "longrope": COMMON | ORIGINAL | by_field(
         ("short_factor long_factor", FACTORS),
         ("factor attention_factor", optional(POSITIVE)),
     ),
+    "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
+
+UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
+    "default": ("original_max_position_embeddings",),
+    "yarn": ("max_position_embeddings",),
+    "dynamic": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class RopeScaling:
     """Rotary positions and their scaling.
 
     Attributes:
-        kind: "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071) or "longrope"
-            (arXiv:2402.13753).
+        kind: "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
+            (arXiv:2402.13753) or "dynamic" (``theta`` times alpha^(r / (r - 2)), r the rotated dimensions).
         theta: base of the rotary frequencies.
         factor: context length over ``original_max_position``.
         original_max_position: context length of the training (llama3, yarn, longrope).
@@ -52,6 +60,8 @@ class RopeScaling:
             interpolates it fully.
         attention_factor: scale of cosines and sines (yarn, longrope); None takes the method's own formula.
         truncate: yarn rounds the borders of its ramp to whole dimensions.
+        mscale, mscale_all_dim: yarn's ``attention_factor`` is the ratio of its formula with the one and the other.
+        llama_4_scaling_beta: queries at position p are scaled by 1 + beta ln(1 + floor(p / original_max_position)).
         low_freq_factor, high_freq_factor: llama3's borders, in rotations within the original context.
         short_factor, long_factor: longrope's divisor of each frequency, for contexts up to the original length and for
             longer ones.
@@ -67,6 +77,10 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    llama_4_scaling_beta: float = 0.0
+    alpha: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
@@ -91,10 +105,10 @@ class RopeScaling:
         for field in ("mrope_section", "mrope_interleaved"):  # time, height and width of a text's token are the same
             rope.pop(field, None)
         kind = check("config.json", "rope_type", rope.pop("rope_type"), kinds, CheckpointError)
+        if kind in UNREAD:
+            rope = {name: value for name, value in rope.items() if name not in UNREAD[kind]}
         rules = ROPE_RULES[kind]
         unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
-        if kind == "default":  # transformers keeps the original length there, and does not read it
-            unknown.pop("original_max_position_embeddings", None)
         if unknown:
             raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
         checked = check_all(f"config.json: rope scaling {kind!r}", rope, rules, CheckpointError)
@@ -115,7 +129,7 @@ class RopeScaling:
     def check_head(self, head_dim: int) -> None:
         """Raise CheckpointError unless heads of this size can be rotated."""
         dims = self.rotated_dims(head_dim)
-        if dims < 2 or dims % 2:
+        if dims < 2 or dims % 2 or head_dim % 2:
             raise CheckpointError(f"config.json: heads of size {head_dim}, {dims} rotated; RoPE needs an even size.")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
@@ -126,14 +140,17 @@ class RopeScaling:
 
     def for_length(self, max_model_len: int) -> "RopeScaling":
         """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
-        return replace(self, is_long=self.kind == "longrope" and max_model_len > self.original_max_position)
+        is_long = max_model_len > self.original_max_position
+        beta = self.llama_4_scaling_beta if is_long else 0.0
+        return replace(self, is_long=self.kind == "longrope" and is_long, llama_4_scaling_beta=beta)
 
     def frequencies(self, head_dim: int) -> tuple["torch.Tensor", float]:
         """Inverse frequencies of a head's r rotated dimensions, fp32 [r/2] on the CPU; scale of cosines and sines."""
         import torch
 
         r = self.rotated_dims(head_dim)
-        base = 1.0 / self.theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
+        theta = self.theta * self.alpha ** (r / (r - 2)) if self.kind == "dynamic" else self.theta
+        base = 1.0 / theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
         original, scale = self.original_max_position, self.attention_factor
         if self.kind == "linear":
             return base / self.factor, 1.0
@@ -159,13 +176,28 @@ class RopeScaling:
             low, high = max(low, 0), min(high, r - 1)
             ramp = ((torch.arange(r // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
             if scale is None:
-                scale = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+                both = self.mscale and self.mscale_all_dim
+                log = 0.1 * math.log(max(self.factor, 1.0))
+                scale = (self.mscale * log + 1) / (self.mscale_all_dim * log + 1) if both else log + 1
             return base / self.factor * ramp + base * (1 - ramp), scale
         return base, 1.0
 
+    def query_scales(self, max_position: int) -> "torch.Tensor | None":
+        """Factors of queries at the positions, fp32 [max_position] on the CPU; None: all are 1."""
+        import torch
+
+        if not self.llama_4_scaling_beta:
+            return None
+        periods = torch.arange(max_position, device="cpu") // self.original_max_position
+        return 1 + self.llama_4_scaling_beta * torch.log1p(periods.float())
+
 
 def _with_rope_type(rope: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which "type", the older name, is "rope_type", and older kinds have today's names."""
+    """A copy in which "type", the older name, is "rope_type", and kinds have today's names.
+
+    "mrope" has positions in time, height and width, which are the same for a token of a text.
+    """
     rope = dict(rope)
-    rope = {"rope_type": rope.pop("type", "default"), **rope}
-    return {**rope, "rope_type": "longrope"} if rope["rope_type"] == "su" else rope
+    kind = rope.pop("type", "default")
+    kind = rope.get("rope_type", kind)
+    return {**rope, "rope_type": {"su": "longrope", "mrope": "default"}.get(str(kind), kind)}

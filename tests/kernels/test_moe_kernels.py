@@ -140,7 +140,7 @@ def test_route(name, num_tokens, dtype):
         if num_experts % routing.num_groups:
             continue
         logits = spread_logits(num_tokens, num_experts, dtype)
-        bias = randn(num_experts, scale=0.01) if routing.scoring == "sigmoid" else None
+        bias = randn(num_experts, scale=0.01) if routing.scoring == "sigmoid" or num_tokens == 6 else None
         padding = [t for t in (1, num_tokens - 1) if 0 <= t < num_tokens]
         args = logits, bias, routing, slots(num_tokens, padding)
         ids, weights = dispatch.route(*args)

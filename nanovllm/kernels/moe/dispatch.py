@@ -36,17 +36,17 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
 
     Rows of padding (slot -1) of the result are undefined.
     """
-    num_tokens, is_sigmoid = len(residual), routing.scoring == "sigmoid"
+    num_tokens, in_fp32 = len(residual), routing.scoring == "sigmoid" or correction_bias is not None
     x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
     base = residual if base is None else base
     gate_up, down = usable(gate_up, residual.dtype), usable(down, residual.dtype)
-    if num_tokens > 1 or is_sigmoid or x is not residual or gate_up.scale is not None:
+    if num_tokens > 1 or in_fp32 or x is not residual or gate_up.scale is not None:
         x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
-    # Sigmoid scores are of fp32 logits, as in transformers.
-    logits_dtype = torch.float32 if is_sigmoid else residual.dtype
+    # Sigmoid or biased scores are of fp32 logits, as in transformers.
+    logits_dtype = torch.float32 if in_fp32 else residual.dtype
     if num_tokens <= MAX_TOKENS_ROUTER and norm_weight is None:
         logits = router_partials(x, router_weight)
-    elif is_sigmoid:
+    elif in_fp32:
         logits = F.linear(x.float(), router_weight.float())
     else:
         logits = fused_linear(x, Weight(router_weight), None, norm_weight, eps)

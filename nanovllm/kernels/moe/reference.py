@@ -67,7 +67,7 @@ def fused_moe(
     Args:
         residual: [T, C].
         norm_weight: [C], or None for x = residual; with its eps.
-        router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid scores.
+        router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid or biased scores.
         correction_bias, routing, slot_mapping: as in `route`; rows of padding get a sum of zeros.
         gate_up: Weight, [E, 2I, C], gate features before up features.
         down: Weight, [E, C, I].
@@ -78,7 +78,7 @@ def fused_moe(
     SplitKPartials (linear/norm.py).
     """
     x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
-    dtype = torch.float32 if routing.scoring == "sigmoid" else x.dtype
+    dtype = torch.float32 if routing.scoring == "sigmoid" or correction_bias is not None else x.dtype
     logits = F.linear(x.to(dtype), router_weight.to(dtype))
     ids, weights = route(logits, correction_bias, routing, slot_mapping)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
