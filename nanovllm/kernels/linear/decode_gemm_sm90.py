@@ -311,7 +311,7 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None):
 
     With config.split_k > 1: SplitKPartials of residual + x W^T.
     """
-    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
+    (x, dtype, x_scale), (weight, weight_scale, *_) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     num_outputs = num_features // 2 if act_mul else num_features
     num_groups = 0 if weight_scale is None else weight_scale.shape[1]

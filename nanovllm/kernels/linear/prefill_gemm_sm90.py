@@ -513,7 +513,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
 
     In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites.
     """
-    (x, dtype, x_scale), (weight, weight_scale, _) = x, weight
+    (x, dtype, x_scale), (weight, weight_scale, *_) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
     *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue or (None,) * 8 + (0, 0, None)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
