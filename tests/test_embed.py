@@ -288,7 +288,7 @@ def check_scores(llm, reranker, **options):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("form", [0, 1])
 def test_rerank(form, ranks, reranker):
-    with LLM(str(reranker[2][form]), device="cpu", quiet=True, tensor_parallel_size=ranks) as llm:
+    with LLM(str(reranker[2][form]), device="cpu", dtype="float32", quiet=True, tensor_parallel_size=ranks) as llm:
         scores = check_scores(llm, reranker)
         each = llm.rerank([QUERY] * len(DOCUMENTS), DOCUMENTS, template="{query}\n{document}?", tokens=["0", "1"])
         assert [output.outputs.score for output in each] == pytest.approx(scores, abs=TOLERANCE)
@@ -302,7 +302,7 @@ def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
     config = json.loads((path / "config.json").read_text())
     more = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["0", "1"]}
     (path / "config.json").write_text(json.dumps(config | more))
-    with LLM(str(path), device="cpu", quiet=True) as llm:
+    with LLM(str(path), device="cpu", dtype="float32", quiet=True) as llm:
         check_scores(llm, reranker)
 
 
@@ -330,7 +330,7 @@ def test_texts_get_the_tokens_that_the_tokenizer_adds(tmp_path):
     end = tokenizer.token_to_id("<|endoftext|>")
     tokenizer.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
     tokenizer.save(str(path / "tokenizer.json"))
-    with LLM(str(path), device="cpu", quiet=True, max_num_seqs=4) as llm:
+    with LLM(str(path), device="cpu", dtype="float32", quiet=True, max_num_seqs=4) as llm:
         texts = [f"{i} + {i}" for i in range(600)]  # several slices
         outputs = llm.embed(texts)
         assert [output.prompt for output in outputs] == texts
