@@ -45,8 +45,7 @@ class Config:
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
         num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
-        dtype: "auto" (the checkpoint's; float16 on a GPU without bfloat16; on the CPU bfloat16 if it has AVX512-BF16 or
-            AMX and the checkpoint is in bfloat16, else float32), "bfloat16", "float16"
+        dtype: "auto" (the checkpoint's; float32 on the CPU, float16 on a GPU without bfloat16), "bfloat16", "float16"
             or "half", "float32" or "float"; or torch's.
         kv_cache_dtype: "auto" (the model's) or "fp8" (also "fp8_e4m3"): half the bytes, twice the sequences, keys and
             values rounded to 4 significant bits, with a scale for each layer and KV head.

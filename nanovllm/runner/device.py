@@ -39,13 +39,9 @@ def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
 
 
 def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. "auto" is the checkpoint's, float16 on a GPU without bfloat16; on a CPU without
-    instructions for bfloat16, or with another checkpoint, float32."""
-    if name == "auto" and device.type == "cpu":
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        name = "bfloat16" if checkpoint == "bfloat16" and has_bf16 else "float32"
-    elif name == "auto":
-        name = checkpoint
+    """The dtype to compute in; "auto" is the checkpoint's, float32 on the CPU, float16 on a GPU without bfloat16."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
         if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             name = "float16"
     return getattr(torch, name)

@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
-from nanovllm.runner.device import describe, layer_weights, select_dtype, step_threads
+from nanovllm.runner.device import describe, layer_weights, step_threads
 from nanovllm.runner.worker import announce
 
 
@@ -41,17 +41,6 @@ def test_the_users_torch_defaults(make_checkpoint):
             torch.set_default_device(None)
             torch.set_default_dtype(torch.float32)
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("checkpoint", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("feature", ["_is_avx512_bf16_supported", "_is_amx_tile_supported", None])
-def test_default_dtype_on_a_cpu(checkpoint, feature, monkeypatch):
-    """bfloat16 needs a checkpoint in it and instructions for it; what the user asks for is taken."""
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda is_there=name == feature: is_there)
-    expected = torch.bfloat16 if checkpoint == "bfloat16" and feature else torch.float32
-    assert select_dtype("auto", checkpoint, CPU) == expected
-    assert select_dtype("float32", checkpoint, CPU) == torch.float32
 
 
 # ---------------------------------------------------------------- CPU threads
