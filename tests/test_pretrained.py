@@ -25,7 +25,7 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence, polite
 QUESTIONS = ["What is the capital of France?", "Write a haiku about the sea.", "Name a fruit that is yellow.",
              "Why is the sky blue?", "Say hello in Spanish.", "What is 12 + 30?"]  # fmt: skip
 CHATS = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
-TOLERANCE = 3e-5  # of a log-probability in fp32; 1.3e-5 was seen in chats, 3e-6 in prose
+TOLERANCE = 1e-4  # of a log-probability in fp32; 4.5e-5 was seen in prose (packed weights: sums in another order)
 WINDOW = 512  # tokens of text that are scored together
 SCHEMA = {
     "type": "object",
