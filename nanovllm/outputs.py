@@ -1,4 +1,4 @@
-"""What ``generate`` returns: one ``RequestOutput`` per prompt.
+"""What ``generate`` returns: one ``RequestOutput`` per prompt; and what ``embed``, ``classify`` and ``rerank`` do.
 
 nano-vllm's scripts read it as a dictionary (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
 """

@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import tempfile
 from contextlib import contextmanager, nullcontext
+from functools import cache
 
 # operations of tiny models on several threads stall at their barriers where cores are shared
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,7 @@ if not HAS_GPU:  # before anything imports triton: its kernels then run on the C
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import families  # noqa: E402
 from helpers import Reference  # noqa: E402
 
 TINY = {
@@ -172,3 +174,15 @@ def make_llm(make_checkpoint):
     yield make
     for llm in made:
         llm.exit()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """checkpoint(case) -> its path, and transformers' model."""
+
+    @cache
+    def make(case):
+        path = str(tmp_path_factory.mktemp(case))
+        return path, families.make(path, case)
+
+    return make

@@ -139,3 +139,8 @@ def make(path, name, seed=0, **more):
             p.data.add_(1.0)
     model.save_pretrained(path)
     return model.eval()
+
+
+def hf_logits(model, ids):
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]

@@ -8,12 +8,12 @@ import copy
 import json
 import random
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from families import hf_logits
 from helpers import generate, generate_with_logits, greedy, tokens_of
 from safetensors.torch import load_file, save_file
 
@@ -32,23 +32,6 @@ IDS = [RNG.randrange(2, 128) for _ in range(60)]
 PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
 NUM_DECODED = 12
 REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3", "hunyuan")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """checkpoint(case) -> its path, and transformers' model."""
-
-    @cache
-    def make(case):
-        path = str(tmp_path_factory.mktemp(case))
-        return path, families.make(path, case)
-
-    return make
-
-
-def hf_logits(model, ids):
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ import families
 import fp8_checkpoints
 import pytest
 import torch
+from families import hf_logits
 from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
 from safetensors.torch import load_file, save_file
 
@@ -32,18 +33,6 @@ OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks":
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """checkpoint(case) -> its path, and transformers' model."""
-
-    @cache
-    def make(case):
-        path = str(tmp_path_factory.mktemp(case))
-        return path, families.make(path, case)
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def expected(checkpoint):
     """expected(case) -> greedy tokens of PROMPTS by transformers."""
 
@@ -58,11 +47,6 @@ def expected(checkpoint):
         return outputs
 
     return make
-
-
-def hf_logits(model, ids):
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
 
 
 @pytest.mark.parametrize("case", families.HYBRID_CASES)
@@ -161,7 +145,7 @@ def test_a_conversation_finds_its_states(checkpoint, make_llm):
     assert second["token_ids"] == want[0, len(turn) :].tolist()
 
 
-def test_what_prompts_share_is_computed_once(checkpoint, expected, make_llm):
+def test_what_prompts_share_is_computed_once(checkpoint, make_llm):
     """Known beforehand, since all of them wait: the first one leaves its states where the others go on."""
     path, model = checkpoint("qwen3.5")
     prompts = [PROMPTS[3] + IDS[i : i + 30] for i in range(0, 180, 30)]

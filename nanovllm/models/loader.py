@@ -1,7 +1,8 @@
 """Fills a model's parameters from safetensors files, from tensors in memory, or with random numbers.
 
 Owns the match between checkpoint tensors and parameters: every parameter filled, every tensor used, every shape equal,
-or a ``CheckpointError``. How a tensor is sharded over ranks stands beside its layer (``weight_loader``).
+or a ``CheckpointError``. An adapter changes tensors as they are read (``lora.py``). How a tensor is sharded over ranks
+stands beside its layer (``weight_loader``).
 """
 
 import re

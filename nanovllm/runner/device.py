@@ -50,12 +50,12 @@ def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
 def describe(config: Config, runner: "ModelRunner") -> str:
     """One line about an engine: model, device, dtype, KV cache and limits. ``config`` as it was given."""
     device, dtype, num_blocks = runner.device, runner.dtype, runner.num_kvcache_blocks
-    num_seqs, seats = runner.config.max_num_seqs, ""
+    num_seqs, states = runner.config.max_num_seqs, ""
     if runner.states is not None:
         row_bytes = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in runner.states)
-        seats = f" with states of {row_bytes / 2**20:,.1f} MiB each and {runner.num_snapshots:,} snapshots of them"
+        states = f" with states of {row_bytes / 2**20:,.1f} MiB each and {runner.num_snapshots:,} snapshots of them"
     if num_seqs < config.max_num_seqs:
-        seats += f" (not {config.max_num_seqs:,}: they take half of what the weights leave)"
+        states += f" (not {config.max_num_seqs:,}: they take half of what the weights leave)"
     num_ranks = config.tensor_parallel_size
     times = f"{num_ranks} × " if num_ranks > 1 else ""
     if device.type == "cuda":
@@ -70,7 +70,7 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     return (
         f"nanovllm: {model}{adapter} on {where}, {str(dtype).removeprefix('torch.')}{weights}; {fp8}KV cache of "
         f"{num_blocks * config.kvcache_block_size:,} tokens; max_model_len {config.max_model_len:,}, "
-        f"max_num_seqs {num_seqs:,}{seats}"
+        f"max_num_seqs {num_seqs:,}{states}"
     )
 
 

@@ -1,8 +1,8 @@
 """One rank's model and device: a batch in, two launches, token ids out.
 
-Owns the model, the KV cache, the request state, the sampler and the CUDA graphs. Knows nothing of queues. Every rank
-receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch and return; only ``StepHandle.wait``
-and ``synchronize`` wait for the device.
+Owns the model, the KV cache and the states of recurrent layers, the request state, the sampler and the CUDA graphs.
+Knows nothing of queues. Every rank receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch
+and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
@@ -112,7 +112,7 @@ class ModelRunner:
         model = config.model_config
         gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
         self.backend = select_backend(config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim)
-        self.config = config = recurrent.with_fitting_seats(config, self.backend, tp, self.dtype, self.device)
+        self.config = config = recurrent.with_fitting_slots(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0

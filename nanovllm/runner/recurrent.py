@@ -39,7 +39,7 @@ def row_bytes(model: nn.Module, dtype: torch.dtype, state_dtype: torch.dtype) ->
     )
 
 
-def with_fitting_seats(config: Config, backend: AttentionBackend, tp: TPGroup, dtype: torch.dtype,
+def with_fitting_slots(config: Config, backend: AttentionBackend, tp: TPGroup, dtype: torch.dtype,
                        device: torch.device) -> Config:
     """The options with as many request slots, at most ``max_num_seqs``, as have room for their states. The same on
     every rank of equal GPUs."""
@@ -51,11 +51,11 @@ def with_fitting_seats(config: Config, backend: AttentionBackend, tp: TPGroup, d
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(max(1, tp.size)))
     bytes_per_row = row_bytes(model, dtype, getattr(torch, config.state_dtype))
     left = total * config.gpu_memory_utilization - weights
-    seats = max(1, int(left * MAX_SHARE) // bytes_per_row)
-    if seats >= config.max_num_seqs:
+    num_slots = max(1, int(left * MAX_SHARE) // bytes_per_row)
+    if num_slots >= config.max_num_seqs:
         return config
     fitting = copy.copy(config)
-    vars(fitting)["max_num_seqs"] = seats  # bypasses the frozen __setattr__
+    vars(fitting)["max_num_seqs"] = num_slots  # bypasses the frozen __setattr__
     return fitting
 
 

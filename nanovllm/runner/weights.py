@@ -1,7 +1,8 @@
 """A rank's weights between requests: updated in place, put to sleep with the rest of the device's memory, woken up.
 
-Owns the copies on the host, and which weights are missing. The engine is idle whenever this is called. An update keeps
-addresses, so CUDA graphs stay valid; sleep drops the graphs, and wake-up captures them again.
+Owns the copies on the host, which weights are missing, and which are not the checkpoint's. The engine is idle whenever
+this is called. An update keeps addresses, so CUDA graphs stay valid; sleep drops the graphs, and wake-up captures them
+again.
 """
 
 import ctypes
