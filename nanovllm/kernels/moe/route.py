@@ -21,6 +21,7 @@ LOWEST = tl.constexpr(-3e38)
 def router_kernel(
     x_ptr,  # [T, C] contiguous, written by the kernel before
     weight_ptr,  # [E, C]
+    bias_ptr,  # [E] or None
     partials_ptr,  # fp32 [SPLIT_K, T, E], written here
     num_tokens,
     NUM_EXPERTS: tl.constexpr,
@@ -46,12 +47,15 @@ def router_kernel(
         x = tl.load(x_ptrs + first, mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0)
         weight = tl.load(weight_ptrs + first, mask=(expert < NUM_EXPERTS)[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=expert < tl.where(split == 0, NUM_EXPERTS, 0), other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     offs = (split * num_tokens + token)[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(partials_ptr + offs, acc, mask=(token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :])
 
 
-def router_partials(x, weight):
-    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T, for up to 256 tokens; `route` adds them."""
+def router_partials(x, weight, bias=None):
+    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T [+ bias], for up to 256 tokens; `route` adds them."""
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
     partials = torch.empty((ROUTER_SPLIT_K, num_tokens, num_experts), dtype=torch.float32, device=x.device)
@@ -59,7 +63,7 @@ def router_partials(x, weight):
     block_c = min(128, max(16, triton.next_power_of_2(split_c)))
     launch(
         router_kernel, (triton.cdiv(num_tokens, 16), triton.cdiv(num_experts, 32), ROUTER_SPLIT_K),
-        x, weight, partials, num_tokens,
+        x, weight, bias, partials, num_tokens,
         NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, SPLIT_C=split_c, BLOCK_T=16, BLOCK_E=32, BLOCK_C=block_c,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **launch_options(x.device),
     )  # fmt: skip

@@ -1,0 +1,27 @@
+"""MXFP4, the 4-bit format of experts (OCP Microscaling Formats 1.0): e2m1 numbers, 32 channels of a row with one scale.
+
+e2m1 is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is e8m0: a byte b is
+2 ** (b - 127). Of the 16 bytes of 32 channels, byte j has channel j in its lower half and channel 16 + j in its upper
+half: so the halves of a tile of bytes are tiles of channels that lie together in memory.
+"""
+
+import torch
+
+GROUP = 32  # channels of a scale
+MAX_SCALE = 128  # beyond, numbers times 2 ** (b - 1), as kernels compute them in bf16, overflow; 255 is NaN
+MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+
+
+def repacked(blocks):
+    """Bytes [..., 16] of 32 channels in this order, from published ones: byte j has channels 2j and 2j + 1."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., 32]
+    return codes[..., :16] | codes[..., 16:] << 4
+
+
+def dequantized(data, scale, dtype):
+    """[..., C] in `dtype` of uint8 data [..., C / 2] and scales [..., C / 32]."""
+    groups = data.unflatten(-1, (-1, GROUP // 2))
+    codes = torch.cat((groups & 15, groups >> 4), -1)  # [..., C / 32, 32]
+    table = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES], device=data.device)
+    values = torch.ldexp(table[codes.int()], scale.int().unsqueeze(-1) - 127)
+    return values.flatten(-2).to(dtype)
