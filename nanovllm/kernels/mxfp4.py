@@ -2,7 +2,8 @@
 
 e2m1 is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is e8m0: a byte b is
 2 ** (b - 127). Of the 16 bytes of 32 channels, byte j has channel j in its lower half and channel 16 + j in its upper
-half: so the halves of a tile of bytes are tiles of channels that lie together in memory.
+half: so the halves of a tile of bytes are tiles of channels that lie together in memory. Scales are transposed, those of
+32 channels of all rows together: so a tile's are loaded many at once.
 """
 
 import torch
@@ -19,9 +20,9 @@ def repacked(blocks):
 
 
 def dequantized(data, scale, dtype):
-    """[..., C] in `dtype` of uint8 data [..., C / 2] and scales [..., C / 32]."""
+    """[..., N, C] in `dtype` of uint8 data [..., N, C / 2] and scales [..., C / 32, N]."""
     groups = data.unflatten(-1, (-1, GROUP // 2))
-    codes = torch.cat((groups & 15, groups >> 4), -1)  # [..., C / 32, 32]
+    codes = torch.cat((groups & 15, groups >> 4), -1)  # [..., N, C / 32, 32]
     table = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES], device=data.device)
-    values = torch.ldexp(table[codes.int()], scale.int().unsqueeze(-1) - 127)
+    values = torch.ldexp(table[codes.int()], scale.mT.int().unsqueeze(-1) - 127)
     return values.flatten(-2).to(dtype)

@@ -20,7 +20,7 @@ class Weight(NamedTuple):
 
     data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py)
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
-    # of MXFP4 uint8 [N, C / 32]
+    # of MXFP4 uint8 [C / 32, N]
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
     packed: torch.Tensor | None = None  # of data without a scale, see `pack`

@@ -84,4 +84,4 @@ def usable(weight, dtype):
 def tokens_for(x, weight):
     """Tokens of x as `grouped_gemm` multiplies them: in e4m3 where its tensor cores do, else in x's dtype."""
     in_fp8 = is_sm90(x.device) and x.element_size() == 2 and scale_group(weight) % 32 == 0 < scale_group(weight)
-    return quantize_tokens(x) if in_fp8 and not weight.is_mxfp4 else Tokens(x, x.dtype)
+    return quantize_tokens(x) if in_fp8 else Tokens(x, x.dtype)

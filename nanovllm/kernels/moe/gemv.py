@@ -68,11 +68,21 @@ def dot_fours(x_ptr, num_channels, weight, IS_BF16: tl.constexpr):
 
 
 @triton.jit
+def load_mxfp4_scale(
+    scale_ptr, features, exists, first_c, num_channels, NUM_FEATURES: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Scales fp32 [BLOCK_C / 32, BLOCK_N] of the vectors from channel first_c on."""
+    c = first_c + tl.arange(0, BLOCK_C // 32) * 32
+    mask = (c < num_channels)[:, None] & exists[None, :]
+    return e8m0(tl.load(scale_ptr + (c // 32)[:, None] * NUM_FEATURES + features[None, :], mask=mask, other=0))
+
+
+@triton.jit
 def gate_up_rows_kernel(
     x_ptr,  # [T, C] contiguous, written by a kernel before; of pairs where the weight is int32
     norm_weight_ptr,  # [C], only with HAS_NORM
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
-    scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8; only with NUM_GROUPS
+    scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
     bias_ptr,  # [E, 2 I] or None
     ids_ptr,  # i32[T * k], written by the kernel before
     h_ptr,  # [T * k, I], written here
@@ -115,7 +125,12 @@ def gate_up_rows_kernel(
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
         weight = tl.load(weight_ptrs + first // PACK, mask=exists[None, :, None] & inside[:, None, :], other=0.0)
-        if NUM_GROUPS > 0:
+        if MXFP4:
+            scale = load_mxfp4_scale(
+                scale_ptr + expert * (2 * NUM_UNITS * NUM_GROUPS), feature, exists, first, NUM_CHANNELS,
+                2 * NUM_UNITS, BLOCK_C,
+            )  # fmt: skip
+        elif NUM_GROUPS > 0:
             scale = load_group_scale(
                 scale_ptr + expert * (2 * NUM_UNITS * NUM_GROUPS), feature, exists, first, NUM_CHANNELS, NUM_GROUPS,
                 BLOCK_C, VECTOR,
@@ -135,7 +150,7 @@ def gate_up_rows_kernel(
                 x *= tl.load(norm_weight_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
             dot = tl.sum(x[:, None, :] * weight.to(tl.float32), axis=2)
         if NUM_GROUPS > 0:
-            dot *= e8m0(scale) if MXFP4 else scale
+            dot *= scale
         acc += dot
     y = tl.sum(acc, axis=0)
     if HAS_NORM:
@@ -152,7 +167,7 @@ def gate_up_rows_kernel(
 def down_rows_kernel(
     h_ptr,  # [T * k, I] contiguous, written by the kernel before; of pairs where the weight is int32
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
-    scale_ptr,  # fp32 [E, C, NUM_GROUPS], of MXFP4 uint8; only with NUM_GROUPS
+    scale_ptr,  # fp32 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
     bias_ptr,  # [E, C] or None
     ids_ptr,  # i32[T, k]
     weights_ptr,  # fp32 [T, k]
@@ -194,7 +209,12 @@ def down_rows_kernel(
             num_left = tl.where(expert >= 0, NUM_UNITS - first, 0)
             inside = i < num_left
             weight = tl.load(weight_ptrs + first // PACK, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
-            if NUM_GROUPS > 0:
+            if MXFP4:
+                scale = load_mxfp4_scale(
+                    scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, exists, first, num_left + first,
+                    NUM_CHANNELS, BLOCK_I,
+                )  # fmt: skip
+            elif NUM_GROUPS > 0:
                 is_scaled = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
                 scale = load_group_scale(
                     scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, is_scaled, first, NUM_UNITS, NUM_GROUPS,
@@ -211,7 +231,7 @@ def down_rows_kernel(
                 h = tl.load(h_ptrs + first, mask=inside, other=0.0).to(tl.float32)
                 dot = tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2)
             if NUM_GROUPS > 0:
-                dot *= e8m0(scale) if MXFP4 else scale
+                dot *= scale
             y += dot * share
         if bias_ptr is not None:
             has_bias = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
@@ -231,7 +251,7 @@ def operands(x, weight):
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     if multiplies_in_fp16(x, weight, None):
         x, data = x.view(torch.int32), data.view(torch.int32)
-    return x, data, scale, 0 if scale is None else scale.shape[2]
+    return x, data, scale, 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
 
 
 def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):

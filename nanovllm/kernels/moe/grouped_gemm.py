@@ -55,12 +55,12 @@ def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, 
 @triton.jit
 def dot_mxfp4(
     x_1, x_2, weight_ptrs, scale_ptrs, step, acc,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
+    NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + x weight^T of a step's channels: x_1 and x_2 are those of the lower and the upper halves of the bytes."""
     byte, group = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
     data = load_weight(weight_ptrs, step // 2, byte, K // 2, BLOCK_K // 2)
-    scale = load_weight(scale_ptrs, step // 32, group, K // 32, BLOCK_K // 32)
+    scale = tl.load(scale_ptrs + step // 32 * NUM_FEATURES, mask=(step // 32 + group < K // 32)[None, :], other=0)
     weight_1, weight_2 = unpack_tile(data, scale, x_1.dtype, USE_ASM)
     if SWAP_AB:
         acc = tl.dot(weight_1, tl.trans(x_1), acc, input_precision=PRECISION)
@@ -75,7 +75,7 @@ def grouped_gemm_kernel(
     x_ptr,  # [*, K] contiguous, written by a kernel before
     x_scale_ptr,  # fp32 [*], only where x is e4m3
     weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features; of MXFP4 bytes, K / 2
-    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 uint8; only with GROUP
+    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 uint8 [E, K / 32, N or 2 N]; only with GROUP
     bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
@@ -112,7 +112,8 @@ def grouped_gemm_kernel(
         byte, group = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
         k = byte // 16 * 32 + byte % 16  # channels of the lower halves of bytes
         weight_ptrs = weight_ptr + features[:, None] * (K // 2) + byte[None, :]
-        scale_ptrs = scale_ptr + features[:, None] * (K // 32) + group[None, :]
+        scale_ptr += expert * (NUM_FEATURES * (K // 32))
+        scale_ptrs = scale_ptr + (n % N)[:, None] + group[None, :] * NUM_FEATURES
     pdl_wait(USE_PDL)
     count = tl.load(counts_ptr + expert)
     for start in range(first, count, split_m * BLOCK_M):
@@ -128,12 +129,13 @@ def grouped_gemm_kernel(
                 x_1 = tl.load(x_ptrs + step, mask=inside, other=0.0)
                 x_2 = tl.load(x_ptrs + step + 16, mask=inside, other=0.0)
                 acc = dot_mxfp4(
-                    x_1, x_2, weight_ptrs, scale_ptrs, step, acc, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM
+                    x_1, x_2, weight_ptrs, scale_ptrs, step, acc,
+                    NUM_FEATURES, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM,
                 )  # fmt: skip
                 if GATED:
                     up = dot_mxfp4(
-                        x_1, x_2, weight_ptrs + N * K // 2, scale_ptrs + N * K // 32, step, up,
-                        K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM,
+                        x_1, x_2, weight_ptrs + N * K // 2, scale_ptrs + N, step, up,
+                        NUM_FEATURES, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM,
                     )  # fmt: skip
         else:
             for step in range(0, K, BLOCK_K):
@@ -235,8 +237,8 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
 
 
 def scale_group(weight):
-    """Channels of a scale of a Weight; 0: it has none."""
-    return 0 if weight.scale is None else weight.num_channels // weight.scale.shape[2]
+    """Channels of a scale of a Weight; 0: it has none, or is MXFP4."""
+    return 0 if weight.scale is None or weight.is_mxfp4 else weight.num_channels // weight.scale.shape[2]
 
 
 def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
@@ -247,8 +249,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     assert x.data.is_contiguous() and weight.data.is_contiguous() and y.is_contiguous()
     assert weight.scale is None or weight.scale.is_contiguous()
     # a step may reach beyond the channels, but not into another group
-    is_grouped = 0 < group < num_channels and not is_mxfp4
-    block_k = min(config.block_k, group & -group) if is_grouped else config.block_k
+    block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
     num_tokens = rows.shape[1]  # of which an expert has each at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
