@@ -53,14 +53,19 @@ def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, 
 
 
 @triton.jit
+def load_mxfp4_scale(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels; zeros beyond the last."""
+    group = step // 32 + tl.arange(0, BLOCK_K // 32)
+    return tl.load(ptrs + step // 32 * NUM_FEATURES, mask=(group < K // 32)[None, :], other=0)
+
+
+@triton.jit
 def dot_mxfp4(
-    x_1, x_2, weight_ptrs, scale_ptrs, step, acc,
-    NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
+    x_1, x_2, ptrs, scale, step, acc,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """acc + x weight^T of a step's channels: x_1 and x_2 are those of the lower and the upper halves of the bytes."""
-    byte, group = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
-    data = load_weight(weight_ptrs, step // 2, byte, K // 2, BLOCK_K // 2)
-    scale = tl.load(scale_ptrs + step // 32 * NUM_FEATURES, mask=(step // 32 + group < K // 32)[None, :], other=0)
+    data = load_weight(ptrs, step // 2, tl.arange(0, BLOCK_K // 2), K // 2, BLOCK_K // 2)
     weight_1, weight_2 = unpack_tile(data, scale, x_1.dtype, USE_ASM)
     if SWAP_AB:
         acc = tl.dot(weight_1, tl.trans(x_1), acc, input_precision=PRECISION)
@@ -88,7 +93,8 @@ def grouped_gemm_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
     MXFP4: tl.constexpr,
-    USE_ASM: tl.constexpr,  # of MXFP4
+    USE_ASM: tl.constexpr,  # this and the next of MXFP4
+    PREFETCH: tl.constexpr,  # scales
     ACT: tl.constexpr,  # of GATED
     LIMIT: tl.constexpr,  # of GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
@@ -124,19 +130,32 @@ def grouped_gemm_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         if MXFP4:
+            scale = load_mxfp4_scale(scale_ptrs, 0, NUM_FEATURES, K, BLOCK_K)
+            up_scale = scale
+            if GATED:
+                up_scale = load_mxfp4_scale(scale_ptrs + N, 0, NUM_FEATURES, K, BLOCK_K)
             for step in range(0, K, BLOCK_K):
+                # The next step's, where they are too few a thread for the pipeline.
+                scale_step = step + BLOCK_K if PREFETCH else step
+                next_scale = load_mxfp4_scale(scale_ptrs, scale_step, NUM_FEATURES, K, BLOCK_K)
+                if GATED:
+                    next_up_scale = load_mxfp4_scale(scale_ptrs + N, scale_step, NUM_FEATURES, K, BLOCK_K)
+                if not PREFETCH:
+                    scale = next_scale
+                    if GATED:
+                        up_scale = next_up_scale
                 inside = is_row[:, None] & (step + k < K)[None, :]
                 x_1 = tl.load(x_ptrs + step, mask=inside, other=0.0)
                 x_2 = tl.load(x_ptrs + step + 16, mask=inside, other=0.0)
-                acc = dot_mxfp4(
-                    x_1, x_2, weight_ptrs, scale_ptrs, step, acc,
-                    NUM_FEATURES, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM,
-                )  # fmt: skip
+                acc = dot_mxfp4(x_1, x_2, weight_ptrs, scale, step, acc, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM)
                 if GATED:
                     up = dot_mxfp4(
-                        x_1, x_2, weight_ptrs + N * K // 2, scale_ptrs + N, step, up,
-                        NUM_FEATURES, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM,
-                    )  # fmt: skip
+                        x_1, x_2, weight_ptrs + N * K // 2, up_scale, step, up, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM
+                    )
+                if PREFETCH:
+                    scale = next_scale
+                    if GATED:
+                        up_scale = next_up_scale
         else:
             for step in range(0, K, BLOCK_K):
                 # Both scales here: no load moves above the wait for a product.
@@ -213,14 +232,14 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
     measured.
     """
     mean = num_rows / num_experts
-    if is_mxfp4:  # channels of a step are half as many bytes; an unpacked weight is read by as many rows as there are
+    if is_mxfp4:
         if mean <= 8:
-            return GroupedConfig(16, 64, 128, 4, 5)
+            return GroupedConfig(16, 128, 128, 4, 4)
         if mean <= 32:
-            return GroupedConfig(32, 64, 128, 4, 5)
+            return GroupedConfig(32, 128, 128, 4, 4)
         if mean <= 96:
-            return GroupedConfig(64, 64, 128, 4, 4) if gated else GroupedConfig(64, 128, 128, 4, 4)
-        return GroupedConfig(128, 64, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 8, 3)
+            return GroupedConfig(64, 128, 128, 4, 3)
+        return GroupedConfig(128, 128, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
         if mean <= 8:
             return GroupedConfig(16, 64, 128, 4, 5)
@@ -257,8 +276,8 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
         x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, MXFP4=is_mxfp4,
-        USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2, ACT=act, LIMIT=limit,
-        GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
+        USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2,
+        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
     )  # fmt: skip
