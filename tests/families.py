@@ -79,8 +79,8 @@ CASES: dict[str, tuple[str, dict]] = {
     }),
     # its attention, with an MLP in place of the experts
     "gpt-oss-attention": ("GptOss", {
-        **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 12, "mlp_layer_types": ["dense"] * 4,
-        "rope_parameters": {**YARN, "truncate": False},
+        **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3, "mlp_layer_types": ["dense"] * 4,
+        "sliding_window": 12, "rope_parameters": {**YARN, "truncate": False},
     }),
     "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
 }  # fmt: skip

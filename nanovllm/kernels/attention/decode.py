@@ -44,6 +44,7 @@ from .paging import (
     load_block_ids,
     load_sinks,
     score_scales,
+    sink_weights,
     slot_offsets,
     soft_cap,
     widen,
@@ -256,7 +257,7 @@ def _decode_kernel(
             begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
                 if sinks_ptr is not None:
-                    row_sum += tl.exp2(sinks - row_max)
+                    row_sum += sink_weights(sinks, row_max)
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
                 tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)

@@ -74,11 +74,14 @@ def score_scales(scale, softcap):
 
 @triton.jit
 def load_sinks(sinks_ptr, heads, mask):
-    """Attention sinks of query heads, in base 2: each adds exp2(sink - maximum) to the sum of a query's weights.
-
-    That is infinite where there is no key, or the sink is far above all scores: the result is 0.
-    """
+    """Attention sinks of query heads, in base 2."""
     return tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def sink_weights(sinks, row_max):
+    """What sinks add to the sums of exp2(score - row_max). Finite also without any key, or far above all scores."""
+    return tl.exp2(tl.minimum(sinks - row_max, 126.0))
 
 
 @triton.jit

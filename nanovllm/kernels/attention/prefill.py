@@ -15,7 +15,17 @@ import triton.language as tl
 
 from ..fp8 import E4M3
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
-from .paging import LOWEST, attention_shape, load_block_ids, load_sinks, score_scales, slot_offsets, soft_cap, widen
+from .paging import (
+    LOWEST,
+    attention_shape,
+    load_block_ids,
+    load_sinks,
+    score_scales,
+    sink_weights,
+    slot_offsets,
+    soft_cap,
+    widen,
+)
 
 try:
     from . import prefill_sm90
@@ -136,7 +146,7 @@ def _prefill_kernel(
     if kv_scale_ptr is not None:
         acc *= tl.load(kv_scale_ptr + num_kv_heads + kv_head)
     if sinks_ptr is not None:
-        row_sum += tl.exp2(load_sinks(sinks_ptr, head, row_mask) - row_max)
+        row_sum += sink_weights(load_sinks(sinks_ptr, head, row_mask), row_max)
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_ptrs = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=io_mask)

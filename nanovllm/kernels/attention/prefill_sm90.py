@@ -375,8 +375,9 @@ def consumer(
         n += 1
 
         total = gl.sum(row_sum, 1)
-        if sinks_ptr is not None:  # see paging.load_sinks
-            total += gl.exp2(sinks * LOG2_E - gl.convert_layout(row_max, total.type.layout, assert_trivial=True))
+        if sinks_ptr is not None:  # see paging.sink_weights
+            distance = sinks * LOG2_E - gl.convert_layout(row_max, total.type.layout, assert_trivial=True)
+            total += gl.exp2(gl.minimum(distance, 126.0))
         acc = acc * gl.convert_layout(1.0 / total, sum_rows)[:, None]
         if kv_scale_ptr is not None:
             acc *= gl.load(kv_scale_ptr + num_kv_heads + kv_head)
