@@ -12,7 +12,8 @@ contexts, and the host needs to know none of them (CUDA graphs):
 
 With a window a sequence's tiles begin with the one that holds the window's first token; blocks before it are not read.
 With shared prefixes (prefix.py) its tiles begin behind the prefix, and its first tile starts from the prefix's softmax
-state instead of an empty one, so nothing is merged afterwards.
+state instead of an empty one, so nothing is merged afterwards. Attention sinks join a sequence's sum where its result
+is written, once, whatever it was put together from.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
@@ -37,7 +38,18 @@ from ..launch import (
     pdl_wait,
     zero_counters,
 )
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen, widen_pairs
+from .paging import (
+    LOWEST,
+    attention_shape,
+    load_block_ids,
+    load_sinks,
+    score_scales,
+    sink_weights,
+    slot_offsets,
+    soft_cap,
+    widen,
+    widen_pairs,
+)
 from .prefix import prefix_attention
 from .reference import SHARED_TOKENS
 
@@ -111,7 +123,8 @@ def _decode_kernel(
     shared_lens_ptr,  # i32[B], or None without shared prefixes: multiples of BLOCK_N below the contexts
     prefix_acc_ptr, prefix_stats_ptr,  # f32[B, H, D], f32[B, H, 2] after the shared prefixes, or None
     kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
-    num_seqs, scale_log2e,
+    sinks_ptr,  # [H], None without attention sinks
+    num_seqs, scale_log2e, cap_scale,  # None without a soft cap
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -149,8 +162,13 @@ def _decode_kernel(
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
     if kv_scale_ptr is not None:
-        scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        if cap_scale is not None:
+            cap_scale *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        else:
+            scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
         v_scale = tl.load(kv_scale_ptr + (num_kv_heads + kv_head) // KV_HEAD_PROGRAMS)
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, kv_head * GQA_GROUP + offs_m, offs_m < GQA_GROUP)
 
     # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
     # before the wait, to overlap the previous kernel.
@@ -217,7 +235,8 @@ def _decode_kernel(
                 v, v_odd = widen_pairs(v_pairs)
             else:
                 v = widen(v, dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = soft_cap(scores, cap_scale) * scale_log2e
         scores = tl.where(attended[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         p = tl.exp2(scores - new_max[:, None])
@@ -237,6 +256,8 @@ def _decode_kernel(
                 acc *= v_scale
             begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
+                if sinks_ptr is not None:
+                    row_sum += sink_weights(sinks, row_max)
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
                 tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)
@@ -288,7 +309,7 @@ def _decode_kernel(
                 _merge_partials(
                     partial_acc_ptr, partial_stats_ptr,
                     out_ptr + seq * stride_out_seq + kv_head * GQA_GROUP * stride_out_head,
-                    first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_head,
+                    first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_head, sinks_ptr,
                     GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P,
                 )  # fmt: skip
                 tl.store(counter_ptr, 0)  # for the next launch or graph replay
@@ -297,7 +318,7 @@ def _decode_kernel(
 @triton.jit
 def _merge_partials(
     partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_head,
-    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+    sinks_ptr, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials in scratch slots first_slot .. end_slot - 1 and write the group's heads of one sequence."""
@@ -307,6 +328,9 @@ def _merge_partials(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     total_max = tl.full([BLOCK_G], LOWEST, tl.float32)
     total_sum = tl.zeros([BLOCK_G], tl.float32)
+    if sinks_ptr is not None:
+        total_max = load_sinks(sinks_ptr, kv_head * GQA_GROUP + offs_g, offs_g < GQA_GROUP)
+        total_sum += 1.0
     for slot in range(first_slot, end_slot, BLOCK_P):
         slots = slot + offs_p
         # [BLOCK_P, BLOCK_G] index of (slot, KV head, head of the group). Other programs of this launch wrote the
@@ -372,7 +396,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
 
 def paged_decode_attention(
     q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0,
-    kv_scale=None, groups=None,
+    kv_scale=None, groups=None, sinks=None, softcap=0.0,
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
@@ -395,7 +419,7 @@ def paged_decode_attention(
         assert window == 0 and SHARED_TOKENS % config.block_n == 0
         shared_lens = groups.shared_lens
         prefix_acc, prefix_stats = prefix_attention(
-            q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale
+            q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale, softcap
         )
     max_attended = min(max_context, window + config.block_n) if window else max_context
     max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
@@ -414,8 +438,8 @@ def paged_decode_attention(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
         zero_counters(num_seqs * num_kv_heads, q.device), shared_lens, prefix_acc, prefix_stats,
-        kv_scale if is_fp8 else None,
-        num_seqs, scale * LOG2_E,
+        kv_scale if is_fp8 else None, sinks,
+        num_seqs, *score_scales(scale, softcap),
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
