@@ -73,6 +73,11 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     return sum_rows(parts, base if add_residual else None, x.dtype)
 
 
+def takes_mxfp4():
+    """See reference.takes_mxfp4."""
+    return True
+
+
 def usable(weight, dtype):
     """The Weight as it is if the kernels can widen it, else in `dtype`."""
     if weight.scale is None or weight.is_mxfp4 or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):

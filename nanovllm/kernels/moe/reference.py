@@ -109,6 +109,11 @@ def fused_moe(
     return base + total if add_residual else total
 
 
+def takes_mxfp4():
+    """Whether `fused_moe` multiplies MXFP4 weights as they are. Here it would dequantize them at each call."""
+    return False
+
+
 def clamped_swiglu(x, limit):
     """gpt-oss: x [T, 2I] -> gate * sigmoid(1.702 gate) * (up + 1), gate at most `limit`, up between -limit and limit.
 
