@@ -99,6 +99,18 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
     ),
 }  # fmt: skip
+for _size, _layers, _experts in (("20b", 24, 32), ("120b", 36, 128)):
+    OTHERS[f"gpt-oss-{_size}"] = _shape(
+        "GptOssForCausalLM", 2880, 2880, _layers, 64, 8, 64, 201_088, 131_072, model_type="gpt_oss",
+        eos_token_id=200_002, pad_token_id=199_999, attention_bias=True, num_local_experts=_experts,
+        num_experts_per_tok=4, sliding_window=128, swiglu_limit=7.0, rope_theta=150_000,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                      "original_max_position_embeddings": 4096},
+        layer_types=["sliding_attention", "full_attention"] * (_layers // 2),
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ]},
+    )  # fmt: skip
 OTHERS["qwen3-30b-a3b-fp8"] = OTHERS["qwen3-30b-a3b"] | {  # the published FP8 weights
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]},

@@ -89,7 +89,9 @@ def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype:
 
     def read(index: tuple[slice, ...]) -> torch.Tensor:
         experts, channels, rows = (*index, slice(None), slice(None))[:3]
-        data = mxfp4.repacked(blocks.read((experts, rows))).flatten(-2)
+        data = blocks.read((experts, rows))
+        check_dtype(data, torch.uint8, blocks.name)
+        data = mxfp4.repacked(data).flatten(-2)
         whole = mxfp4.dequantized(data, mxfp4_scales(scales).read((experts, rows)).mT, dtype)
         return whole.mT[:, channels]
 
