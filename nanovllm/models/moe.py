@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.kernels.moe.reference import Biases, Routing
+from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -156,7 +156,8 @@ class SparseMoE(nn.Module):
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
         base, is_first = None, self.tp.rank == 0
-        if self.shared_expert is not None:
+        merged = self.shared_to_merge(len(residual))
+        if self.shared_expert is not None and merged is None:
             shared = self.shared_expert(residual, norm)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
             gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
@@ -165,8 +166,19 @@ class SparseMoE(nn.Module):
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
             add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base, biases=self.biases(),
-            limit=self.limit,
+            limit=self.limit, shared=merged,
         )  # fmt: skip
+
+    def shared_to_merge(self, num_tokens: int) -> Shared | None:
+        """The shared expert, where few tokens take it as one more of the experts."""
+        if self.shared_expert is None:
+            return None
+        shared, (gate_up, _) = self.shared_expert, self.experts.weights()
+        of_gate_up, of_down = shared.gate_up_proj.as_weight(), shared.down_proj.as_weight()
+        if not self.ops.takes_shared_expert(num_tokens, gate_up, of_gate_up, self.routing):
+            return None
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        return Shared(of_gate_up, of_down, gate)
 
     def biases(self) -> Biases | None:
         if self.gate.bias is None:

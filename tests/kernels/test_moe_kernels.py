@@ -20,11 +20,11 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels  # noqa: E402
 from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
 from nanovllm.kernels.fp8 import E4M3  # noqa: E402
-from nanovllm.kernels.launch import is_sm90  # noqa: E402
+from nanovllm.kernels.launch import is_sm90, launch  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens  # noqa: E402
 from nanovllm.kernels.linear.reference import Tokens, Weight, fused_linear, rms_norm  # noqa: E402
 from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert  # noqa: E402
-from nanovllm.kernels.moe.reference import Biases, Routing  # noqa: E402
+from nanovllm.kernels.moe.reference import Biases, Routing, Shared  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
 from nanovllm.models.config import LayerConfig, MoEConfig  # noqa: E402
 from nanovllm.models.moe import SparseMoE  # noqa: E402
@@ -631,16 +631,19 @@ def test_mxfp4_numbers_on_the_gpu_are_exact():
         assert torch.equal(got[0].T, weight.dequantize(torch.float32)[0])
 
 
-@pytest.mark.parametrize("num_tokens", [2, 6])
-def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
-    """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once."""
+@pytest.mark.parametrize("num_tokens, shared_size", [(1, 12), (2, 12), (2, 20), (6, 12), (6, 20)])
+def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
+    """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once. Of the
+    experts' size, few tokens take it as one of them.
+    """
     config = SimpleNamespace(
-        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True),
+        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size, has_shared_gate=True),
         fp8_block=lambda *_: None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))
     residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
-    results = []
+    results, launched = [], []
+    monkeypatch.setattr(shared_expert, "launch", lambda *args, **options: launched.append(launch(*args, **options)))
     for x, ops in (
         (residual, kernels.select("cpu")),
         (SplitKPartials(residual - partials.sum(0), partials), kernels.select("cuda")),
@@ -653,6 +656,37 @@ def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
                 param.normal_(0.0, 0.3)
             results.append(whole(layer(x, norm, context)))
     assert_close(results[1], results[0])
+    assert len(launched) == (num_tokens > dispatch.MAX_TOKENS_GEMV or shared_size > 12)
+
+
+@pytest.mark.parametrize("num_tokens, dtype", [(1, HALF), (1, torch.float32), (4, HALF)])
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shared_expert_as_one_of_the_experts(num_tokens, dtype, has_gate, fp8):
+    padding = [2] if num_tokens > 2 else []
+    C, I, routing = 96, 48, Routing(3, routed_scale=1.7)
+    if fp8:
+        problem = FP8Problem(num_tokens, C, 5, I, (32, 16), routing=routing, dtype=dtype, padding=padding)
+        gate_up, down = (quantized_experts(weight[:1], weight.shape[2] // 3).expert(0)
+                         for weight in (problem.gate_up, problem.down))  # fmt: skip
+        weights = problem.weights
+    else:
+        problem = Problem(num_tokens, C, 5, I, routing, dtype, padding)
+        gate_up, down = (Weight(randn(*weight.shape[1:], dtype=dtype, scale=weight.shape[2] ** -0.5))
+                         for weight in (problem.gate_up, problem.down))  # fmt: skip
+        weights = Weight(problem.gate_up), Weight(problem.down)
+    assert dispatch.takes_shared_expert(num_tokens, weights[0], gate_up, routing)
+    problem.check(shared=Shared(gate_up, down, randn(1, C, dtype=dtype, scale=0.3) if has_gate else None))
+
+
+def test_which_shared_experts_are_taken():
+    routing, experts = Routing(3), Weight(randn(5, 24, 32))
+    assert dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), routing)
+    assert not dispatch.takes_shared_expert(5, experts, Weight(randn(24, 32)), routing)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(48, 32)), routing)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32).to(E4M3), randn(24, 1)), routing)
+    groups = Routing(3, num_groups=5, top_groups=2)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), groups)
 
 
 # The shared expert's gate and sum.

@@ -32,7 +32,8 @@ MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more 
 
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
-              act="silu", add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0):  # fmt: skip
+              act="silu", add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0,
+              shared=None):  # fmt: skip
     """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
 
     Rows of padding (slot -1) of the result are undefined.
@@ -52,10 +53,13 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         logits = F.linear(x.float(), router_weight.float(), None if of_router is None else of_router.float())
     else:
         logits = fused_linear(x, Weight(router_weight), of_router, norm_weight, eps)
-    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
+    shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype, shared_gate)
     if num_tokens <= MAX_TOKENS_GEMV:
-        h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit)
-        return down_rows(h, down, ids, weights, base if add_residual else None, of_down)
+        shared_gate_up, shared_down = (None, None) if shared is None else shared[:2]
+        h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit, shared_gate_up)
+        return down_rows(h, down, ids, weights, base if add_residual else None, of_down, shared_down)
+    assert shared is None
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up.data), routing.top_k
     rows, counts = group_rows(ids, num_experts)
@@ -71,6 +75,15 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     if add_residual and allow_split_k:
         return SplitKPartials(base, parts)
     return sum_rows(parts, base if add_residual else None, x.dtype)
+
+
+def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
+    """See reference.takes_shared_expert. Among more tokens its product is dense, and another kernel's."""
+    like = gate_up.data.shape[1:] == shared_gate_up.data.shape and gate_up.data.dtype == shared_gate_up.data.dtype
+    scales = [None if weight.scale is None else weight.scale.shape[-2:] for weight in (gate_up, shared_gate_up)]
+    is_usable = usable(gate_up, torch.float32) is gate_up
+    has_groups = routing.top_groups < routing.num_groups
+    return num_tokens <= MAX_TOKENS_GEMV and like and scales[0] == scales[1] and is_usable and not has_groups
 
 
 def takes_mxfp4():

@@ -2,7 +2,9 @@
 
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
-16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py; C channels, I intermediate units of an expert.
+16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py; C
+channels, I intermediate units of an expert. With a shared expert of the same size, k counts it: it is expert E, the last
+of each token, and its weights are tensors of their own.
 """
 
 import torch
@@ -84,10 +86,12 @@ def gate_up_rows_kernel(
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
     scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
     bias_ptr,  # [E, 2 I] or None
+    shared_ptr, shared_scale_ptr,  # those of the shared expert, [2 I, ...], or None
     ids_ptr,  # i32[T * k], written by the kernel before
     h_ptr,  # [T * k, I], written here
     eps,
     TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
@@ -119,21 +123,24 @@ def gate_up_rows_kernel(
     expert = tl.load(ids_ptr + row).to(tl.int64)
     if expert < 0:
         return
-    weight_ptrs = weight_ptr + expert * (2 * NUM_UNITS * NUM_CHANNELS // PACK) + offs
+    weight_ptr += expert * (2 * NUM_UNITS * NUM_CHANNELS // PACK)
+    if NUM_GROUPS > 0:
+        scale_ptr += expert * (2 * NUM_UNITS * NUM_GROUPS)
+    if shared_ptr is not None:
+        weight_ptr = tl.where(expert == NUM_EXPERTS, shared_ptr, weight_ptr)
+        if NUM_GROUPS > 0:
+            scale_ptr = tl.where(expert == NUM_EXPERTS, shared_scale_ptr, scale_ptr)
+    weight_ptrs = weight_ptr + offs
     acc = tl.zeros((BLOCK_C // VECTOR, 2 * BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
         weight = tl.load(weight_ptrs + first // PACK, mask=exists[None, :, None] & inside[:, None, :], other=0.0)
         if MXFP4:
-            scale = load_mxfp4_scale(
-                scale_ptr + expert * (2 * NUM_UNITS * NUM_GROUPS), feature, exists, first, NUM_CHANNELS,
-                2 * NUM_UNITS, BLOCK_C,
-            )  # fmt: skip
+            scale = load_mxfp4_scale(scale_ptr, feature, exists, first, NUM_CHANNELS, 2 * NUM_UNITS, BLOCK_C)
         elif NUM_GROUPS > 0:
             scale = load_group_scale(
-                scale_ptr + expert * (2 * NUM_UNITS * NUM_GROUPS), feature, exists, first, NUM_CHANNELS, NUM_GROUPS,
-                BLOCK_C, VECTOR,
+                scale_ptr, feature, exists, first, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
@@ -169,6 +176,7 @@ def down_rows_kernel(
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
     scale_ptr,  # fp32 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
     bias_ptr,  # [E, C] or None
+    shared_ptr, shared_scale_ptr,  # those of the shared expert, [C, ...], or None
     ids_ptr,  # i32[T, k]
     weights_ptr,  # fp32 [T, k]
     residual_ptr,  # [T, C] contiguous, only with HAS_RESIDUAL
@@ -202,7 +210,15 @@ def down_rows_kernel(
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
         share = tl.load(weights_ptr + token * TOP_K + j)
-        weight_ptrs = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS // PACK) + offs
+        expert_ptr = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS // PACK)
+        if NUM_GROUPS > 0:
+            expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
+        if shared_ptr is not None:
+            if j == TOP_K - 1:
+                expert_ptr = shared_ptr
+                if NUM_GROUPS > 0:
+                    expert_scale_ptr = shared_scale_ptr
+        weight_ptrs = expert_ptr + offs
         h_row_ptr = h_ptr + (token * TOP_K + j) * (NUM_UNITS // (2 if IS_PAIRS else 1))
         h_ptrs = h_row_ptr + i
         for first in tl.static_range(0, NUM_UNITS, BLOCK_I):
@@ -211,14 +227,12 @@ def down_rows_kernel(
             weight = tl.load(weight_ptrs + first // PACK, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
             if MXFP4:
                 scale = load_mxfp4_scale(
-                    scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, exists, first, num_left + first,
-                    NUM_CHANNELS, BLOCK_I,
+                    expert_scale_ptr, n, exists, first, num_left + first, NUM_CHANNELS, BLOCK_I
                 )  # fmt: skip
             elif NUM_GROUPS > 0:
                 is_scaled = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
                 scale = load_group_scale(
-                    scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS), n, is_scaled, first, NUM_UNITS, NUM_GROUPS,
-                    BLOCK_I, VECTOR,
+                    expert_scale_ptr, n, is_scaled, first, NUM_UNITS, NUM_GROUPS, BLOCK_I, VECTOR
                 )  # fmt: skip
             pdl_wait(USE_PDL)  # as above
             if MXFP4 and IS_PAIRS:
@@ -254,6 +268,14 @@ def operands(x, weight):
     return x, data, scale, 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
 
 
+def operands_of_shared(weight, like):
+    """The same of a shared expert's Weight, data and scale, as those of `like`; None for none."""
+    if weight is None:
+        return None, None
+    assert weight.data.is_contiguous() and (weight.scale is None or weight.scale.is_contiguous())
+    return weight.data.view(like.dtype), weight.scale
+
+
 def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
     """(output features, channels) of a program's step, and its warps; `plain`: features and warps of 16 bits."""
     block = max(16, triton.next_power_of_2(weight.num_channels))
@@ -265,10 +287,10 @@ def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
     return (plain[0], block, plain[1]) if weight.scale is None else (features, block, max(1, block // 512))
 
 
-def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0):
+def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, shared=None):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten.
 
-    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe.
+    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe; `shared`: Weight of the shared expert.
     """
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.data.shape[1] // 2, ids.shape[1]
@@ -277,15 +299,16 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0):
     x, data, scale, num_groups = operands(x, weight)
     block_i, block_c, num_warps = tile_and_warps(weight, (2, 8), FP8_UNITS, MXFP4_UNITS, MXFP4_BLOCKS[0])
     launch(
-        gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, bias, ids, h, eps,
-        TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
+        gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, bias,
+        *operands_of_shared(shared, data), ids, h, eps,
+        TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
         HAS_NORM=norm_weight is not None, BLOCK_I=block_i, BLOCK_C=block_c, ACT=act, LIMIT=limit,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return h
 
 
-def down_rows(h, weight, ids, weights, residual, bias=None):
+def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     """[residual +] sum over a token's rows of weight * (down(h) [+ bias]), [T, C]; bias [E, C]."""
     (num_tokens, top_k), num_channels, num_units = ids.shape, weight.data.shape[1], weight.num_channels
     assert residual is None or residual.is_contiguous()
@@ -294,7 +317,7 @@ def down_rows(h, weight, ids, weights, residual, bias=None):
     block_n, block_i, num_warps = tile_and_warps(weight, (1, 1), FP8_CHANNELS, MXFP4_CHANNELS, MXFP4_BLOCKS[1])
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
-        h, data, scale, bias, ids, weights, residual, y,
+        h, data, scale, bias, *operands_of_shared(shared, data), ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
         HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_I=block_i,
         num_warps=num_warps, **launch_options(h.device),

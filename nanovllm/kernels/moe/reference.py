@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..linear.reference import fused_linear, rms_norm
+from ..linear.reference import Weight, fused_linear, rms_norm
 
 SWIGLU_ALPHA = 1.702  # of `clamped_swiglu`
 
@@ -24,6 +24,14 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+
+
+class Shared(NamedTuple):
+    """The weights of a shared expert."""
+
+    gate_up: Weight  # [2I, C], gate features before up features
+    down: Weight  # [C, I]
+    gate: torch.Tensor | None  # [1, C], see `add_shared_expert`
 
 
 class Biases(NamedTuple):
@@ -70,7 +78,7 @@ def best(scores, count):
 
 def fused_moe(
     residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
-    add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0,
+    add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0, shared=None,
 ):  # fmt: skip
     """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
 
@@ -85,6 +93,7 @@ def fused_moe(
         base: [T, C], is added in place of `residual`.
         biases: Biases, or None.
         limit: 0, or that of `clamped_swiglu`, which takes the place of act(gate) * up.
+        shared: Shared, whose result is added, where `takes_shared_expert`; else it is in `base` already, or None.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials (linear/norm.py).
@@ -106,7 +115,15 @@ def fused_moe(
             total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
     total = total.to(x.dtype)
     base = residual if base is None else base
+    if shared is not None:
+        hidden = fused_linear(x, shared.gate_up, act_mul=act)
+        total += add_shared_expert(fused_linear(hidden, shared.down), residual, norm_weight, eps, shared.gate, False)
     return base + total if add_residual else total
+
+
+def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
+    """Whether `fused_moe` takes the shared expert as one more of its experts: Weights gate_up of the others, and its."""
+    return False
 
 
 def takes_mxfp4():
