@@ -2,7 +2,8 @@
 
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
-16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py; C channels, I intermediate units of an expert.
+16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py;
+C channels, I intermediate units of an expert.
 """
 
 import torch

@@ -277,7 +277,8 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, MXFP4=is_mxfp4,
         USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2,
-        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
+        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
     )  # fmt: skip
