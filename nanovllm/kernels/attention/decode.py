@@ -91,23 +91,6 @@ def start_from_prefix(
 
 
 @triton.jit
-def load_queries(
-    ptrs, exists, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDENS: tl.constexpr,
-):  # fmt: skip
-    """A sequence's query heads [BLOCK_D, BLOCK_H] as operand of a dot, 0 in the padding.
-
-    They stay in registers while the sequence lasts: bf16 widened to fp16 for each tile would take as long as its keys.
-    """
-    num_heads = tl.where(exists, GQA_GROUP, 0)
-    mask = (tl.arange(0, BLOCK_H) < num_heads)[None, :] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[:, None]
-    q = tl.load(ptrs, mask=mask, other=0.0)
-    if WIDENS:
-        q = widen(q, ptrs.dtype.element_ty)
-    return q
-
-
-@triton.jit
 def prefetch_to_l2(rows, HEAD_SIZE: tl.constexpr):
     """Ask for the HEAD_SIZE elements behind each pointer, in lines of 128 bytes."""
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -200,7 +183,7 @@ def _decode_kernel(
     if V_PAIRS:
         acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
     row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
-    # Reduced over columns at a sequence's end only: a cross-thread sum per tile costs time.
+    # Reduced over tokens at a sequence's end only: a cross-thread sum per tile costs time.
     sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     if shared_lens_ptr is not None:
         is_start = begin == first_seq_begin  # else another split starts from the prefix
@@ -210,11 +193,12 @@ def _decode_kernel(
         )  # fmt: skip
         if V_PAIRS:
             acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
-    q_ptrs = q_ptr + head_offs * stride_q_head + offs_d[:, None]
-    first_q_ptrs = q_ptrs + seq * stride_q_seq
-    q = load_queries(first_q_ptrs, True, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
+        # [BLOCK_D, BLOCK_H]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
+        # so that the load is pipelined like those of keys and values.
+        q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
+        q = tl.load(q_ptrs + offs_d[:, None], mask=group_mask, other=0.0)
         # Keys [BLOCK_N, BLOCK_D] and values [BLOCK_D, BLOCK_N], zero where not attended: 0 * NaN of a stale slot would
         # be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
@@ -233,7 +217,7 @@ def _decode_kernel(
             v = tl.load(v_head_ptr + offs[None, :] + offs_d[:, None], mask=v_mask, other=0.0)
         if kv_scale_ptr is not None:
             dtype: tl.constexpr = q_ptr.dtype.element_ty
-            k = widen(k, dtype)
+            q, k = widen(q, dtype), widen(k, dtype)
             if V_PAIRS:
                 v, v_odd = widen_pairs(v_pairs)
             else:
@@ -267,15 +251,13 @@ def _decode_kernel(
                 tl.store(partial_acc_ptr + partial[None, :] * HEAD_SIZE + offs_d[:, None], acc, mask=group_mask)
                 tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_h < GQA_GROUP)
                 tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_h < GQA_GROUP)
-            is_next = ended & (seq + 1 < num_seqs)
-            next_q_ptrs = q_ptrs + (seq + 1) * stride_q_seq
-            q = load_queries(next_q_ptrs, is_next, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
             acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
             if V_PAIRS:
                 acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
             row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
             sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
             if shared_lens_ptr is not None:
+                is_next = ended & (seq + 1 < num_seqs)
                 is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
                 acc, row_max, sums = start_from_prefix(
                     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
@@ -364,29 +346,24 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int  # all resident at once
     kv_head_programs: int = 1  # that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
-    max_registers: int | None = None  # per thread, where ptxas would take too many for programs_per_sm
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
-    block_d = triton.next_power_of_2(head_size)
-    head_bytes = block_d * itemsize  # of a token's keys of a KV head
-    has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
-    # Without barriers for the maximum of a row; fewer registers for the merge.
-    one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
+    head_bytes = triton.next_power_of_2(head_size) * itemsize  # of a token's keys of a KV head
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    elif head_bytes <= 128 and itemsize == 1:
-        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=8)
+    elif head_bytes <= 128 and (itemsize > 1 or num_pairs <= 128):  # one warp: no barriers for the maximum of a row
+        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4)
     elif head_bytes <= 128:
-        config = one_warp
-    elif head_bytes == 256 and num_pairs <= 128:
+        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
+    elif head_bytes == 256 and num_pairs <= 1024:
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
     elif head_bytes == 256:
-        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=3)
+        config = DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
@@ -429,8 +406,6 @@ def paged_decode_attention(
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
     is_fp8 = k_cache.dtype == E4M3
     options = launch_options(q.device, pdl)
-    if config.max_registers is not None:  # an option that not every backend knows
-        options = {**options, "maxnreg": config.max_registers}
     block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
