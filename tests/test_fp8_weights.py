@@ -45,7 +45,7 @@ MORE = {  # experts whose last blocks are partial, and cut by ranks
     "qwen3-moe": {**FEW, "num_experts": 4, "mlp_only_layers": [0]},
     "qwen2-moe": {
         **FEW, "num_experts": 4, "shared_expert_intermediate_size": 160, "decoder_sparse_step": 1,
-        "num_attention_heads": 6,  # of 32: a GPU pads no heads
+        "hidden_size": 256,  # heads of 64, which a GPU does not pad
     },
     "glm4-moe": {**FEW, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "mixtral": {"num_local_experts": 4},
