@@ -112,7 +112,7 @@ def sweep_mxfp4(shape, layers, tokens):
             else:
                 choices = [
                     GroupedConfig(m, n, k, w, s)
-                    for m, n, k, w, s in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (2, 3, 4, 5))
+                    for m, n, k, w, s in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (2, 3, 4))
                     if (2 * m + n * gated / 2) * k * s + 2 * n * k * gated < 220 << 10 and m * n * gated <= 128 * 64 * w
                 ]
 

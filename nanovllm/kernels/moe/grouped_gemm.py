@@ -235,9 +235,9 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
     if is_mxfp4:
         if mean <= 8:
             return GroupedConfig(16, 128, 128, 4, 4)
-        if mean <= 32:
+        if mean <= 24:
             return GroupedConfig(32, 128, 128, 4, 4)
-        if mean <= 96:
+        if mean <= 48:  # a second tile of rows would unpack all again
             return GroupedConfig(64, 128, 128, 4, 3)
         return GroupedConfig(128, 128, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
