@@ -21,8 +21,8 @@ sequence are consecutive, so slots never collide and the partials of one sequenc
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
 
-Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its columns,
-because tensor cores pad rows to 16 and columns to 8 only.
+Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its
+columns, because tensor cores pad rows to 16 and columns to 8 only.
 """
 
 from typing import NamedTuple
