@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_moe import NUM_DECODED, PROMPTS, check, logits_of
 
 from nanovllm import kernels
+from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels import mxfp4
@@ -199,6 +200,13 @@ def test_floats_for_kept_experts(published, kept):
     filler = WeightFiller(loaded(path))
     with pytest.raises(CheckpointError, match="expected"):
         filler.fill_from([(f"{LAYER}down_proj", model.state_dict()[f"{LAYER}down_proj"])], "update_weights")
+
+
+def test_the_keyword_of_vllm(published):
+    _, path = published()
+    assert "quantization" not in to_nanovllm({"model": path, "quantization": "mxfp4"})
+    with pytest.raises(ConfigError, match=f"'modelopt' names the quantization of a checkpoint, and {path} has 'mxfp4'"):
+        to_nanovllm({"model": path, "quantization": "modelopt"})
 
 
 def test_what_cannot_be(published, make_llm, tmp_path):
