@@ -199,6 +199,14 @@ def batch256(scale: int = 1) -> Workload:
     return Workload("batch256", prompts, [512 // scale] * 256, False)
 
 
+def thousand(scale: int = 1) -> Workload:
+    """512 prompts of 1,000 tokens, each with 1,000 to generate."""
+    rng = Random(8)
+    num, length = 512 // scale, 1000 // scale
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
+    return Workload("thousand", prompts, [length] * num, False)
+
+
 def short(scale: int = 1) -> Workload:
     """2,048 prompts of 32 tokens, with 8 to 64 tokens to generate: requests come and go at every step."""
     rng = Random(5)
@@ -237,7 +245,7 @@ def as_embedding(workload: Workload, name: str) -> Workload:
     return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
 
 
-GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
+GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort, thousand
 WORKLOADS = {make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)}
 
 

@@ -1,7 +1,7 @@
 """gpt-oss checkpoints with experts in MXFP4 as they are published, made from a random model by plain torch.
 
-Written from the format's specification (OCP Microscaling Formats 1.0), not from the library's code: an e2m1 is decoded by
-its sign, exponent and mantissa.
+Written from the format's specification (OCP Microscaling Formats 1.0), not from the library's code: an e2m1 is decoded
+by its sign, exponent and mantissa.
 """
 
 import json
@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 
 SIZES = dict(hidden_size=96, intermediate_size=64)  # multiples of 32
 CONFIG = {  # openai/gpt-oss-20b
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
     "quant_method": "mxfp4",
-}
+}  # fmt: skip
 
 
 def e2m1(code):

@@ -80,6 +80,21 @@ def test_greedy_tokens(case, checkpoint, make_llm):
         check_greedy(make_llm(model=path, max_model_len=max_model_len, num_kvcache_blocks=32), model, prompts)
 
 
+def test_every_logit_is_capped(checkpoint, make_llm):
+    """Log-probabilities of prompts, of what is sampled, and scores are those of Gemma 2's capped logits."""
+    path, model = checkpoint("gemma2")
+    llm = make_llm(model=path, max_model_len=256, num_kvcache_blocks=32)
+    (output,) = llm.generate([PROMPTS[2]], greedy(5, logprobs=1, prompt_logprobs=0), use_tqdm=False)
+    completion = output.outputs[0]
+    ids = PROMPTS[2] + list(completion.token_ids)
+    want = hf_logits(model, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+    got = [entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(got), want, atol=1e-4, rtol=0)
+    (score,) = llm.score([ids])
+    torch.testing.assert_close(torch.tensor(score.logprobs), want, atol=1e-4, rtol=0)
+
+
 def check_bf16(llm, model, prompts):
     """RMS error against the fp32 logits: at most 1.25 times that of transformers' bf16 forward pass."""
     rounded_model = copy.deepcopy(model).to(torch.bfloat16)
@@ -91,7 +106,7 @@ def check_bf16(llm, model, prompts):
     return completions
 
 
-@pytest.mark.parametrize("case", ["granite", "glm4", "gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["granite", "glm4", "gemma2", "gemma3", "gpt-oss-attention", "olmo3"])
 def test_bf16(case, checkpoint, make_llm):
     """Folded factors, offsets and permutations cost no precision: 0.92 to 1.09 times transformers' error."""
     path, model = checkpoint(case)

@@ -3,6 +3,7 @@
 transformers, with the weights that the format's specification makes of the bytes, is the oracle.
 """
 
+import copy
 import json
 import re
 
@@ -10,17 +11,20 @@ import families
 import mxfp4_checkpoints
 import pytest
 import torch
+from helpers import generate, generate_with_logits, greedy
 from mxfp4_checkpoints import SIZES, e2m1
-from safetensors.torch import save_file
-from test_moe import check
+from safetensors.torch import load_file, save_file
+from test_moe import NUM_DECODED, PROMPTS, check, logits_of
 
 from nanovllm import kernels
+from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels import mxfp4
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
+from nanovllm.runner.device import describe
 
 
 @pytest.fixture
@@ -79,11 +83,9 @@ def test_kept_experts_are_the_dequantized_ones(tp, published, kept, monkeypatch)
             assert torch.equal(packed.dequantize(torch.float32), plain.data)
         for name in ("gate_up_proj_bias", "down_proj_bias"):
             assert torch.equal(getattr(ours.mlp.experts, name), getattr(theirs.mlp.experts, name))
-    bytes_of = sum(p.nbytes for name, p in model.named_parameters() if "_proj" in name and ".experts." in name)
-    numbers = sum(p.numel() for name, p in floats.named_parameters() if name.endswith(("experts.gate_up_proj",
-                                                                                       "experts.down_proj")))  # fmt: skip
-    biases = sum(p.nbytes for name, p in floats.named_parameters() if ".experts." in name and name.endswith("_bias"))
-    assert bytes_of == numbers * 17 // 32 + biases
+    weights = [[p for name, p in m.named_parameters() if ".experts." in name and "bias" not in name]
+               for m in (model, floats)]  # fmt: skip
+    assert sum(p.nbytes for p in weights[0]) == sum(p.numel() for p in weights[1]) * 17 // 32  # 4.25 bits each
 
 
 def test_an_engine_that_keeps_them(published, kept, make_llm):
@@ -104,11 +106,51 @@ def test_scales_in_another_file_before_their_blocks(published, make_llm, tmp_pat
 
 def test_in_bf16_they_are_exact(published, make_llm):
     _, path = published()
-    half, full = (make_llm(model=path, dtype=dtype).model_runner.model for dtype in ("bfloat16", "float32"))
-    experts = [m.model.layers[1].mlp.experts for m in (half, full)]
+    half, full = (make_llm(model=path, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert "bfloat16 (MXFP4 experts dequantized);" in describe(half.config, half.model_runner)
+    experts = [llm.model_runner.model.model.layers[1].mlp.experts for llm in (half, full)]
     for name in ("gate_up_proj", "down_proj"):
         weights = [getattr(e, name) for e in experts]
         assert weights[0].dtype == torch.bfloat16 and torch.equal(weights[0].float(), weights[1])
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(published, make_llm):
+    """fp32, eager and under CUDA graphs; a token's RMS error in bf16 is that of transformers' bf16, in the median."""
+    model, path = published()
+    options = {"model": path, "device": "cuda", "num_kvcache_blocks": 200}
+    llm = make_llm(**options, dtype="float32", enforce_eager=True)
+    assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
+    completions = check(llm, model)
+    assert generate(make_llm(**options, dtype="float32"), PROMPTS, greedy(NUM_DECODED)) == completions
+    half = make_llm(**options, dtype="bfloat16", enforce_eager=True)
+    completions, logits = generate_with_logits(half, PROMPTS, NUM_DECODED)
+    exact, rounded = (
+        torch.cat(logits_of(reference, completions))
+        for reference in (model, copy.deepcopy(model).to("cuda", torch.bfloat16))
+    )
+    got, want = ((x - exact).square().mean(-1).sqrt().median() for x in (torch.cat(logits), rounded))
+    assert got < 1.25 * want
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update(size, published, make_llm):
+    """From the directory, and tensor by tensor, scales and blocks in any order."""
+    model, path = published()
+    llm = make_llm(model=path, tensor_parallel_size=size)
+    tensors = load_file(f"{path}/model.safetensors")
+    changed = {name: t + 1 if name.endswith("down_proj_scales") else t for name, t in tensors.items()}
+    llm.update_weights(sorted(changed.items(), reverse=True))
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj *= 2
+    check(llm, model)
+    llm.update_weights(path)
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj /= 2
+    completions = generate(llm, PROMPTS, greedy(NUM_DECODED))
+    assert [want.argmax(-1).tolist() for want in logits_of(model, completions)] == completions
 
 
 LAYER = "model.layers.1.mlp.experts."
@@ -158,6 +200,13 @@ def test_floats_for_kept_experts(published, kept):
     filler = WeightFiller(loaded(path))
     with pytest.raises(CheckpointError, match="expected"):
         filler.fill_from([(f"{LAYER}down_proj", model.state_dict()[f"{LAYER}down_proj"])], "update_weights")
+
+
+def test_the_keyword_of_vllm(published):
+    _, path = published()
+    assert "quantization" not in to_nanovllm({"model": path, "quantization": "mxfp4"})
+    with pytest.raises(ConfigError, match=f"'modelopt' names the quantization of a checkpoint, and {path} has 'mxfp4'"):
+        to_nanovllm({"model": path, "quantization": "modelopt"})
 
 
 def test_what_cannot_be(published, make_llm, tmp_path):

@@ -2,8 +2,8 @@
 
 e2m1 is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is e8m0: a byte b is
 2 ** (b - 127). Of the 16 bytes of 32 channels, byte j has channel j in its lower half and channel 16 + j in its upper
-half: so the halves of a tile of bytes are tiles of channels that lie together in memory. Scales are transposed, those of
-32 channels of all rows together: so a tile's are loaded many at once.
+half: so the halves of a tile of bytes are tiles of channels that lie together in memory. Scales are transposed, those
+of 32 channels of all rows together: so a tile's are loaded many at once.
 """
 
 import torch

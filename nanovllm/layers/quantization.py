@@ -45,7 +45,8 @@ def new_weight(output_size: int, input_size: int, block: int | None,
     return data, scale
 
 
-def new_mxfp4_weight(num_experts: int, output_size: int, input_size: int) -> tuple[nn.Parameter, nn.Parameter]:
+def new_mxfp4_weight(output_size: int, input_size: int,
+                     num_experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Uninitialised data and scale of experts in MXFP4, see ``kernels/mxfp4.py``."""
     shapes = (output_size, input_size // 2), (input_size // mxfp4.GROUP, output_size)
     data, scale = (torch.empty(num_experts, *shape, dtype=torch.uint8) for shape in shapes)

@@ -122,7 +122,7 @@ class WeightFiller:
         halves = self._halves.setdefault(name, {})
         if kind in halves:
             return f"{name}_{kind}", tensor  # twice there
-        halves[kind] = CheckpointTensor.of(tensor.name, tensor.read(...))
+        halves[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # of a file, or a buffer in use
         if len(halves) == 1:
             return None
         del self._halves[name]

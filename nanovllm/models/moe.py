@@ -22,14 +22,19 @@ from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_ro
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 
 
+def new_bias(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
 class Router(nn.Module):
     """Weights of the router, the same on every rank."""
+
+    bias: nn.Parameter | None
 
     def __init__(self, moe: MoEConfig, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
-        bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.is_gpt_oss else None
-        self.register_parameter("bias", bias)
+        self.register_parameter("bias", new_bias(moe.num_experts) if moe.is_gpt_oss else None)
         self.register_parameter("e_score_correction_bias", None)
         if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
             bias = torch.empty(moe.num_experts, dtype=torch.float32)
@@ -51,6 +56,8 @@ class Experts(nn.Module):
     Biases: [E, 2I / size] of this rank's rows, and [E, C], zeros on all ranks but the first.
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
     gate_up_proj_scale: nn.Parameter | None
     down_proj_scale: nn.Parameter | None
     gate_up_proj_bias: nn.Parameter | None
@@ -60,16 +67,16 @@ class Experts(nn.Module):
         super().__init__()
         self.tp, self.may_be_transposed, self.is_gpt_oss = tp, moe.may_be_transposed, moe.is_gpt_oss
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
-        if moe.is_mxfp4 and kernels.select().takes_mxfp4():
-            gate_up, down = new_mxfp4_weight(E, 2 * I, C), new_mxfp4_weight(E, C, I)
-        else:
-            fp8 = [config.fp8_block(layer, f"mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
-            gate_up, down = new_weight(2 * I, C, fp8[0], E), new_weight(C, I, fp8[1], E)
-        for name, (weight, scale), size in (("gate_up_proj", gate_up, 2 * I), ("down_proj", down, C)):
-            bias = nn.Parameter(torch.empty(E, size), requires_grad=False) if moe.is_gpt_oss else None
+        keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
+        for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
+            if keeps_mxfp4:
+                weight, scale = new_mxfp4_weight(num_features, num_channels, E)
+            else:
+                block = config.fp8_block(layer, f"mlp.experts.{name}")
+                weight, scale = new_weight(num_features, num_channels, block, E)
             self.register_parameter(name, weight)
             self.register_parameter(f"{name}_scale", scale)
-            self.register_parameter(f"{name}_bias", bias)
+            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if moe.is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
             param.weight_loader = load  # type: ignore[attr-defined]
@@ -181,6 +188,5 @@ class SparseMoE(nn.Module):
         return Shared(of_gate_up, of_down, gate)
 
     def biases(self) -> Biases | None:
-        if self.gate.bias is None:
-            return None
-        return Biases(self.gate.bias, self.experts.gate_up_proj_bias, self.experts.down_proj_bias)
+        router, gate_up, down = self.gate.bias, self.experts.gate_up_proj_bias, self.experts.down_proj_bias
+        return None if router is None or gate_up is None or down is None else Biases(router, gate_up, down)

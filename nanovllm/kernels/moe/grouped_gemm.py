@@ -235,9 +235,9 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
     if is_mxfp4:
         if mean <= 8:
             return GroupedConfig(16, 128, 128, 4, 4)
-        if mean <= 32:
+        if mean <= 24:
             return GroupedConfig(32, 128, 128, 4, 4)
-        if mean <= 96:
+        if mean <= 48:  # a second tile of rows would unpack all again
             return GroupedConfig(64, 128, 128, 4, 3)
         return GroupedConfig(128, 128, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
@@ -277,7 +277,8 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, MXFP4=is_mxfp4,
         USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2,
-        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
+        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
     )  # fmt: skip

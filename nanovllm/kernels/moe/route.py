@@ -55,7 +55,7 @@ def router_kernel(
 
 
 def router_partials(x, weight, bias=None):
-    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T [+ bias], for up to 256 tokens; `route` adds them."""
+    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T [+ bias] for up to 256 tokens, added by `route`."""
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
     partials = torch.empty((ROUTER_SPLIT_K, num_tokens, num_experts), dtype=torch.float32, device=x.device)

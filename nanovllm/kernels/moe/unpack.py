@@ -8,7 +8,7 @@ order of the bytes.
 import triton
 import triton.language as tl
 
-from ..linear.gemv import load_pairs, pack, unpack
+from ..linear.gemv import pack, unpack
 
 
 def move_asm(source, target, shift, places):
@@ -62,7 +62,7 @@ def e8m0(scale):
 def scale_factors(scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
     """By what `unpack_tile` multiplies: 2 ** (scale - 127) and the difference of the biases, in DTYPE."""
     scale = scale.to(tl.int32)
-    if DTYPE == tl.float16:  # 2 ** (scale - 113)
+    if DTYPE == tl.float16:  # 2 ** (scale - 113)  # noqa: SIM300
         return (tl.maximum(scale - 98, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
     elif USE_ASM:  # 2 ** (scale - 1)
         return ((scale + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -88,7 +88,7 @@ def unpack_tile(data, scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
     factor = factor.reshape((data.shape[0], B))
     if not USE_ASM:
         return widen(data & 15).to(DTYPE) * factor, widen(data >> 4).to(DTYPE) * factor
-    elif DTYPE == tl.bfloat16:
+    elif DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             UNPACK_BF16, "=r,=r,=r,=r,r,r,r", [data, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
