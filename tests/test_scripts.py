@@ -62,8 +62,8 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
     assert engine["how"] == "2048 KV blocks of 256 tokens"  # as many as there are, not the option's -1
-    names = ["headline", "single", "prefill", "sharedprefix", "batch32", "batch256", "short", "prefillshort", "embed",
-             "embedshort", "embedmixed"]  # fmt: skip
+    names = ["headline", "single", "prefill", "sharedprefix", "batch32", "batch256", "short", "prefillshort",
+             "thousand", "embed", "embedshort", "embedmixed"]  # fmt: skip
     assert [w["workload"] for w in engine["workloads"]] == names
     for w in engine["workloads"]:
         assert len(w["repeats_tokens_per_s"]) == 2 and w["tokens_per_s"] > 0

@@ -73,8 +73,7 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
-# a checkpoint's own quantization; "fp8" is also nanovllm's option
-PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")
+PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
 
 
 def check(keywords: dict[str, Any]) -> None:

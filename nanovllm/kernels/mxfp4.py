@@ -21,8 +21,11 @@ def repacked(blocks):
 
 def dequantized(data, scale, dtype):
     """[..., N, C] in `dtype` of uint8 data [..., N, C / 2] and scales [..., C / 32, N]."""
+    wide = torch.float32 if dtype == torch.float16 else dtype  # in bf16 products are exact
+    numbers = torch.tensor([sign * x for sign in (1, -1) for x in MAGNITUDES], dtype=wide, device=data.device)
     groups = data.unflatten(-1, (-1, GROUP // 2))
     codes = torch.cat((groups & 15, groups >> 4), -1)  # [..., N, C / 32, 32]
-    table = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES], device=data.device)
-    values = torch.ldexp(table[codes.int()], scale.mT.int().unsqueeze(-1) - 127)
-    return values.flatten(-2).to(dtype)
+    values = numbers.index_select(0, codes.flatten().int()).view(codes.shape)
+    scale = scale.mT.int() - 127
+    factors = torch.ldexp(torch.ones(scale.shape, device=data.device), scale)
+    return values.mul_(factors.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
