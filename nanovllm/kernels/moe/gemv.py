@@ -3,8 +3,8 @@
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
 16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py; C
-channels, I intermediate units of an expert. With a shared expert of the same size, k counts it: it is expert E, the last
-of each token, and its weights are tensors of their own.
+channels, I intermediate units of an expert. With a shared expert of the same size, k counts it: it is expert E, the
+last of each token, and its weights are tensors of their own.
 """
 
 import torch
@@ -213,11 +213,10 @@ def down_rows_kernel(
         expert_ptr = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS // PACK)
         if NUM_GROUPS > 0:
             expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
-        if shared_ptr is not None:
-            if j == TOP_K - 1:
-                expert_ptr = shared_ptr
-                if NUM_GROUPS > 0:
-                    expert_scale_ptr = shared_scale_ptr
+        if shared_ptr is not None and j == TOP_K - 1:
+            expert_ptr = shared_ptr
+            if NUM_GROUPS > 0:
+                expert_scale_ptr = shared_scale_ptr
         weight_ptrs = expert_ptr + offs
         h_row_ptr = h_ptr + (token * TOP_K + j) * (NUM_UNITS // (2 if IS_PAIRS else 1))
         h_ptrs = h_row_ptr + i
@@ -290,7 +289,7 @@ def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
 def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, shared=None):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten.
 
-    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe; `shared`: Weight of the shared expert.
+    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe; shared: the shared expert's Weight.
     """
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.data.shape[1] // 2, ids.shape[1]
@@ -301,8 +300,8 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, bias,
         *operands_of_shared(shared, data), ids, h, eps,
-        TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        HAS_NORM=norm_weight is not None, BLOCK_I=block_i, BLOCK_C=block_c, ACT=act, LIMIT=limit,
+        TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
+        MXFP4=weight.is_mxfp4, HAS_NORM=norm_weight is not None, BLOCK_I=block_i, BLOCK_C=block_c, ACT=act, LIMIT=limit,
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return h

@@ -122,7 +122,7 @@ def fused_moe(
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
-    """Whether `fused_moe` takes the shared expert as one more of its experts: Weights gate_up of the others, and its."""
+    """Whether `fused_moe` takes the shared expert as one more of its experts. Weights: gate_up of these, and of it."""
     return False
 
 
