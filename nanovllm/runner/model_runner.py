@@ -23,7 +23,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
 from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes
-from nanovllm.runner.device import select_device, select_dtype, step_threads
+from nanovllm.runner.device import select_device, select_dtype, step_threads, with_fitting_launches
 from nanovllm.runner.inputs import decode_inputs, prefill_arrays, prefill_inputs, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.micro_batches import MicroBatches
@@ -112,6 +112,7 @@ class ModelRunner:
         model = config.model_config
         gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
         self.backend = select_backend(config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim)
+        config = with_fitting_launches(config, self.device)
         self.config = config = recurrent.with_fitting_slots(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable

@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
-from nanovllm.runner.device import describe, layer_weights, step_threads
+from nanovllm.runner.device import describe, layer_weights, step_threads, with_fitting_launches
 from nanovllm.runner.worker import announce
 
 
@@ -132,6 +132,26 @@ def test_threads_of_an_engine(four_cores, make_llm):
         llm.step()
         assert torch.get_num_threads() == 4
     assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "max_num_batched_tokens", "max_num_seqs", "expected"),
+    [("cpu", 16_384, 512, 1024), ("cpu", 1000, 512, 1000), ("cpu", 9000, 2000, 2000), ("cuda", 16_384, 512, 16_384)],
+)
+def test_launches_of_a_cpu_are_small(device, max_num_batched_tokens, max_num_seqs, expected):
+    """Large ones spent up to a third of their time in page faults. The given options stay as they are."""
+    config = Config(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+    assert with_fitting_launches(config, torch.device(device)).max_num_batched_tokens == expected
+    assert config.max_num_batched_tokens == max_num_batched_tokens
+
+
+def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
+    llm = make_llm(max_num_batched_tokens=4000, max_model_len=1200)
+    batches, forward = [], llm.model_runner.forward
+    llm.model_runner.forward = lambda batch: (batches.append(batch.num_tokens), forward(batch))
+    prompt = [(7 * i) % 500 for i in range(1100)]
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert batches == [1024, 76, 1] and output["token_ids"] == reference(prompt, 2)
 
 
 # ---------------------------------------------------------------- the line at start
