@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import families
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
+from nanovllm.as_vllm import pooling
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -330,6 +332,9 @@ def test_rerank_with_weights_of_nan(form, reranker):
             weights.model.norm.weight[3] = torch.nan
         outputs = llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
         assert all(output.outputs is None and "are NaN" in output.error for output in outputs)
+        for method in (pooling.embed, pooling.score, partial(pooling.encode, task="embed")):
+            with pytest.raises(EngineError, match=r"^prompt 0: hidden states of the prompt are NaN"):
+                method(llm, QUERY, DOCUMENTS[:3] if method is pooling.score else None, False)
         with torch.inference_mode():
             (weights.lm_head if form == 0 else weights.score).weight[:, 2] = torch.nan
         with pytest.raises(EngineError, match="head hold NaN"):

@@ -24,7 +24,8 @@ DTYPE_LOCK = Lock()
 # cost 10 to 30 % of a prefill of 16,384 tokens. Smaller launches lose nothing from 512 tokens on.
 CPU_LAUNCH_TOKENS = 1024
 SLOW = 1.5  # times the fastest decode step: perhaps another process has come
-TRIAL_STEPS = 3  # on each number of threads
+TRIAL_STEPS = 3  # on each number of threads; one is enough where it takes
+HOPELESS = 3.0  # times as long as the fastest of the trial
 GAIN = 0.9  # of a step's time, or the threads stay as many
 MIN_WAIT_S, MAX_WAIT_S = 10.0, 60.0  # between trials; doubled while they change nothing
 # Weights of a layer, on one rank, from which torch's threads pay. On two idle cores two threads gain nothing in the
@@ -154,12 +155,14 @@ class ThreadTrials:
             self.num_threads, self._trial, self._num_steps = self._now, {}, 0
             return
         self._trial[self.num_threads].append(seconds)
+        if seconds > HOPELESS * min(min(times, default=seconds) for times in self._trial.values()):
+            del self._trial[self.num_threads]
         self.num_threads = min(self._trial, key=lambda count: len(self._trial[count]))  # in turn
         if len(self._trial[self.num_threads]) < TRIAL_STEPS:
             return
         medians = {count: median(times) for count, times in self._trial.items()}
         best = min(medians, key=lambda count: medians[count])
-        if medians[best] > GAIN * medians[self._now]:
+        if medians[best] > GAIN * medians.get(self._now, float("inf")):
             best = self._now
         self._wait_s = min(2 * self._wait_s, MAX_WAIT_S) if best == self._now else MIN_WAIT_S
         self._fastest, self._num_slow, self._trial = {num_seqs: medians[best]}, 0, {}

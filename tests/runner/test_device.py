@@ -178,12 +178,12 @@ def test_fewer_threads_where_another_process_keeps_cores_busy(monkeypatch):
 
 
 def test_trials_are_rare(monkeypatch):
-    """While cores stay busy, at most three slow steps a minute are lost; and none by steps that differ in size."""
+    """While cores stay busy, a slow step a minute is lost. Steps that differ in size are not compared."""
     clock = Clock(4, monkeypatch)
     clock.run(BUSY, 200)
     start = clock.now
     threads = clock.run(BUSY, 10_000)
-    assert threads.count(4) <= 3 * (clock.now - start) / 60 + 6 and threads.count(1) == threads.count(4)
+    assert 0 < threads.count(4) <= (clock.now - start) / 60 + 2 and threads.count(1) == 3 * threads.count(4)
     clock = Clock(4, monkeypatch)
     clock.run(IDLE, 100, num_seqs=256)
     assert clock.run({4: 0.001}, 100, num_seqs=1) == [4] * 100
