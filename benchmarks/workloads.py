@@ -5,7 +5,9 @@ imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -199,14 +201,6 @@ def batch256(scale: int = 1) -> Workload:
     return Workload("batch256", prompts, [512 // scale] * 256, False)
 
 
-def thousand(scale: int = 1) -> Workload:
-    """512 prompts of 1,000 tokens, each with 1,000 to generate."""
-    rng = Random(8)
-    num, length = 512 // scale, 1000 // scale
-    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
-    return Workload("thousand", prompts, [length] * num, False)
-
-
 def short(scale: int = 1) -> Workload:
     """2,048 prompts of 32 tokens, with 8 to 64 tokens to generate: requests come and go at every step."""
     rng = Random(5)
@@ -241,12 +235,31 @@ def embedmixed(scale: int = 1) -> Workload:
     return Workload("embedmixed", prompts, [0] * len(prompts), True, embeds=True)
 
 
+def published(prompt_tokens: int, output_tokens: int, scale: int = 1) -> Workload:
+    """A row of ``PUBLISHED``. The last requests run beside empty slots, so fewer requests give a lower rate."""
+    rng = Random(prompt_tokens + output_tokens)
+    num, length = PUBLISHED[prompt_tokens, output_tokens] // scale, max(1, prompt_tokens // scale)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
+    name = f"published-{prompt_tokens}-{output_tokens}"
+    return Workload(name, prompts, [max(1, output_tokens // scale)] * num, False)
+
+
 def as_embedding(workload: Workload, name: str) -> Workload:
     return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
 
 
-GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort, thousand
-WORKLOADS = {make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)}
+GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
+# The table that TensorRT-LLM publishes of offline runs (performance overview: Llama-3.1-8B with FP8 weights and KV
+# cache, one H200, 1,500 to 30,000 requests): tokens in and out -> requests, so many as it completes in two minutes.
+PUBLISHED = {(128, 128): 6000, (128, 2048): 1500, (500, 2000): 1200, (1000, 1000): 2000, (2048, 2048): 700}
+# Of these runs; see "How many sequences at once" in docs/guide.md.
+PUBLISHED_MAX_NUM_SEQS = 1024
+PUBLISHED_ROWS = {f"published-{i}-{o}": partial(published, i, o) for i, o in PUBLISHED}
+
+WORKLOADS: dict[str, Callable[[int], Workload]] = {
+    **{make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)},
+    **PUBLISHED_ROWS,
+}
 
 
 def write_model(directory: str | Path, size: str) -> str:
