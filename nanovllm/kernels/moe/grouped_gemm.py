@@ -272,6 +272,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     num_tokens = rows.shape[1]  # of which an expert has each at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
+    num_stages = config.num_stages if x.data.element_size() < 4 else 2  # of fp32, shared memory holds one step's tiles
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
         x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
@@ -280,7 +281,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
+        num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
     )  # fmt: skip
     return y
 
