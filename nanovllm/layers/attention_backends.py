@@ -32,7 +32,7 @@ class PagedBackend:
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
             context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups,
+            groups=None if window else context.prefix_groups, num_rows=context.num_rows,
         )  # fmt: skip
 
 
@@ -56,9 +56,12 @@ class FlashAttentionBackend:
         )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+        req_indices = context.req_indices.long()
+        if context.num_rows > 1:  # each row as a sequence
+            req_indices = req_indices.repeat_interleave(context.num_rows, output_size=len(q))
         out = self.with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
-            block_table=context.block_tables[context.req_indices.long()], softmax_scale=scale, causal=True,
+            block_table=context.block_tables[req_indices], softmax_scale=scale, causal=True,
             window_size=_window_size(window),
         )  # fmt: skip
         return out.squeeze(1)
