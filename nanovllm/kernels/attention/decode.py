@@ -19,6 +19,9 @@ A sequence within one split is written to `out` at once. Otherwise each of its s
 sequence are consecutive, so slots never collide and the partials of one sequence lie side by side.
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
+
+Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its columns,
+because tensor cores pad rows to 16 and columns to 8 only.
 """
 
 from typing import NamedTuple
@@ -69,22 +72,39 @@ def load_shared(shared_lens_ptr, seq, mask):
 @triton.jit
 def start_from_prefix(
     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_fetched, is_shared, head_offs, num_heads,
-    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The softmax state of ``seq`` after its shared prefix; the given, empty one where nothing is shared."""
     # Fetched before is_shared is known, or two latencies would add up; undefined where nothing is shared.
     offs_d = tl.arange(0, BLOCK_D)
-    states = seq * num_heads + head_offs  # [BLOCK_M, 1]
-    mask = (tl.arange(0, BLOCK_M) < tl.where(is_fetched, GQA_GROUP, 0))[:, None]
-    acc_ptrs = prefix_acc_ptr + states * HEAD_SIZE + offs_d[None, :]
-    prefix_acc = tl.load(acc_ptrs, mask=mask & (offs_d < HEAD_SIZE)[None, :], other=0.0)
+    states = seq * num_heads + head_offs  # [1, BLOCK_H]
+    mask = (tl.arange(0, BLOCK_H) < tl.where(is_fetched, GQA_GROUP, 0))[None, :]
+    acc_ptrs = prefix_acc_ptr + states * HEAD_SIZE + offs_d[:, None]
+    prefix_acc = tl.load(acc_ptrs, mask=mask & (offs_d < HEAD_SIZE)[:, None], other=0.0)
     prefix_max = tl.load(prefix_stats_ptr + states * 2, mask=mask, other=LOWEST)
     prefix_sum = tl.load(prefix_stats_ptr + states * 2 + 1, mask=mask, other=0.0)
     acc = tl.where(is_shared, prefix_acc, 0.0)
-    row_max = tl.where(is_shared, tl.reshape(prefix_max, [BLOCK_M]), row_max)
-    sums = tl.where(is_shared, tl.where((tl.arange(0, BLOCK_N) == 0)[None, :], prefix_sum, 0.0), sums)
+    row_max = tl.where(is_shared, tl.reshape(prefix_max, [BLOCK_H]), row_max)
+    sums = tl.where(is_shared, tl.where((tl.arange(0, BLOCK_N) == 0)[:, None], prefix_sum, 0.0), sums)
     return acc, row_max, sums
+
+
+@triton.jit
+def load_queries(
+    ptrs, exists, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDENS: tl.constexpr,
+):  # fmt: skip
+    """A sequence's query heads [BLOCK_D, BLOCK_H] as operand of a dot, 0 in the padding.
+
+    They stay in registers while the sequence lasts: bf16 widened to fp16 for each tile would take as long as its keys.
+    """
+    num_heads = tl.where(exists, GQA_GROUP, 0)
+    mask = (tl.arange(0, BLOCK_H) < num_heads)[None, :] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[:, None]
+    q = tl.load(ptrs, mask=mask, other=0.0)
+    if WIDENS:
+        q = widen(q, ptrs.dtype.element_ty)
+    return q
 
 
 @triton.jit
@@ -115,7 +135,7 @@ def _decode_kernel(
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -140,11 +160,11 @@ def _decode_kernel(
     first_seq = tl.sum((tile_ends <= begin).to(tl.int32), 0)
     last_seq = tl.sum((tile_ends < end).to(tl.int32), 0)
 
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_h = tl.arange(0, BLOCK_H)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    group_mask = (offs_m < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :]
-    head_offs = (kv_head * GQA_GROUP + offs_m)[:, None]
+    group_mask = (offs_h < GQA_GROUP)[None, :] & (offs_d < HEAD_SIZE)[:, None]
+    head_offs = (kv_head * GQA_GROUP + offs_h)[None, :]
     k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
@@ -176,89 +196,93 @@ def _decode_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
     if V_PAIRS:
-        acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
+    row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
     # Reduced over columns at a sequence's end only: a cross-thread sum per tile costs time.
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     if shared_lens_ptr is not None:
         is_start = begin == first_seq_begin  # else another split starts from the prefix
         acc, row_max, sums = start_from_prefix(
             row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_start, is_start & (shared > 0), head_offs,
-            num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if V_PAIRS:
-            acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_D // 2, 2]))
+            acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
+    q_ptrs = q_ptr + head_offs * stride_q_head + offs_d[:, None]
+    first_q_ptrs = q_ptrs + seq * stride_q_seq
+    q = load_queries(first_q_ptrs, True, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
-        # [BLOCK_M, BLOCK_D]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
-        # so that the load is pipelined like those of keys and values.
-        q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
-        q = tl.load(q_ptrs + offs_d[None, :], mask=group_mask, other=0.0)
-        # [BLOCK_N, BLOCK_D] each, zero where not attended: 0 * NaN of a stale slot would be NaN.
+        # Keys [BLOCK_N, BLOCK_D] and values [BLOCK_D, BLOCK_N], zero where not attended: 0 * NaN of a stale slot would
+        # be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
         attended = first + offs_n < context
         if WINDOW > 0:
             attended &= first + offs_n >= context - WINDOW
-        tile_mask = attended[:, None] & (offs_d < HEAD_SIZE)[None, :]
-        k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+        k_mask = attended[:, None] & (offs_d < HEAD_SIZE)[None, :]
+        k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=k_mask, other=0.0)
         if V_PAIRS:
             offs_pair = tl.arange(0, BLOCK_D // 2)
-            pair_ptrs = (v_head_ptr + offs).to(tl.pointer_type(tl.int16))[:, None] + offs_pair[None, :]
-            pair_mask = attended[:, None] & (offs_pair < HEAD_SIZE // 2)[None, :]
+            pair_ptrs = (v_head_ptr + offs).to(tl.pointer_type(tl.int16))[None, :] + offs_pair[:, None]
+            pair_mask = attended[None, :] & (offs_pair < HEAD_SIZE // 2)[:, None]
             v_pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
         else:
-            v = tl.load(v_head_ptr + offs[:, None] + offs_d[None, :], mask=tile_mask, other=0.0)
+            v_mask = attended[None, :] & (offs_d < HEAD_SIZE)[:, None]
+            v = tl.load(v_head_ptr + offs[None, :] + offs_d[:, None], mask=v_mask, other=0.0)
         if kv_scale_ptr is not None:
             dtype: tl.constexpr = q_ptr.dtype.element_ty
-            q, k = widen(q, dtype), widen(k, dtype)
+            k = widen(k, dtype)
             if V_PAIRS:
                 v, v_odd = widen_pairs(v_pairs)
             else:
                 v = widen(v, dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-        scores = tl.where(attended[None, :], scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
+        scores = tl.dot(k, q, input_precision=PRECISION) * scale_log2e
+        scores = tl.where(attended[:, None], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 0))
+        p = tl.exp2(scores - new_max[None, :])
         correction = tl.exp2(row_max - new_max)
-        sums = sums * correction[:, None] + p
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        sums = sums * correction[None, :] + p
+        p = p.to(v.dtype)
+        acc = tl.dot(v, p, acc * correction[None, :], input_precision=PRECISION)
         if V_PAIRS:
-            acc_odd = tl.dot(p.to(v.dtype), v_odd, acc_odd * correction[:, None])
+            acc_odd = tl.dot(v_odd, p, acc_odd * correction[None, :])
         row_max = new_max
 
         ended = tile + 1 == seq_end
         if ended | (tile + 1 == end):
-            row_sum = tl.sum(sums, 1)
+            row_sum = tl.sum(sums, 0)
             if V_PAIRS:
-                acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
+                acc = tl.reshape(tl.permute(tl.join(acc, acc_odd), (0, 2, 1)), [BLOCK_D, BLOCK_H])
             if kv_scale_ptr is not None:
                 acc *= v_scale
             begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
             if begun & ended:
-                result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+                result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[None, :]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
-                tl.store(out_ptrs + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=group_mask)
+                tl.store(out_ptrs + offs_d[:, None], result.to(out_ptr.dtype.element_ty), mask=group_mask)
             else:
-                partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_m
-                tl.store(partial_acc_ptr + partial[:, None] * HEAD_SIZE + offs_d[None, :], acc, mask=group_mask)
-                tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_m < GQA_GROUP)
-                tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_m < GQA_GROUP)
-            acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
+                partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_h
+                tl.store(partial_acc_ptr + partial[None, :] * HEAD_SIZE + offs_d[:, None], acc, mask=group_mask)
+                tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_h < GQA_GROUP)
+                tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_h < GQA_GROUP)
+            is_next = ended & (seq + 1 < num_seqs)
+            next_q_ptrs = q_ptrs + (seq + 1) * stride_q_seq
+            q = load_queries(next_q_ptrs, is_next, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
+            acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
             if V_PAIRS:
-                acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
+            row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
+            sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
             if shared_lens_ptr is not None:
-                is_next = ended & (seq + 1 < num_seqs)
                 is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
                 acc, row_max, sums = start_from_prefix(
                     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
-                    num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+                    num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 if V_PAIRS:
-                    acc, acc_odd = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_D // 2, 2]))
+                    acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
 
         # Advance to the next tile, of this sequence or the next.
         seq += ended.to(tl.int32)
@@ -355,16 +379,14 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
+    elif head_bytes <= 128 and itemsize == 1:
+        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=8)
     elif head_bytes <= 128:
-        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
-        if itemsize == 1 and has_large_partials:  # with three stages ptxas takes 168 registers, and spills
-            config = config._replace(num_stages=2, merged=8192)
-        elif itemsize > 1 and num_seqs <= 16:
-            config = one_warp
+        config = one_warp
     elif head_bytes == 256 and num_pairs <= 128:
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
-    elif head_bytes == 256 and block_d == 128 and has_large_partials:
-        config = one_warp
+    elif head_bytes == 256:
+        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=3)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
@@ -421,7 +443,7 @@ def paged_decode_attention(
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
-        BLOCK_M=16, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
+        BLOCK_H=max(8, block_g), BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
