@@ -32,7 +32,7 @@ class PagedBackend:
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
             context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups, num_rows=context.num_rows,
+            groups=None if window else context.prefix_groups, row_lens=context.row_lens,
         )  # fmt: skip
 
 
@@ -56,11 +56,12 @@ class FlashAttentionBackend:
         )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
-        req_indices = context.req_indices.long()
-        if context.num_rows > 1:  # each row as a sequence
-            req_indices = req_indices.repeat_interleave(context.num_rows, output_size=len(q))
+        req_indices, context_lens = context.req_indices.long(), context.context_lens
+        if context.row_lens is not None:  # each row as a sequence
+            req_indices = req_indices.repeat_interleave(len(q) // len(context_lens), output_size=len(q))
+            context_lens = context.row_lens
         out = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
+            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context_lens,
             block_table=context.block_tables[req_indices], softmax_scale=scale, causal=True,
             window_size=_window_size(window),
         )  # fmt: skip

@@ -15,14 +15,14 @@ class Context:
     """T packed tokens of S sequences, whose blocks are found in a table of R request slots.
 
     With ``cu_seqlens_q`` a sequence has several query tokens (prefill). Without, S = T and each has one: decode, or a
-    short prefill under a CUDA graph, where every token is a sequence of its own that ends with it. With ``num_rows``
-    above 1, of decode, a sequence has so many: its last token and a draft, packed, of which the last may be dead.
+    short prefill under a CUDA graph, where every token is a sequence of its own that ends with it. With ``row_lens``
+    a sequence has Q packed rows: its last token, a draft, and dead rows (verify step).
     """
 
     positions: torch.Tensor  # i32[T], for RoPE
     slot_mapping: torch.Tensor  # i32[T], KV slot of each token; -1 stores nothing
     req_indices: torch.Tensor  # i32[S], row of each sequence in block_tables
-    context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included; i32[T] with ``num_rows``
+    context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
     block_tables: torch.Tensor  # i32[R, max_blocks]
     max_context: int  # upper bound of context_lens, known to the host
     cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
@@ -33,7 +33,7 @@ class Context:
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
     chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
-    num_rows: int = 1  # tokens of a sequence in a verify step
+    row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property
     def is_prefill(self) -> bool:

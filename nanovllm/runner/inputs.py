@@ -99,7 +99,10 @@ def decode_inputs(state: RequestState, size: int, block_size: int, max_context: 
     input_ids, positions, slot_mapping, context_lens = ops.decode_inputs(
         rows, state.last_token, state.length, state.block_tables, block_size
     )
+    row_lens = None
+    if num_rows > 1:
+        row_lens, context_lens = context_lens, context_lens.view(size, num_rows).amax(1)
     return input_ids, Context(
         positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context, prefix_groups=groups,
-        num_rows=num_rows,
+        row_lens=row_lens,
     )  # fmt: skip

@@ -53,9 +53,9 @@ def paged_decode_attention(
     window: int = 0,
     kv_scale: torch.Tensor | None = None,
     groups: PrefixGroups | None = None,
-    num_rows: int = 1,
+    row_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence over its context, [B, H, D]; or of ``num_rows`` tokens, packed.
+    """Attention of one query token per sequence over its context, [B, H, D]; with ``row_lens`` of Q tokens, [B * Q, H, D].
 
     Args:
         q: [B, H, D], last dimension contiguous.
@@ -69,21 +69,21 @@ def paged_decode_attention(
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
         kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
         groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
-        num_rows: query tokens of a sequence, each with a context of its own: q and ``context_lens`` have B * num_rows
-            of them, ``req_indices`` has B. Contexts grow by one, dead rows behind the last have 0. Without groups.
+        row_lens: i32[B * Q], contexts of the rows of each sequence, of which ``context_lens`` has the longest; dead rows
+            behind its last have 0. Without groups.
     """
     out = torch.zeros_like(q)
-    if num_rows > 1:
-        ends = context_lens.view(-1, num_rows)
-        longest = ends.amax(1)
-        for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, longest, block_tables, kv_scale):
-            first, end = i * num_rows, i * num_rows + int((ends[i] > 0).sum())
-            behind = torch.arange(k.shape[2], device=q.device) - context_lens[first:end, None]  # < 0: attended
+    if row_lens is not None:
+        num_rows = len(q) // len(context_lens)
+        num_live = (row_lens.view(-1, num_rows) > 0).sum(1).tolist()
+        for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
+            rows = slice(i * num_rows, i * num_rows + num_live[i])
+            behind = torch.arange(k.shape[2], device=q.device) - row_lens[rows, None]  # < 0: attended
             mask = (behind < 0) & (behind >= -window) if window else behind < 0
             attended = F.scaled_dot_product_attention(
-                q[first:end].transpose(0, 1).unsqueeze(0), k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q[rows].transpose(0, 1).unsqueeze(0), k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
-            out[first:end] = attended.transpose(1, 2)[0]
+            out[rows] = attended.transpose(1, 2)[0]
         return out
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
     num_seqs, num_heads, head_size = q.shape
