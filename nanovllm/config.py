@@ -38,8 +38,8 @@ class SpeculativeConfig:
     Args:
         method: "ngram" looks into the request's own tokens; "suffix" also into other prompts and finished outputs.
         num_speculative_tokens: longest draft, 1 to 7.
-        prompt_lookup_min: last tokens that must have stood there; more, after drafts that were wrong.
-        prompt_lookup_max: the latest place where so many did is taken; else the one with most.
+        prompt_lookup_min: last tokens that must have stood there, default 2; more, after drafts that were wrong.
+        prompt_lookup_max: the latest place where so many did is taken, default 4; else the one with most.
         suffix_decoding_max_tree_depth: the same with "suffix".
         suffix_decoding_max_spec_factor: with "suffix", longest draft per equal token.
         suffix_decoding_max_cached_requests: texts of other requests that are kept; at most 2**18 tokens of them.
@@ -48,7 +48,7 @@ class SpeculativeConfig:
 
     method: str = option(None, choice("ngram", "suffix"))
     num_speculative_tokens: int = option(7, integer("an integer from 1 to 7", lambda n: 1 <= n <= 7))
-    prompt_lookup_min: int = option(2, at_least(1))
+    prompt_lookup_min: int = option(None, at_least(1))
     prompt_lookup_max: int = option(None, at_least(1))
     suffix_decoding_max_tree_depth: int = option(24, at_least(1))
     suffix_decoding_max_spec_factor: float = option(1.0, number("a number > 0", lambda factor: factor > 0))
@@ -69,9 +69,11 @@ class SpeculativeConfig:
             if name not in rules:
                 hint = did_you_mean(str(name), rules)
                 raise ConfigError(f"speculative_config has no option {name!r}.{hint} Options: {', '.join(rules)}.")
+        given = {name: value for name, value in given.items() if value is not None}
         values = {option.name: option.default for option in fields(cls)} | given
-        if values["prompt_lookup_max"] is None:
-            values["prompt_lookup_max"] = max(4, given.get("prompt_lookup_min", 0))
+        shortest, longest = values["prompt_lookup_min"], values["prompt_lookup_max"]
+        values["prompt_lookup_min"] = min(2, longest or 2) if shortest is None else shortest
+        values["prompt_lookup_max"] = max(4, shortest or 4) if longest is None else longest
         options = cls(**check_all("speculative_config", values, rules, ConfigError))
         if options.prompt_lookup_min > options.prompt_lookup_max:
             raise ConfigError(

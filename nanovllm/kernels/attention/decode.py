@@ -64,13 +64,10 @@ def num_attended_tiles(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def head_offsets(kv_head, offs, stride_seq, stride_head, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
+def column_offsets(kv_head, offs, stride_seq, stride_head, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
     """Offsets in q or out, behind those of the sequence, of columns: row * heads of the group + head."""
-    if NUM_ROWS > 1:
-        HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
-        return offs // HEADS * (stride_seq // NUM_ROWS) + (kv_head * HEADS + offs % HEADS) * stride_head
-    else:
-        return (kv_head * GQA_GROUP + offs) * stride_head
+    HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
+    return offs // HEADS * (stride_seq // NUM_ROWS) + (kv_head * HEADS + offs % HEADS) * stride_head
 
 
 @triton.jit
@@ -234,8 +231,10 @@ def _decode_kernel(
         )  # fmt: skip
         if V_PAIRS:
             acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
-    q_ptrs = q_ptr + head_offsets(kv_head, offs_h, stride_q_seq, stride_q_head, GQA_GROUP, NUM_ROWS)[None, :]
-    q_ptrs += offs_d[:, None]
+    q_offs = head_offs * stride_q_head
+    if NUM_ROWS > 1:
+        q_offs = column_offsets(kv_head, offs_h, stride_q_seq, stride_q_head, GQA_GROUP, NUM_ROWS)[None, :]
+    q_ptrs = q_ptr + q_offs + offs_d[:, None]
     first_q_ptrs = q_ptrs + seq * stride_q_seq
     q = load_queries(first_q_ptrs, True, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
     if NUM_ROWS > 1:
@@ -291,8 +290,11 @@ def _decode_kernel(
             begun = tile - (first // BLOCK_N - first_tile(context, shared, REACH, BLOCK_N)) >= begin
             if begun & ended:
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[None, :]
-                out_offs = head_offsets(kv_head, offs_h, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)
-                out_ptrs = out_ptr + seq * stride_out_seq + out_offs[None, :]
+                out_offs = head_offs * stride_out_head
+                if NUM_ROWS > 1:
+                    out_offs = column_offsets(kv_head, offs_h, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)
+                    out_offs = out_offs[None, :]
+                out_ptrs = out_ptr + seq * stride_out_seq + out_offs
                 tl.store(out_ptrs + offs_d[:, None], result.to(out_ptr.dtype.element_ty), mask=group_mask)
             else:
                 partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_h
@@ -384,8 +386,10 @@ def _merge_partials(
         acc = acc * correction[:, None] + tl.sum(partial_acc * weight[:, :, None], 0)
         total_max = new_max
     result = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
-    out_offs = head_offsets(0, offs_g, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)
-    out_ptrs = out_seq_ptr + out_offs[:, None] + offs_d[None, :]
+    out_offs = offs_g[:, None] * stride_out_head
+    if NUM_ROWS > 1:
+        out_offs = column_offsets(0, offs_g, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)[:, None]
+    out_ptrs = out_seq_ptr + out_offs + offs_d[None, :]
     result = result.to(out_seq_ptr.dtype.element_ty)
     tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
 
