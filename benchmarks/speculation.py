@@ -93,7 +93,7 @@ class Scripted:
 
     def __call__(self, seq: Any, room: int) -> tuple:
         _, lookup, _ = self.lookup(seq, room)
-        lookup.awaited = 0, 0
+        lookup.awaits = False
         draft = np.full(min(self.length, room), seq.tokens(seq.num_tokens - 1, seq.num_tokens)[0], np.int32)
         draft[self.num_right :] ^= 1
         return draft, lookup, float(min(self.num_right, room))

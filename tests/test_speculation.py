@@ -70,7 +70,7 @@ def know(llm, outputs, seed=0, length=7):
         longer = next((text for text in texts if text[: len(known)] == known and len(text) > len(known)), known)
         tokens = np.array(longer[len(known) :][: min(length, room)], np.int32)
         tokens[draw.randrange(8) :] ^= 1
-        return tokens, None, float(len(tokens))
+        return tokens.tolist(), None, float(len(tokens))
 
     speculator._draft = draft
     return drafted

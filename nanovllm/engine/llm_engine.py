@@ -235,13 +235,14 @@ class LLMEngine:
 
     def _take_in_drafts(self, batch: DecodeBatch, result: "StepResult") -> Batch:
         """Take in a verify step as the plain steps it stands for; returns a batch with all their tokens."""
-        steps = self.scheduler.accept(batch, result.token_ids)
-        for i, (rows, token_ids) in enumerate(steps):
-            part = batch.part(rows)
-            logprobs = None if result.logprobs is None else result.logprobs[rows, i]
+        rows, columns = self.scheduler.accept(batch, result.token_ids, not self._outputs.sees_tokens)
+        for column in range(columns[-1] + 1 if len(columns) else 0):
+            some = rows[columns == column]
+            part, token_ids = batch.part(some), result.token_ids[some, column]
+            logprobs = None if result.logprobs is None else result.logprobs[some, column]
             finished = self.scheduler.postprocess(part, token_ids, is_part=True)
             self._update(part, result._replace(token_ids=token_ids, logprobs=logprobs), finished)
-        return batch.part(np.concatenate([rows for rows, _ in steps]))
+        return batch.part(rows)
 
     def _update(self, batch: Batch, result: "StepResult", finished: list[Sequence]) -> None:
         """The tokens of a step are appended; some sequences are finished by that, others end by what they say."""

@@ -82,6 +82,11 @@ class OutputProcessor:
         """Whether every sequence that was queued is finished."""
         return not self._requests
 
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether some request wants every token looked at."""
+        return len(self._processors) > 0
+
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Look at the tokens of a step, where requests ask for it; return the sequences that end by that."""
         if isinstance(batch, PrefillBatch) and batch.targets is not None:

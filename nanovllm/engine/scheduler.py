@@ -279,26 +279,35 @@ class Scheduler:
                     new_blocks.append((seq.req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
         return new_blocks
 
-    def accept(self, batch: DecodeBatch, token_ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Take in what a verify step has shown, int32 [B, Q]: its tokens are those of several plain steps.
+    def accept(self, batch: DecodeBatch, token_ids: np.ndarray, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Take in what a verify step has shown, int32 [B, Q]. Its tokens are those of several plain steps, and where
+        one may end a sequence, or not ``at_once``, the caller postprocesses them like that: a token that stops a
+        sequence makes those behind it surplus.
 
         Returns:
-            For each of these its rows of the batch, and their tokens; the caller postprocesses one after the other, and
-            those that stop in one are surplus in the next.
+            Rows and columns of the tokens that are right, step by step; none if they are appended.
         """
         assert self.speculator is not None and batch.drafts is not None
         table, req_indices, num_accepted = self.table, batch.req_indices, batch.num_accepted(token_ids)
         self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
+        num_computed, ends = batch.lengths + num_accepted, batch.lengths + (batch.drafts >= 0).sum(1)
         alive = table.seq_id[req_indices] == batch.seq_ids
-        num_computed = batch.lengths + num_accepted
-        table.num_scheduled[req_indices[alive]] = (num_computed + 1)[alive]
-        for i in np.flatnonzero(alive & (batch.drafts[:, 0] >= 0)).tolist():
+        for i in np.flatnonzero(alive & ((ends - 1) // self.block_size > (num_computed - 1) // self.block_size)).tolist():
             seq = self._seqs[req_indices[i]]
             assert seq is not None
             self.block_manager.trim(seq, int(num_computed[i]))
-        steps = [np.flatnonzero(num_accepted >= i) for i in range(int(num_accepted.max()) + 1)]
-        self.num_in_flight += len(steps) - 1
-        return [(rows, token_ids[rows, i]) for i, rows in enumerate(steps)]
+        table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
+        columns, rows = np.nonzero(np.arange(token_ids.shape[1])[:, None] <= num_accepted)
+        tokens = token_ids[rows, columns]
+        may_be_done = self._is_stop_token[tokens].any() or (num_computed + 1 >= table.max_tokens[req_indices]).any()
+        if at_once and alive.all() and not may_be_done:
+            self.num_in_flight -= 1
+            table.tokens[req_indices[rows], batch.lengths[rows] + columns] = tokens
+            table.num_tokens[req_indices] = num_computed + 1
+            self.metrics.generation_tokens += len(tokens)
+            return rows, columns[:0]
+        self.num_in_flight += int(columns[-1])
+        return rows, columns
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and request slot; it goes to the head of the queue, to be recomputed."""

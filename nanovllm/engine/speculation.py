@@ -29,7 +29,7 @@ MARGIN = 1.05  # tokens expected per time, in those of plain steps
 HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2**64 / golden ratio: Fibonacci hashing
 FEW = 32  # tokens that are indexed one by one
 SEPARATOR = -1  # between two texts: no token
-NO_DRAFT = np.empty(0, np.int32)
+NO_DRAFT: list[int] = []
 
 
 class HashChains:
@@ -138,7 +138,31 @@ class Lookup:
         self.needed = options.prompt_lookup_min  # equal tokens for a draft
         self.max_length = min(VERIFY_ROWS[0] - 1, options.num_speculative_tokens)  # of it
         self.rate = 0.6  # of drafted tokens that were right, of late
-        self.awaited = 0, 0  # a place, and the token there that a draft begins with: steps in flight end for it
+        # Where the tokens before ``size`` stood: a text, the place behind, and how many are equal. As long as the next
+        # tokens are those of that text, nothing is looked up, and nothing need be indexed.
+        self.size, self.source, self.place, self.match = 0, chains.text, 0, 0
+        self.awaits = False  # the step in flight ended for the token at ``place``
+
+    def follow(self, size: int) -> bool:
+        """Whether the tokens up to ``size`` go on as those of the source do."""
+        grown = size - self.size
+        follows = self.place > 0 and self.chains.text[self.size : size] == self.source[self.place : self.place + grown]
+        if self.awaits and grown and not follows:
+            self.judge(1, 0)  # it has cost a step that would have run ahead
+        self.awaits = False
+        if follows:
+            self.size, self.place, self.match = size, self.place + grown, min(self.match + grown, MAX_MATCH)
+        return follows
+
+    def find(self, size: int, enough: int, kept: "KeptTexts | None") -> None:
+        """Look up the tokens before ``size``, where ``enough`` of them stood."""
+        self.chains.extend(size)
+        self.size, self.source = size, self.chains.text
+        self.place, self.match = self.chains.longest(self.chains.text, size, enough)
+        if kept is not None and self.match < enough:
+            place, match = kept.longest(self.chains.text, size, enough)
+            if match > self.match:
+                self.source, self.place, self.match = kept.text, place, match
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
         """A draft was verified."""
@@ -164,7 +188,7 @@ class Speculator:
         self._last_step = 0.0  # perf_counter
         self.is_verifying = False  # in a launch whose tokens have not been taken in
         self.num_drafts = self.num_draft_tokens = 0
-        self.num_accepted = np.zeros(VERIFY_ROWS[-1] - 1, np.int64)  # drafts whose token at each place was right
+        self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts whose token at each place was right
 
     @classmethod
     def of(cls, config: Config) -> "Speculator | None":
@@ -180,8 +204,8 @@ class Speculator:
         return {
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
-            "spec_decode_num_accepted_tokens": int(self.num_accepted.sum()),
-            "spec_decode_num_accepted_tokens_per_pos": self.num_accepted.tolist(),
+            "spec_decode_num_accepted_tokens": sum(self.num_accepted),
+            "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted),
         }
 
     # ---------------------------------------------------------------- drafts
@@ -210,38 +234,28 @@ class Speculator:
         drafts = np.full((len(seqs), num_rows - 1), SEPARATOR, np.int32)
         for i, (draft, lookup, _) in enumerate(found):
             drafts[i, : len(draft)] = draft
-            if is_ahead and lookup is not None and len(draft):
-                lookup.awaited = lookup.chains.size, int(draft[0])
+            if lookup is not None:
+                lookup.awaits = is_ahead and len(draft) > 0
         return drafts
 
-    def _draft(self, seq: Sequence, room: int) -> tuple[np.ndarray, Lookup | None, float]:
+    def _draft(self, seq: Sequence, room: int) -> tuple[list[int], Lookup | None, float]:
         """The draft of a sequence, whose it is, and how many of its tokens may be right."""
         lookup = self._lookups[seq.seq_id] if seq.seq_id in self._lookups else self._enter(seq)
         if lookup is None:
             return NO_DRAFT, None, 0.0
-        chains, size = lookup.chains, seq.num_tokens
-        chains.extend(size)
-        text, enough = chains.text, max(self._enough, lookup.needed)
-        awaited, token = lookup.awaited
-        if awaited and size > awaited:
-            if text[awaited] != token:
-                lookup.judge(1, 0)  # it has cost a step that would have run ahead
-            lookup.awaited = 0, 0
-        place, match = chains.longest(text, size, enough)
-        source = chains.tokens[:size]
-        if self._kept is not None and match < enough:
-            other, longer = self._kept.longest(text, size, enough)
-            if longer > match:
-                place, match, source = other, longer, self._kept.tokens
-        length = min(lookup.max_length, room, int(match * self._factor))
-        if match < lookup.needed or length <= 0:
+        size, enough = seq.num_tokens, max(self._enough, lookup.needed)
+        if not lookup.follow(size):
+            lookup.find(size, enough, self._kept)
+        length = min(lookup.max_length, room, int(lookup.match * self._factor))
+        if lookup.match < lookup.needed or length <= 0:
             return NO_DRAFT, lookup, 0.0
-        draft = source[place : place + length]
-        if self._kept is not None and source is self._kept.tokens:
-            draft = draft[: int(np.append(draft, SEPARATOR).argmin())]  # to the end of the text
-        elif len(draft) < length:
-            draft = np.resize(draft, length)  # its period repeats
-        return draft, lookup, len(draft) * max(lookup.rate, match / MAX_MATCH)
+        draft = lookup.source[lookup.place : lookup.place + length].tolist()
+        if lookup.source is not lookup.chains.text:
+            draft = draft[: draft.index(SEPARATOR)] if SEPARATOR in draft else draft  # to the end of the text
+        elif lookup.place + length > size:
+            period = draft[: size - lookup.place]
+            draft = [period[i % len(period)] for i in range(length)]
+        return draft, lookup, len(draft) * max(lookup.rate, lookup.match / MAX_MATCH)
 
     def _enter(self, seq: Sequence) -> Lookup | None:
         params, lookup = seq.sampling_params, None
@@ -284,14 +298,14 @@ class Speculator:
     def verified(self, seq_ids: list[int], drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         """The launch in flight is taken in. ``drafts`` [B, Q - 1] as proposed; ``num_accepted`` [B]."""
         self.is_verifying = False
-        num_drafted = (drafts >= 0).sum(1)
-        self.num_drafts += int((num_drafted > 0).sum())
-        self.num_draft_tokens += int(num_drafted.sum())
-        places = np.arange(drafts.shape[1])
-        self.num_accepted[: len(places)] += (places < num_accepted[:, None]).sum(0)
-        for seq_id, drafted, accepted in zip(seq_ids, num_drafted.tolist(), num_accepted.tolist(), strict=True):
-            if drafted and (lookup := self._lookups.get(seq_id)) is not None:
-                lookup.judge(drafted, accepted)
+        for seq_id, draft, accepted in zip(seq_ids, drafts.tolist(), num_accepted.tolist(), strict=True):
+            if drafted := len(draft) - draft.count(SEPARATOR):
+                self.num_drafts += 1
+                self.num_draft_tokens += drafted
+                for place in range(accepted):
+                    self.num_accepted[place] += 1
+                if (lookup := self._lookups.get(seq_id)) is not None:
+                    lookup.judge(drafted, accepted)
         self.took_in(len(seq_ids), drafts.shape[1] + 1)
 
 

@@ -57,6 +57,9 @@ class RequestState:
         self._drafts = self.buffer[self._first_draft :]
         self._table = table = self.buffer[self._first_row : self._first_draft].view(num_rows, self._width)
         self._draft_rows = torch.arange(R + 1, num_rows, dtype=torch.int32, device=device)
+        rows = self._first_row + np.arange(R + 1, num_rows) * self._width
+        drafts = np.arange(self._first_draft, len(self.buffer))
+        self._draft_places = np.concatenate([rows, rows + 1, drafts])  # in the buffer: tokens, lengths, tokens again
 
         def column(name: str) -> torch.Tensor:
             dtype, offset = self.row.fields[name][:2]  # type: ignore[index]
@@ -106,13 +109,10 @@ class RequestState:
     def _set_drafts(self, batch: DecodeBatch, drafts: np.ndarray, arrays: Arrays) -> None:
         """Host: tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
         num_drafted, Q = len(self._draft_rows), 1 + drafts.shape[1]
-        tokens, lengths = np.zeros((2, num_drafted), np.int32)
-        tokens[: drafts.size] = drafts.ravel()
-        lengths[: drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
-        rows = self._first_row + np.arange(self.padding_req_idx + 1, len(self._table)) * self._width
-        self._set(arrays, rows, tokens)
-        self._set(arrays, rows + 1, lengths)
-        self._set(arrays, np.arange(self._first_draft, len(self.buffer)), tokens)
+        values = np.zeros((3, num_drafted), np.int32)
+        values[0, : drafts.size] = values[2, : drafts.size] = drafts.ravel()
+        values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
+        self._set(arrays, self._draft_places, values.ravel())
 
     def write(self, tensors: Tensors) -> None:
         """Device: take in what the host has set."""
