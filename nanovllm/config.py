@@ -219,10 +219,10 @@ class Config:
         model_config.check_tensor_parallel(self.tensor_parallel_size)
         if self.quantization == "fp8":
             model_config = model_config.quantized()
-        speculates = self.speculative_config is not None and model_config.has_lm_head
-        # states of recurrent layers cannot be taken back; each row of a mixture needs other experts
-        speculates &= model_config.delta is None
-        speculates &= model_config.moe is None or (speculates and not self.speculative_config.adaptive)
+        speculates = (  # states of recurrent layers cannot be taken back; each row of a mixture needs other experts
+            self.speculative_config is not None and model_config.has_lm_head and model_config.delta is None
+            and (model_config.moe is None or not self.speculative_config.adaptive)
+        )  # fmt: skip
         limit = model_config.max_position_embeddings
         max_model_len = self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, limit)
         if max_model_len > limit:

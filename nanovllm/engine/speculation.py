@@ -48,7 +48,8 @@ class HashChains:
         self._shift = 64 - max(10, (len(tokens) - 1).bit_length())
         self._head, self._before = np.zeros(1 << 64 - self._shift, np.int32), np.zeros(len(tokens) + 1, np.int32)
         # scalars are read and written four times as fast
-        self.text, *self._views = memoryview(tokens), memoryview(self._head), memoryview(self._before)
+        self.text: memoryview = memoryview(tokens)  # type: ignore[arg-type]
+        self._views: tuple = memoryview(self._head), memoryview(self._before)  # type: ignore[arg-type]
 
     def extend(self, size: int) -> None:
         """Index the tokens before place ``size``."""
@@ -193,7 +194,8 @@ class Speculator:
     @classmethod
     def of(cls, config: Config) -> "Speculator | None":
         """None where nothing is drafted."""
-        return cls(config.speculative_config) if config.speculates else None
+        options = config.speculative_config
+        return cls(options) if options is not None and config.speculates else None
 
     def clear(self) -> None:
         self._lookups.clear()

@@ -58,7 +58,7 @@ class FlashAttentionBackend:
     def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
         req_indices, context_lens = context.req_indices.long(), context.context_lens
         if context.row_lens is not None:  # each row as a sequence
-            req_indices = req_indices.repeat_interleave(len(q) // len(context_lens), output_size=len(q))
+            req_indices = req_indices[:, None].expand(-1, len(q) // len(req_indices)).flatten()
             context_lens = context.row_lens
         out = self.with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context_lens,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from nanovllm.core import MAX_VERIFIED_SEQS, VERIFY_ROWS
+from nanovllm.core import MAX_VERIFIED_SEQS
 
 DECODE, CASCADE, SAMPLE = "decode", "cascade decode", "sample"  # kinds of graphs of decode steps; (kind, rows): verify
 
@@ -25,11 +25,10 @@ def cascade_sizes(decode_sizes: list[int]) -> list[int]:
     return [size for size in decode_sizes[:-1] if size == 32 or size % 64 == 0] + decode_sizes[-1:]
 
 
-def verify_sizes(max_num_seqs: int) -> list[tuple[int, int]]:
-    """Of verify steps: rows of a sequence, and sequences."""
+def verify_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of verify steps, for either number of rows."""
     most = min(max_num_seqs, MAX_VERIFIED_SEQS)
-    sizes = [size for size in (1, 2, 4, 8) if size < most] + [most]
-    return [(num_rows, size) for num_rows in VERIFY_ROWS for size in sizes]
+    return [size for size in (1, 2, 4, 8) if size < most] + [most]
 
 
 class CUDAGraphs:

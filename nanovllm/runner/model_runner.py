@@ -6,6 +6,7 @@ and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
+from nanovllm.core import VERIFY_ROWS, Batch, DecodeBatch, PrefillBatch, StateRows
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.kernels.delta.reference import CHUNK
@@ -133,8 +134,8 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         R, vocab_size = config.max_num_seqs, model.vocab_size
         self.decode_sizes = decode_sizes(R) if model.has_lm_head else []
-        self.verify_sizes = verify_sizes(R) if config.speculates else []
-        num_drafted = max((size * (num_rows - 1) for num_rows, size in self.verify_sizes), default=0)
+        self.verify_sizes = dict.fromkeys(VERIFY_ROWS, verify_sizes(R)) if config.speculates else {}
+        num_drafted = max((sizes[-1] * (num_rows - 1) for num_rows, sizes in self.verify_sizes.items()), default=0)
         self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns, num_drafted)
         processed = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(state, tp, config.max_model_len, vocab_size, processed)
@@ -272,7 +273,7 @@ class ModelRunner:
 
     def _run_verify(self, batch: DecodeBatch, size: int, num_rows: int) -> Computed:
         if self.graphs is None:
-            hidden = self.model(*self.decode_inputs(size, int(batch.lengths.max()) + num_rows, num_rows=num_rows))
+            hidden = self._run_rows(num_rows, size)
         else:
             hidden = self.graphs.replay((DECODE, num_rows), size)
         return Computed(batch, hidden, self.request_state.rows(size, num_rows))
@@ -354,6 +355,12 @@ class ModelRunner:
         num_rows = self.config.max_num_seqs + 1 + self.num_snapshots
         self.states = recurrent.allocate_states(self.model, num_rows, self.dtype, self.state_dtype, self.device)
 
+    def _run_rows(self, num_rows: int, size: int) -> torch.Tensor:
+        return self.model(*self.decode_inputs(size, self.config.max_model_len, num_rows=num_rows))
+
+    def _sample_rows(self, num_rows: int, size: int) -> torch.Tensor:
+        return self.sample_verified(self.graphs.output((DECODE, num_rows), size), num_rows)  # type: ignore[union-attr]
+
     def sample_verified(self, hidden: torch.Tensor, num_rows: int, used: tuple[Feature, ...] = ()) -> torch.Tensor:
         """The same in a verify step, for hidden states [n * num_rows, C]; and requests accept what is right."""
         rows = self.request_state.rows(len(hidden) // num_rows, num_rows)
@@ -376,11 +383,9 @@ class ModelRunner:
         model, inputs, max_context = self.model, self.prefill_inputs, self.config.max_model_len
         graphs.capture(DECODE, self.decode_sizes, lambda size: model(*self.decode_inputs(size, max_context)))
         graphs.capture(SAMPLE, self.decode_sizes, lambda size: self.sample_first(graphs.output(DECODE, size)))
-        for Q in sorted({num_rows for num_rows, _ in self.verify_sizes}):
-            sizes, kind = [size for num_rows, size in self.verify_sizes if num_rows == Q], (DECODE, Q)
-            graphs.capture(kind, sizes, lambda size, Q=Q: model(*self.decode_inputs(size, max_context, num_rows=Q)))
-            sample = lambda size, Q=Q, kind=kind: self.sample_verified(graphs.output(kind, size), Q)  # noqa: E731
-            graphs.capture((SAMPLE, Q), sizes, sample)
+        for num_rows, sizes in self.verify_sizes.items():
+            for kind, run in ((DECODE, self._run_rows), (SAMPLE, self._sample_rows)):
+                graphs.capture((kind, num_rows), sizes, partial(run, num_rows))
         graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
         graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
         graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them

@@ -135,7 +135,7 @@ class RequestState:
 
     def spread(self, size: int, num_rows: int) -> None:
         """Device: the draft rows get what their requests' rows have behind token and length, which the host has set."""
-        owners = self.batch_req_indices[:size].repeat_interleave(num_rows - 1, output_size=size * (num_rows - 1))
+        owners = self.batch_req_indices[:size, None].expand(size, num_rows - 1).flatten()
         drafted = self._table[self.padding_req_idx + 1 :][: len(owners)]
         drafted[:, 2:] = self._table[:, 2:].index_select(0, owners)
 
