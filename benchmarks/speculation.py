@@ -219,8 +219,8 @@ def on_cpu(model: str, runs: int) -> list[dict]:
             after = llm.metrics()
             drafts, accepted = (after[f"spec_decode_num_{x}"] - before[f"spec_decode_num_{x}"]
                                 for x in ("drafts", "accepted_tokens"))  # fmt: skip
-            print(f"{name:<20}{plain:>8.1f}{fast:>8.1f} tok/s{fast / plain:>8.2f}   {drafts} drafts, {accepted} accepted",
-                  flush=True)  # fmt: skip
+            counts = f"{drafts} drafts, {accepted} tokens accepted"
+            print(f"{name:<20}{plain:>8.1f}{fast:>8.1f} tok/s{fast / plain:>8.2f}   {counts}", flush=True)
             results.append({"case": name, "plain": plain, "speculating": fast, "ratio": fast / plain})
     return results
 

@@ -82,10 +82,6 @@ class SpeculativeConfig:
             )
         return options
 
-    @staticmethod
-    def is_given(given: Any) -> bool:
-        return given is None or isinstance(given, (dict, SpeculativeConfig))
-
 
 @dataclass(frozen=True)
 class Config:
@@ -162,7 +158,9 @@ class Config:
     logprobs_mode: str = option("raw_logprobs", choice("raw_logprobs", "processed_logprobs"))
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
-    speculative_config: SpeculativeConfig | None = option(None, Rule("a dictionary or None", SpeculativeConfig.is_given))
+    speculative_config: SpeculativeConfig | None = option(
+        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig)))
+    )
     quiet: bool = option(False, FLAG)
     # derived
     model_path: str = field(init=False)

@@ -102,8 +102,8 @@ def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
     method = "ngram" if given.get("model") in ("ngram", "[ngram]") else given.get("method")
     if method not in ("ngram", "suffix"):
         raise ConfigError(
-            f"LLM: speculative_config={keywords['speculative_config']!r:.200} is not supported; nanovllm allows None or "
-            "the methods 'ngram' and 'suffix'."
+            f"LLM: speculative_config={keywords['speculative_config']!r:.200} is not supported; nanovllm allows "
+            "None, or the method 'ngram' or 'suffix'."
         )
     options = {name: given[name] for name in rules_of(SpeculativeConfig) if given.get(name) is not None}
     if isinstance(length := options.get("num_speculative_tokens"), int):

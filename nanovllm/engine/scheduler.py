@@ -292,7 +292,8 @@ class Scheduler:
         self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
         num_computed, ends = batch.lengths + num_accepted, batch.lengths + (batch.drafts >= 0).sum(1)
         alive = table.seq_id[req_indices] == batch.seq_ids
-        for i in np.flatnonzero(alive & ((ends - 1) // self.block_size > (num_computed - 1) // self.block_size)).tolist():
+        has_block = (ends - 1) // self.block_size > (num_computed - 1) // self.block_size  # that it needs no more
+        for i in np.flatnonzero(alive & has_block).tolist():
             seq = self._seqs[req_indices[i]]
             assert seq is not None
             self.block_manager.trim(seq, int(num_computed[i]))

@@ -272,10 +272,8 @@ class ModelRunner:
         return Computed(batch, hidden, req_indices)
 
     def _run_verify(self, batch: DecodeBatch, size: int, num_rows: int) -> Computed:
-        if self.graphs is None:
-            hidden = self._run_rows(num_rows, size)
-        else:
-            hidden = self.graphs.replay((DECODE, num_rows), size)
+        graphs = self.graphs
+        hidden = self._run_rows(num_rows, size) if graphs is None else graphs.replay((DECODE, num_rows), size)
         return Computed(batch, hidden, self.request_state.rows(size, num_rows))
 
     def _run_cascade(self, size: int) -> torch.Tensor:  # to where the sampling graph reads

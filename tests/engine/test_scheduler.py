@@ -47,6 +47,9 @@ def small_limits():
         yield
 
 
+DRAFTED = {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False, "suffix_decoding_max_cached_requests": 3}
+
+
 class CountingStop:
     """Stands for the search of stop strings: finds one in the text of the n-th token."""
 
@@ -101,9 +104,7 @@ class Harness:
             tensor_parallel_size=1,
             max_logprobs=20,
             speculates=method is not None and state_rows is None,
-            speculative_config=method and SpeculativeConfig.of(
-                {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False, "suffix_decoding_max_cached_requests": 3}
-            ),
+            speculative_config=method and SpeculativeConfig.of(DRAFTED),
         )
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids

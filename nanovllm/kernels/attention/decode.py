@@ -20,8 +20,8 @@ sequence are consecutive, so slots never collide and the partials of one sequenc
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
 
-In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. Each row's heads are columns of
-the same products, so keys and values are read once for all of them.
+In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. The heads of all of them are
+columns of the same products, so keys and values are read once.
 
 Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its columns,
 because tensor cores pad rows to 16 and columns to 8 only.

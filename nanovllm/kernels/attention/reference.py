@@ -55,7 +55,7 @@ def paged_decode_attention(
     groups: PrefixGroups | None = None,
     row_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence over its context, [B, H, D]; with ``row_lens`` of Q tokens, [B * Q, H, D].
+    """Attention of one query token per sequence over its context, [B, H, D]; of Q with ``row_lens``, [B * Q, H, D].
 
     Args:
         q: [B, H, D], last dimension contiguous.
@@ -69,8 +69,8 @@ def paged_decode_attention(
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
         kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
         groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
-        row_lens: i32[B * Q], contexts of the rows of each sequence, of which ``context_lens`` has the longest; dead rows
-            behind its last have 0. Without groups.
+        row_lens: i32[B * Q], contexts of the rows of each sequence, of which ``context_lens`` has the longest; dead
+            rows behind its last have 0. Without groups.
     """
     out = torch.zeros_like(q)
     if row_lens is not None:
