@@ -39,6 +39,11 @@ def _llama3(factor: float) -> dict[str, Any]:
                              "original_max_position_embeddings": 8192}}  # fmt: skip
 
 
+_GEMMA2: dict[str, Any] = {
+    "model_type": "gemma2", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
 _QWEN: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "eos_token_id": 151_645}
 
 
@@ -66,6 +71,9 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
     "phi-3-mini": _shape("Phi3ForCausalLM", 3072, 8192, 32, 32, 32, 96, 32_064, 4096, model_type="phi3",
                          rope_theta=10_000.0, sliding_window=2047, original_max_position_embeddings=4096,
                          bos_token_id=1, eos_token_id=32_000, pad_token_id=32_000),
+    "gemma-2-9b": _shape("Gemma2ForCausalLM", 3584, 14_336, 42, 16, 8, 256, 256_000, 8192, **_GEMMA2),
+    "gemma-2-27b": _shape("Gemma2ForCausalLM", 4608, 36_864, 46, 32, 16, 128, 256_000, 8192, **_GEMMA2)
+    | {"query_pre_attn_scalar": 144},
     "gemma-3-12b": _shape(
         "Gemma3ForCausalLM", 3840, 15_360, 48, 16, 8, 256, 262_208, 131_072, model_type="gemma3_text",
         rms_norm_eps=1e-6, sliding_window=1024, sliding_window_pattern=6, rope_theta=1_000_000.0,

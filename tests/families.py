@@ -5,6 +5,7 @@ is added), windows are shorter than the prompts, and positions are scaled from a
 """
 
 import torch
+from torch import nn
 
 BASE = dict(
     vocab_size=144, hidden_size=64, intermediate_size=112, num_hidden_layers=4, num_attention_heads=4,
@@ -51,6 +52,10 @@ CASES: dict[str, tuple[str, dict]] = {
     "ernie4.5": ("Ernie4_5", {**HEAD, "use_bias": True, "tie_word_embeddings": True}),
     "glm4": ("Glm4", {**HEAD}),
     "gemma": ("Gemma", {**HEAD, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {
+        **HEAD, "tie_word_embeddings": True, "sliding_window": 12, "query_pre_attn_scalar": 48,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+    }),
     "gemma3": ("Gemma3Text", {
         **HEAD, "tie_word_embeddings": True, "sliding_window": 12, "query_pre_attn_scalar": 48, "layer_types": MIXED,
         "rope_parameters": {
@@ -71,6 +76,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "olmo3": ("Olmo3", {
         "sliding_window": 12,
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+    }),
+    # its attention, with an MLP in place of the experts
+    "gpt-oss-attention": ("GptOss", {
+        **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3, "mlp_layer_types": ["dense"] * 4,
+        "sliding_window": 12, "rope_parameters": {**YARN, "truncate": False},
     }),
     "exaone4": ("Exaone4", {**HEAD, "sliding_window": 12, "layer_types": MIXED}),
 }  # fmt: skip
@@ -114,6 +124,18 @@ HYBRID_CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+class DenseMLP(nn.Module):
+    """In place of gpt-oss's experts."""
+
+    def __init__(self, hidden_size, intermediate_size):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, intermediate_size, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)), None
+
+
 def make(path, name, seed=0, **more):
     """Write the checkpoint of a case, with ``more`` in its config, into ``path``; return transformers' model."""
     import transformers
@@ -127,13 +149,16 @@ def make(path, name, seed=0, **more):
     model = getattr(transformers, kind.removesuffix("Text") + head)._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
+    if name == "gpt-oss-attention":
+        for layer in model.model.layers:
+            layer.mlp = DenseMLP(config.hidden_size, config.intermediate_size)
     generator = torch.Generator().manual_seed(seed)
     choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
-        p.data.normal_(0.0, 0.3 if "norm" in param_name else std, generator=generator)
+        p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
         has_offset = kind.startswith("Gemma") or (name in HYBRID_CASES and "linear_attn.norm" not in param_name)
         if "norm" in param_name and not has_offset:
             p.data.add_(1.0)

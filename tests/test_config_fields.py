@@ -15,13 +15,15 @@ from transformers import PreTrainedConfig
 from nanovllm.errors import CheckpointError
 
 TOLERANCE = 3e-5  # of the largest logit; gelu instead of its tanh form makes 1.6e-4
-CASES = {**families.CASES, **families.MOE_CASES, **families.HYBRID_CASES}
+CASES = {**families.MOE_CASES, **families.CASES, **families.HYBRID_CASES}
 CASE_OF = {kind: case for case, (kind, _) in reversed(CASES.items())}  # the first of each class
 OF_EVERY_CLASS = PreTrainedConfig().to_dict().keys()  # tried with Llama
 NONE = [True, 32, 0.3, [0, 1, 0, 1], ["sparse", "dense"] * 2, "gelu"]  # may stand for a value of any type
 WORDS = ["gelu", "relu", "linear", "full_attention", "bfloat16"]
 # Kinds of RoPE have fields of their own, and other fields may not fit another number of layers or size of a head.
-UNTRIED = {"rope_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "return_dict"}
+# Router logits are those of experts, which a case with an MLP in their place does not have.
+UNTRIED = {"rope_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "return_dict",
+           "output_router_logits"}  # fmt: skip
 MAX_VALUES = 2  # of a field
 
 

@@ -31,7 +31,8 @@ RNG = random.Random(0)
 IDS = [RNG.randrange(2, 128) for _ in range(60)]
 PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
 NUM_DECODED = 12
-REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3", "hunyuan")
+REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3", "hunyuan",
+                   "gemma2", "gpt-oss-attention")  # fmt: skip
 
 
 @torch.inference_mode()
@@ -79,6 +80,21 @@ def test_greedy_tokens(case, checkpoint, make_llm):
         check_greedy(make_llm(model=path, max_model_len=max_model_len, num_kvcache_blocks=32), model, prompts)
 
 
+def test_every_logit_is_capped(checkpoint, make_llm):
+    """Log-probabilities of prompts, of what is sampled, and scores are those of Gemma 2's capped logits."""
+    path, model = checkpoint("gemma2")
+    llm = make_llm(model=path, max_model_len=256, num_kvcache_blocks=32)
+    (output,) = llm.generate([PROMPTS[2]], greedy(5, logprobs=1, prompt_logprobs=0), use_tqdm=False)
+    completion = output.outputs[0]
+    ids = PROMPTS[2] + list(completion.token_ids)
+    want = hf_logits(model, ids)[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+    got = [entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(got), want, atol=1e-4, rtol=0)
+    (score,) = llm.score([ids])
+    torch.testing.assert_close(torch.tensor(score.logprobs), want, atol=1e-4, rtol=0)
+
+
 def check_bf16(llm, model, prompts):
     """RMS error against the fp32 logits: at most 1.25 times that of transformers' bf16 forward pass."""
     rounded_model = copy.deepcopy(model).to(torch.bfloat16)
@@ -90,7 +106,7 @@ def check_bf16(llm, model, prompts):
     return completions
 
 
-@pytest.mark.parametrize("case", ["granite", "glm4", "gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["granite", "glm4", "gemma2", "gemma3", "gpt-oss-attention", "olmo3"])
 def test_bf16(case, checkpoint, make_llm):
     """Folded factors, offsets and permutations cost no precision: 0.92 to 1.09 times transformers' error."""
     path, model = checkpoint(case)
@@ -207,9 +223,11 @@ def test_same_tokens(case, way, checkpoint, expected, make_llm):
     assert (llm.scheduler.num_preemptions > 0) == (way == "preemption")
 
 
-@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("hunyuan", 2), ("olmo3", 4)])
+@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("hunyuan", 2), ("olmo3", 4),
+                                        ("gemma2", 2), ("gpt-oss-attention", 4)])  # fmt: skip
 def test_ranks(case, size, checkpoint, expected, make_llm):
-    """olmo3 on four ranks: two KV heads for each pair of them, and norms over all heads of all ranks."""
+    """olmo3 on four ranks: two KV heads for each pair of them, and norms over all heads of all ranks. gpt-oss: each
+    rank its sinks; gemma2: each its capped logits."""
     llm = make_llm(model=checkpoint(case)[0], max_model_len=80, num_kvcache_blocks=32, tensor_parallel_size=size)
     assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
 
@@ -218,10 +236,11 @@ def test_ranks(case, size, checkpoint, expected, make_llm):
 
 PLAIN = {
     "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "qk_norm": "", "embed_scale": 1.0,
-    "residual_scale": 1.0, "logit_scale": 1.0,
+    "residual_scale": 1.0, "logit_scale": 1.0, "attention_softcap": 0.0, "logit_softcap": 0.0,
 }  # fmt: skip
 PLAIN_FAMILY = {
     "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "norms_rotated": False,
+    "sinks": False,
 }  # fmt: skip
 
 
@@ -266,7 +285,7 @@ def other_ropes(rope, head_dim):
         "linear": {"factor": 3.0},
         "llama3": {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position": 64},
         "yarn": {"factor": 3.0, "original_max_position": 64, "beta_fast": 1.5, "beta_slow": 0.1,
-                 "attention_factor": 1.5, "truncate": False, "llama_4_scaling_beta": 0.5},
+                 "attention_factor": 1.5, "truncate": not rope.truncate, "llama_4_scaling_beta": 0.5},
         "dynamic": {"alpha": 20.0},
         "longrope": {"factor": 3.0, "original_max_position": 64, "attention_factor": 1.5, "is_long": False,
                      "long_factor": rope.short_factor},
@@ -287,7 +306,7 @@ def test_each_switch_matters(case, checkpoint):
         try:
             got = logits_of(path, changed)
         except CheckpointError:
-            assert name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "pre_norm", "post_norm"), name
+            assert name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "pre_norm", "post_norm", "sinks"), name
         else:
             assert error(got, want) > 1e-3, name
         tried += 1

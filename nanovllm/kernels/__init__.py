@@ -33,6 +33,7 @@ OPS = {
     "gated_delta_prefill": "delta.prefill",
     "gated_delta_decode": "delta.decode",
     "sigmoid_gate": "linear.silu_and_mul",
+    "soft_cap": "linear.silu_and_mul",
 }
 
 

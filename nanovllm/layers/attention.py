@@ -20,22 +20,26 @@ class AttentionBackend(Protocol):
     """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B, or B * Q
     with ``context.row_lens``.
 
-    With a ``window`` a token attends the last ``window`` ones up to itself; 0: all of them.
+    With a ``window`` a token attends the last ``window`` ones up to itself; 0: all of them. ``sinks`` [H] or None, and
+    ``softcap``, 0 for none, as in ``paged_decode_attention``.
     """
 
     capturable: bool  # decode may run inside a CUDA graph
     captures_prefill: bool  # and so may prefill: with lengths that the host does not know
     shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context) -> torch.Tensor: ...
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context,
+                sinks: torch.Tensor | None, softcap: float) -> torch.Tensor: ...
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context) -> torch.Tensor: ...
+    def decode(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context,
+               sinks: torch.Tensor | None, softcap: float) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
     """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    ``scale`` of the scores: None is D**-0.5. ``kv_shard``: (i, n): this rank has part i of n of all KV heads.
+    ``scale`` of the scores: None is D**-0.5; ``softcap``: as in ``paged_decode_attention``, 0 for none. ``kv_shard``:
+    (i, n): this rank has part i of n of all KV heads.
     ``kv_scale`` fp32 [2, K]: keys and values are what an FP8 cache stores times it; at one address as long as CUDA
     graphs live (runner/kv_scales.py).
     """
@@ -43,10 +47,11 @@ class Attention(nn.Module):
     kv_scale: torch.Tensor
 
     def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, backend: AttentionBackend,
-                 scale: float | None = None, window: int = 0, kv_shard: tuple[int, int] = (0, 1)):
+                 scale: float | None = None, window: int = 0, kv_shard: tuple[int, int] = (0, 1),
+                 softcap: float = 0.0):
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads, self.kv_shard = num_heads, head_dim, num_kv_heads, kv_shard
-        self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
+        self.scale, self.window, self.softcap = head_dim**-0.5 if scale is None else scale, window, softcap
         self.backend = backend
         self.register_buffer("kv_scale", torch.ones(2, num_kv_heads, dtype=torch.float32), persistent=False)
         self.kv_scale_is_given = [False, False]  # by the checkpoint
@@ -73,9 +78,14 @@ class Attention(nn.Module):
             self.kv_scale["kv".index(which)] = scale
         self.kv_scale_is_given["kv".index(which)] = True
 
-    def forward(self, q: torch.Tensor, context: Context) -> torch.Tensor:
-        """q [T, H, D], normed and rotated; k and v already in the cache -> [T, H * D]."""
+    def forward(self, q: torch.Tensor, context: Context, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """q [T, H, D], normed and rotated; k and v already in the cache -> [T, H * D].
+
+        ``sinks`` [H]: a score of each head that joins the sum of every softmax, and nothing else.
+        """
         if len(q) == 0 or self.k_cache.numel() == 0:  # nothing to sample; or memory profiling, before the cache exists
             return torch.empty_like(q).flatten(1)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, self.kv_scale, self.scale, self.window, context).flatten(1)
+        return attend(
+            q, self.k_cache, self.v_cache, self.kv_scale, self.scale, self.window, context, sinks, self.softcap
+        ).flatten(1)

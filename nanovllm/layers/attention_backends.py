@@ -20,24 +20,24 @@ class PagedBackend:
         # the references read lengths on the host
         self.capturable = self.captures_prefill = self.shares_prefixes = capturable
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
         return self.ops.paged_prefill_attention(
             q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
-            context.block_tables, scale, context.max_seqlen_q, window, kv_scale,
+            context.block_tables, scale, context.max_seqlen_q, window, kv_scale, sinks, softcap,
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
         # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
         # because the embedding, a launch without PDL, separates it from the kernels that write them.
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
             context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups, row_lens=context.row_lens,
+            groups=None if window else context.prefix_groups, sinks=sinks, softcap=softcap, row_lens=context.row_lens,
         )  # fmt: skip
 
 
 class FlashAttentionBackend:
-    """flash-attn 2 over the block tables; an optional extra."""
+    """flash-attn 2 over the block tables; an optional extra. Knows no sinks (``select_backend``)."""
 
     capturable = True
     captures_prefill = False
@@ -48,14 +48,14 @@ class FlashAttentionBackend:
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
         return self.varlen(
             q, k_cache, v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q, context.max_context,
-            softmax_scale=scale, causal=True, window_size=_window_size(window),
+            softmax_scale=scale, causal=True, window_size=_window_size(window), softcap=softcap,
             block_table=context.block_tables[context.req_indices.long()],
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context):
+    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
         req_indices, context_lens = context.req_indices.long(), context.context_lens
         if context.row_lens is not None:  # each row as a sequence
             req_indices = req_indices[:, None].expand(-1, len(q) // len(req_indices)).flatten()
@@ -63,7 +63,7 @@ class FlashAttentionBackend:
         out = self.with_kvcache(
             q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context_lens,
             block_table=context.block_tables[req_indices], softmax_scale=scale, causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(window), softcap=softcap,
         )  # fmt: skip
         return out.squeeze(1)
 
@@ -78,7 +78,7 @@ MAX_HEAD_DIM = 256  # tiles of wider heads do not fit into shared memory; flash-
 
 
 def select_backend(
-    name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1, head_dim: int = 128
+    name: str, device_type: str, dtype: torch.dtype, gqa_group: int = 1, head_dim: int = 128, has_sinks: bool = False
 ) -> AttentionBackend:
     """The backend for ``attention_backend=name``; "auto" is the fastest that can run (docs/experiments.md).
 
@@ -105,6 +105,11 @@ def select_backend(
     if name == "flash_attn":
         if dtype == torch.float32:
             raise ConfigError("attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32.")
+        if has_sinks:
+            raise ConfigError(
+                "attention_backend='flash_attn': the model has attention sinks, which flash-attn 2 does not know. "
+                "Use 'auto', 'triton' or 'sdpa'."
+            )
         try:
             return FlashAttentionBackend()
         except ImportError as error:

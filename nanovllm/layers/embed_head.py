@@ -33,13 +33,21 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [N, C] -> logits of this rank's ids [N, V/size]. May share its weight with the embedding."""
+    """Hidden states [N, C] -> logits of this rank's ids [N, V/size]. May share its weight with the embedding.
+
+    ``softcap``: logits x are softcap * tanh(x / softcap); 0: as they are.
+    """
 
     packed: torch.Tensor | None = None  # a copy of the weight, on the CPU (runner/packing.py)
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK, softcap: float = 0.0):
+        super().__init__(vocab_size, hidden_size, tp)
+        self.softcap = softcap
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids i32[n] -> [n, C]."""
         return super().forward(token_ids)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ops.fused_linear(hidden, Weight(self.weight, packed=self.packed))
+        logits = self.ops.fused_linear(hidden, Weight(self.weight, packed=self.packed))
+        return self.ops.soft_cap(logits, self.softcap) if self.softcap else logits

@@ -8,8 +8,10 @@ from nanovllm.models.families import (
     CORRECTION,
     EPS,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GLM,
+    GPT_OSS,
     MINISTRAL3,
     MIXTRAL,
     OLMO2,
@@ -65,6 +67,7 @@ MODELS = {
         renamed=(("post_self_attn_layernorm", "mixer_post_norm"), ("post_mlp_layernorm", "mlp_post_norm")),
     ),
     "GemmaForCausalLM": Family(norm_offset=1.0, embed_scaled=True, defaults=GEMMA),
+    "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(
         renamed=(("language_model.", ""), *GEMMA3.renamed), skipped=r".*(vision_tower|multi_modal_projector)\..*"
@@ -123,6 +126,7 @@ MODELS = {
         renamed=((".gate.moe_statics.", ".gate."), (".moe_statics.", ".gate."),
                  (".shared_experts.", ".shared_expert.")),
     ),
+    "GptOssForCausalLM": GPT_OSS,
     "Qwen3NextForCausalLM": QWEN3_NEXT._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,

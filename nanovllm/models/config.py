@@ -65,6 +65,7 @@ RULES = by_field(
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
+    ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
     ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
     ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
@@ -217,6 +218,7 @@ class ModelConfig:
         act: gated activation of the MLP, "silu" or "gelu_tanh".
         qk_norm: see ``Family``.
         attention_scale: of the scores before the softmax.
+        attention_softcap, logit_softcap: scores and logits x are cap * tanh(x / cap); 0: as they are.
         embed_scale, residual_scale, logit_scale: of the embeddings, of what attention and MLP add, of the logits.
         layers: of the decoder, from the first to the last.
         moe: None in a dense model.
@@ -245,6 +247,8 @@ class ModelConfig:
     act: str
     qk_norm: str
     attention_scale: float
+    attention_softcap: float
+    logit_softcap: float
     embed_scale: float
     residual_scale: float
     logit_scale: float
@@ -285,6 +289,8 @@ class ModelConfig:
         (name,), label_tokens = raw["architectures"], given["classifier_from_token"]
         has_lm_head = name == with_lm_head(name) or len(label_tokens) > 0
         # transformers writes no number of labels, and their names only where they are not two
+        if label_tokens and given["final_logit_softcapping"]:  # the host makes these logits
+            raise CheckpointError("config.json: final_logit_softcapping is not supported with classifier_from_token.")
         num_labels = 0 if has_lm_head or name.endswith(BARE) else len(raw.get("id2label") or (0, 1))
         given |= {
             "family": family,
@@ -297,6 +303,8 @@ class ModelConfig:
             "act": ACTIVATIONS[given["hidden_act"]],
             "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
             "attention_scale": given["attention_multiplier"] or divisor**-0.5,
+            "attention_softcap": given["attn_logit_softcapping"] or 0.0,
+            "logit_softcap": given["final_logit_softcapping"] or 0.0,
             "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
@@ -413,7 +421,9 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     text = raw.get("text_config") or {}  # of a model that also has a vision tower
     kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
-    raw = {**DEFAULTS, **family.defaults, **raw, **text, **outer}
+    has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
+    defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
+    raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:
         raw["partial_rotary_factor"] = raw["rotary_dim"] / raw["head_dim"]  # MiniMax

@@ -29,6 +29,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.gated_delta_net import GatedDeltaNet, packed_modules
 from nanovllm.models.moe import SparseMoE
@@ -50,8 +51,13 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.attn = Attention(
-            num_heads, D, num_kv_heads, backend, config.attention_scale, layer.window, self.qkv_proj.kv_shard
-        )
+            num_heads, D, num_kv_heads, backend, config.attention_scale, layer.window, self.qkv_proj.kv_shard,
+            config.attention_softcap,
+        )  # fmt: skip
+        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if config.family.sinks else None
+        if self.sinks is not None:
+            part, total = self.qkv_proj.q_shard
+            self.sinks.weight_loader = partial(load_sinks, part=part, total=total)  # type: ignore[attr-defined]
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
         self.adds_residual = not config.family.post_norm
         self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
@@ -87,10 +93,14 @@ class SelfAttention(nn.Module):
             q, residual = q[context.logits_indices], residual[context.logits_indices]
             gate = None if gate is None else gate[context.logits_indices]
             context = context.last_tokens_only()
-        o = self.attn(q, context)
+        o = self.attn(q, context, self.sinks)
         if gate is not None:
             o = self.qkv_proj.ops.sigmoid_gate(o, gate)
         return self.o_proj(o, residual=residual if self.adds_residual else None)
+
+
+def load_sinks(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None, part: int, total: int) -> None:
+    copy_shard(param, loaded, 0, part, total)
 
 
 def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:
@@ -212,7 +222,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         self.model = Decoder(config, backend, tp)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
         self.fp8 = config.fp8
         if config.delta is not None:
             self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)

@@ -26,6 +26,7 @@ class Family(NamedTuple):
             usual order, [E, 2I, C] and [E, C, I].
         recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
+        sinks: each query head of a layer has a learned score that joins the sum of the softmax, and nothing else.
         output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each
             query head.
         reads: fields of ``SWITCHES`` that this family honours.
@@ -52,6 +53,7 @@ class Family(NamedTuple):
     experts_transposed: bool = False
     recurrent: str = ""
     groups_delta_inputs: bool = False
+    sinks: bool = False
     output_gate: bool = False
     reads: tuple[str, ...] = ()
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)
@@ -101,6 +103,20 @@ GEMMA: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000,
     "eos_token_id": 1, "max_position_embeddings": 8192,
 }  # fmt: skip
+GEMMA_NORMS = (
+    ("post_attention_layernorm", "mixer_post_norm"),
+    ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    ("post_feedforward_layernorm", "mlp_post_norm"),
+)
+GEMMA2 = Family(
+    post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern",
+    reads=("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    defaults=GEMMA | {
+        "sliding_window": 4096, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4,
+    },
+    renamed=GEMMA_NORMS,
+)  # fmt: skip
 GEMMA3 = Family(
     qk_norm="head", post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern", plain_window_rope=True,
     reads=("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
@@ -109,11 +125,7 @@ GEMMA3 = Family(
         "query_pre_attn_scalar": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
     },
-    renamed=(
-        ("post_attention_layernorm", "mixer_post_norm"),
-        ("pre_feedforward_layernorm", "post_attention_layernorm"),
-        ("post_feedforward_layernorm", "mlp_post_norm"),
-    ),
+    renamed=GEMMA_NORMS,
 )  # fmt: skip
 POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
 EPS = {"rms_norm_eps": 1e-5}
@@ -133,6 +145,17 @@ MINISTRAL3 = Family(
     defaults=EPS | {"head_dim": 128, "rope_parameters": MINISTRAL3_ROPE, "max_position_embeddings": 262_144,
                     "eos_token_id": 2},
 )
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "truncate": False,
+}  # fmt: skip
+GPT_OSS = Family(
+    sinks=True, windows="pattern", experts="softmax", reads=("sliding_window",),
+    defaults=EPS | {
+        "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
+        "rope_parameters": GPT_OSS_ROPE, "max_position_embeddings": 131_072,
+    },
+)  # fmt: skip
 QWEN3_NEXT = Family(
     qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,
     reads=("partial_rotary_factor", "attn_output_gate"),

@@ -112,7 +112,9 @@ class ModelRunner:
         self.ops = kernels.select(self.device.type)
         model = config.model_config
         gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
-        self.backend = select_backend(config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim)
+        self.backend = select_backend(
+            config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim, model.family.sinks
+        )
         self.config = config = recurrent.with_fitting_slots(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable

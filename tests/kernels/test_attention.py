@@ -99,33 +99,46 @@ def check(cache, result, expected):
     torch.testing.assert_close(result.float(), expected.float(), **TOLERANCE[cache.dtype])
 
 
-def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
+def sinks_of(num_heads, dtype, device=DEVICE):
+    """Below, among and above the scores of some tokens."""
+    return torch.linspace(-3, 5, num_heads, dtype=dtype, device=device)
+
+
+def scores_options(num_heads, dtype, sinks, softcap):
+    """Options of the kernels that change what becomes of the scores."""
+    return {"sinks": sinks_of(num_heads, dtype) if sinks else None, "softcap": softcap}
+
+
+def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0):
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
     q = cache.queries(len(contexts), num_heads, num_kv_heads)
-    args = cache.decode_args(q)
-    expected = oracle(reference.paged_decode_attention, *args, window=window)
+    args, options = cache.decode_args(q), scores_options(num_heads, dtype, sinks, softcap)
+    expected = oracle(reference.paged_decode_attention, *args, window=window, **options)
     if window:
         cache.poison_blocks_before([max(context - window, 0) for context in contexts])
     for _ in range(2):  # a launch must leave the counters as it found them
-        check(cache, decode.paged_decode_attention(*args, window=window), expected)
+        check(cache, decode.paged_decode_attention(*args, window=window, **options), expected)
     return cache, args, expected
 
 
-def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
+def check_prefill(
+    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0
+):
     new, contexts = zip(*new_and_context, strict=True)
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
     q = cache.queries(sum(new), num_heads, num_kv_heads)
     args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    expected = oracle(reference.paged_prefill_attention, *args, max(new), window=window)
+    options = scores_options(num_heads, dtype, sinks, softcap)
+    expected = oracle(reference.paged_prefill_attention, *args, max(new), window=window, **options)
     if window:
         firsts = (context - num_new - window + 1 for num_new, context in new_and_context)
         cache.poison_blocks_before([max(first, 0) for first in firsts])
-    check(cache, prefill.paged_prefill_attention(*args, max(new), window=window), expected)
+    check(cache, prefill.paged_prefill_attention(*args, max(new), window=window, **options), expected)
     return cache, args, expected
 
 
-def check_verify(contexts, num_rows, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
+def check_verify(contexts, num_rows, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, **scores):
     """Of ``num_rows`` rows of each sequence the last are dead: none of the first, two of the second, and so on."""
     cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
     lens = torch.zeros(len(contexts), num_rows, dtype=torch.int32)
@@ -133,19 +146,20 @@ def check_verify(contexts, num_rows, num_heads, num_kv_heads, head_size, block_s
         num_live = min(max(num_rows - 2 * i, 1), context)
         lens[i, :num_live] = torch.arange(context - num_live + 1, context + 1)
     q = cache.queries(lens.numel(), num_heads, num_kv_heads)
-    args, row_lens = cache.decode_args(q), lens.flatten().to(DEVICE)
-    expected = oracle(reference.paged_decode_attention, *args, window=window, row_lens=row_lens)
+    args, options = cache.decode_args(q), scores_options(num_heads, dtype, **{"sinks": False, "softcap": 0.0, **scores})
+    options |= {"row_lens": lens.flatten().to(DEVICE), "window": window}
+    expected = oracle(reference.paged_decode_attention, *args, **options)
     if window:
         cache.poison_blocks_before([max(context - window - num_rows + 1, 0) for context in contexts])
     for _ in range(2):
-        check(cache, decode.paged_decode_attention(*args, window=window, row_lens=row_lens), expected)
+        check(cache, decode.paged_decode_attention(*args, **options), expected)
     return cache, q, lens, expected
 
 
 # ----------------------------------------------------------------------------------------------- plain twins
 
 
-def textbook(q, k, v, scale, window=0):
+def textbook(q, k, v, scale, window=0, sinks=None, softcap=0.0):
     """softmax(q k^T) v in fp64: q [N, H, D] are the last N of the tokens with keys and values [L, K, D]."""
     q, group, num_cached = q.double(), q.shape[1] // k.shape[1], len(k) - len(q)
     out = torch.empty_like(q)
@@ -153,15 +167,22 @@ def textbook(q, k, v, scale, window=0):
         end = num_cached + i + 1
         begin = max(end - window, 0) if window else 0
         for head in range(q.shape[1]):
-            weights = (k[begin:end, head // group] @ q[i, head] * scale).softmax(0)
-            out[i, head] = weights @ v[begin:end, head // group]
+            scores = k[begin:end, head // group] @ q[i, head] * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:  # a key whose value is zero
+                scores = torch.cat([scores, sinks[head : head + 1].double()])
+            out[i, head] = scores.softmax(0)[: end - begin] @ v[begin:end, head // group]
     return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("group, window", [(1, 0), (3, 0), (3, 1), (1, 20), (3, 37), (1, 64)])
+@pytest.mark.parametrize("group, window, sinks, softcap", [
+    (1, 0, 0, 0), (3, 0, 0, 0), (3, 1, 0, 0), (1, 20, 0, 0), (3, 37, 0, 0), (1, 64, 0, 0),
+    (1, 0, 1, 0), (3, 0, 0, 2.0), (3, 20, 1, 2.0),
+])  # fmt: skip
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_twins_are_the_textbook_formula(block_size, group, window, dtype):
+def test_twins_are_the_textbook_formula(block_size, group, window, sinks, softcap, dtype):
     """Whole prompts, a prefix, a chunk, one token, an empty context; q strided, out poisoned, in the model's dtype."""
     new_and_context = [(5, 5), (block_size, block_size), (33, 50), (1, 37), (1, 1), (0, 20), (0, 0)]
     new, contexts = zip(*new_and_context, strict=True)
@@ -169,15 +190,25 @@ def test_twins_are_the_textbook_formula(block_size, group, window, dtype):
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
     rest = (cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
     q, last = cache.queries(sum(new), 2 * group, 2), cache.queries(len(contexts), 2 * group, 2)
-    out = reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new), window=window)
-    last_out = reference.paged_decode_attention(*cache.decode_args(last), window=window)
+    options = {"window": window, "softcap": softcap, "sinks": sinks_of(2 * group, dtype, "cpu") if sinks else None}
+    out = reference.paged_prefill_attention(q, cache.k, cache.v, cu_seqlens, *rest, max(new), **options)
+    last_out = reference.paged_decode_attention(*cache.decode_args(last), **options)
     for i, (begin, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         if contexts[i] == 0:
             assert last_out[i].count_nonzero() == 0
             continue
         k, v = cache.tokens(i)
-        check(cache, out[begin:end], textbook(q[begin:end], k, v, cache.scale, window))
-        check(cache, last_out[i : i + 1], textbook(last[i : i + 1], k, v, cache.scale, window))
+        check(cache, out[begin:end], textbook(q[begin:end], k, v, cache.scale, **options))
+        check(cache, last_out[i : i + 1], textbook(last[i : i + 1], k, v, cache.scale, **options))
+
+
+def test_the_twin_of_a_long_prompt_takes_it_in_pieces(monkeypatch):
+    monkeypatch.setattr(reference, "ROWS_AT_ONCE", 7)
+    cache = PagedCache([33], 2, 24, 16, torch.float32, device="cpu")
+    q, cu_seqlens, sinks = cache.queries(20, 6, 2), torch.tensor([0, 20]).int(), sinks_of(6, torch.float32, "cpu")
+    rest = (cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale, 20)
+    out = reference.paged_prefill_attention(q, cache.k, cache.v, *rest, window=9, sinks=sinks, softcap=1.5)
+    check(cache, out, textbook(q, *cache.tokens(0), cache.scale, 9, sinks, 1.5))
 
 
 @pytest.fixture
@@ -276,6 +307,11 @@ def test_verify_with_a_window(block_size, window):
     check_verify([100, 9, 65, 131], 4, 4, 2, 32, block_size, torch.float32, window)
 
 
+@pytest.mark.parametrize("window, softcap", [(0, 0.0), (21, 2.0)])
+def test_verify_with_sinks_and_a_soft_cap(many_splits, window, softcap):
+    check_verify([70, 3, 150], 4, 6, 2, 32, 16, torch.float32, window, sinks=True, softcap=softcap)
+
+
 @pytest.mark.parametrize("window", [0, 21])
 def test_rows_of_a_verify_step_are_decode_steps(window):
     """Each attends what it would attend by itself, also in the plain twin."""
@@ -285,6 +321,39 @@ def test_rows_of_a_verify_step_are_decode_steps(window):
         alone = reference.paged_decode_attention(*cache.decode_args(q[row::4]), window=window)
         check(cache, expected[row::4], alone)
     assert not expected[lens.flatten() == 0].any()
+
+
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)])
+def test_decode_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
+    check_decode([70, 0, 3], num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
+
+
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (True, 2.0)])
+@pytest.mark.parametrize("programs_per_sm", [2, 16])
+@pytest.mark.parametrize("window", [0, 40])
+def test_decode_counts_sinks_once(monkeypatch, programs_per_sm, window, sinks, softcap):
+    """Splits that begin and end inside sequences; sequences of one split, of several, of none."""
+    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
+    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 3, 1, 32, 32, torch.float32, window, sinks, softcap)
+
+
+def test_decode_of_few_sequences_with_sinks():
+    """Several programs share the query heads of a KV head: each takes its own sinks."""
+    assert decode.decode_config(2, 2, 8, 64, 4).kv_head_programs > 1
+    check_decode([300, 40], 16, 2, 64, 64, torch.float32, sinks=True)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 1e4])
+def test_sinks_far_from_the_scores(many_splits, sink):
+    """Far below they change nothing; far above nothing is left, and no number overflows to NaN."""
+    cache = PagedCache([200, 9], 1, 32, 16, torch.float32)
+    q, sinks = cache.queries(2, 2, 1), torch.full((2,), sink, device=DEVICE)
+    args, cu_seqlens = cache.decode_args(q), torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    expected = oracle(reference.paged_decode_attention, *args) if sink < 0 else torch.zeros_like(q)
+    check(cache, decode.paged_decode_attention(*args, sinks=sinks), expected)
+    check(cache, prefill.paged_prefill_attention(*args[:3], cu_seqlens, *args[3:-1], 1, sinks=sinks), expected)
 
 
 def test_decode_batch_above_sixteen():
@@ -372,6 +441,14 @@ def test_prefill_with_a_window_of_large_tiles(window):
     check_prefill([(150, 170), (30, 300)], 14, 2, 32, 64, torch.float16, window)
 
 
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)])
+def test_prefill_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
+    """A prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch."""
+    spans = [(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)]
+    check_prefill(spans, num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
+
+
 def test_prefill_in_chunks_is_the_whole():
     """Chunks of 13 tokens, each over the cache up to its end, give the result of one prefill."""
     cache, args, expected = check_prefill([(50, 50)], 4, 2, 32, 16, torch.float32)
@@ -415,7 +492,8 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     sizes = []
 
     def run_twin(
-        kernel, grid, q, k, v, kv_scale, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs, *_, **__
+        kernel, grid, q, k, v, kv_scale, sinks, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs,
+        *_, **__
     ):  # fmt: skip
         sizes.append(num_seqs)
         cu_seqlens = cu_seqlens[: num_seqs + 1]
@@ -455,6 +533,33 @@ def test_decode_of_other_heads_at_size(num_seqs, num_heads, num_kv_heads, head_s
     check_decode(contexts, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, window)
 
 
+# gpt-oss; Gemma 2 27b, 9b and 2b
+OTHER_SCORES = [(64, 8, 64, True, 0.0), (32, 16, 128, False, 3.0), (16, 8, 256, False, 3.0), (8, 4, 256, False, 3.0),
+                (16, 4, 128, True, 3.0)]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
+@pytest.mark.parametrize("num_seqs, dtype", [(1, torch.bfloat16), (8, torch.float32), (256, torch.bfloat16)])
+def test_decode_with_sinks_and_a_soft_cap_at_size(
+    num_seqs, dtype, num_heads, num_kv_heads, head_size, sinks, softcap, window
+):
+    contexts = [1500 - 37 * i % 1400 for i in range(num_seqs)]
+    check_decode(contexts, num_heads, num_kv_heads, head_size, 256, dtype, window, sinks, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_prefill_with_sinks_and_a_soft_cap_at_size(
+    dtype, num_heads, num_kv_heads, head_size, sinks, softcap, window
+):
+    spans = [(700, 700), (64, 1088), (1, 1500), (333, 900)]
+    check_prefill(spans, num_heads, num_kv_heads, head_size, 256, dtype, window, sinks, softcap)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_prefill_at_size(block_size):
@@ -490,17 +595,25 @@ def test_sm90_prefill_with_a_window(spans, group, head_size, window):
     check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window)
 
 
-def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0):
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", SM90_SPANS)
+@pytest.mark.parametrize("group, head_size, window", [(8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100)])
+def test_sm90_prefill_with_sinks(spans, group, head_size, window):
+    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window, sinks=True)
+
+
+def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0, sinks=False):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     if not launch.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     spans = SM90_SPANS[spans]
-    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window)
+    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window, sinks)
+    options = {"window": window, **scores_options(2 * group, dtype, sinks, 0.0)}
     q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
-    assert prefill_sm90.supports(q, k, max_seqlen_q)
-    first = prefill.paged_prefill_attention(*args, max_seqlen_q, window=window)
+    assert prefill_sm90.supports(q, k, max_seqlen_q) and not prefill_sm90.supports(q, k, max_seqlen_q, softcap=3.0)
+    first = prefill.paged_prefill_attention(*args, max_seqlen_q, **options)
     for _ in range(3):  # no race, and nothing is left from launch to launch
-        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, window=window), first)
+        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, **options), first)
     torch.cuda.synchronize()
     assert launch.zero_counters(1, q.device).count_nonzero() == 0
 

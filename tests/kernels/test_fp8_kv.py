@@ -21,7 +21,7 @@ from nanovllm.kernels.linear import dispatch, norm_rope_store  # noqa: E402
 from nanovllm.kernels.linear import reference as linear_reference  # noqa: E402
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight, quantize  # noqa: E402
 
-from .test_attention import SM90_SPANS, PagedCache, check, oracle  # noqa: E402
+from .test_attention import OTHER_SCORES, SM90_SPANS, PagedCache, check, oracle, scores_options  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALL_E4M3 = torch.arange(256, dtype=torch.uint8).view(E4M3)
@@ -50,26 +50,29 @@ class FP8Cache(PagedCache):
         )
 
 
-def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
+def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0):
     cache = FP8Cache(contexts, num_kv_heads, head_size, block_size, dtype)
     *args, max_context = cache.decode_args(cache.queries(len(contexts), num_heads, num_kv_heads))
-    options = {"window": window, "kv_scale": cache.kv_scale}
-    expected = dequantized_oracle(reference.paged_decode_attention, cache, *args, max_context, window=window)
+    options = {"window": window, **scores_options(num_heads, dtype, sinks, softcap)}
+    expected = dequantized_oracle(reference.paged_decode_attention, cache, *args, max_context, **options)
     if window:
         cache.poison_blocks_before([max(context - window, 0) for context in contexts])
     for _ in range(2):
-        check(cache, decode.paged_decode_attention(*args, max_context, **options), expected)
+        check(cache, decode.paged_decode_attention(*args, max_context, kv_scale=cache.kv_scale, **options), expected)
 
 
-def check_prefill(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0):
+def check_prefill(
+    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0
+):
     new, contexts = zip(*new_and_context, strict=True)
     cache = FP8Cache(contexts, num_kv_heads, head_size, block_size, dtype)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
     q = cache.queries(sum(new), num_heads, num_kv_heads)
     args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    expected = dequantized_oracle(reference.paged_prefill_attention, cache, *args, max(new), window=window)
+    options = {"window": window, **scores_options(num_heads, dtype, sinks, softcap)}
+    expected = dequantized_oracle(reference.paged_prefill_attention, cache, *args, max(new), **options)
     for _ in range(3):  # no race, and nothing is left from launch to launch
-        result = prefill.paged_prefill_attention(*args, max(new), window=window, kv_scale=cache.kv_scale)
+        result = prefill.paged_prefill_attention(*args, max(new), kv_scale=cache.kv_scale, **options)
         check(cache, result, expected)
         if DEVICE == "cpu":
             break
@@ -105,6 +108,15 @@ def test_twins_dequantize(group, window, dtype):
 @pytest.mark.parametrize("head_size, group", [(32, 1), (64, 2), (128, 8), (256, 5)])
 def test_decode(head_size, group, dtype):
     check_decode([70, 0, 3], 2 * group, 2, head_size, 16, dtype)
+
+
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 20), (4, 2, 256, 0)])
+def test_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
+    """A soft cap is of scores with the keys' scales in them."""
+    options = {"window": window, "sinks": sinks, "softcap": softcap}
+    check_decode([70, 0, 3], num_heads, num_kv_heads, head_size, 16, torch.float16, **options)
+    check_prefill([(20, 84), (1, 77), (0, 16)], num_heads, num_kv_heads, head_size, 16, torch.float16, **options)
 
 
 @pytest.mark.parametrize("block_size, window", [(16, 0), (256, 0), (48, 33)])
@@ -176,6 +188,17 @@ def test_decode_at_size(num_seqs, num_heads, num_kv_heads, head_size, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_prefill_at_size(spans, group, head_size, window, dtype):
     check_prefill(SM90_SPANS[spans], 2 * group, 2, head_size, 256, dtype, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
+@pytest.mark.parametrize("window", [0, 128])
+def test_sinks_and_a_soft_cap_at_size(window, num_heads, num_kv_heads, head_size, sinks, softcap):
+    heads, options = (num_heads, num_kv_heads, head_size, 256, torch.bfloat16), (window, sinks, softcap)
+    for num_seqs in (1, 8, 256):
+        check_decode([1500 - 37 * i % 1400 for i in range(num_seqs)], *heads, *options)
+    for spans in ("short", "ragged"):
+        check_prefill(SM90_SPANS[spans], *heads, *options)
 
 
 @pytest.mark.gpu

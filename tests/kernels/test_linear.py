@@ -246,6 +246,19 @@ def test_sigmoid_gate(num_tokens, size, dtype):
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows, num_columns", [(0, 8), (1, 8), (3, 100), (2, 1500)])
+def test_soft_cap(num_rows, num_columns, dtype):
+    """Of numbers far below the cap, about it, and far beyond it."""
+    x = (randn(num_rows, num_columns + 5, dtype=dtype) * 40)[:, :num_columns]
+    x[:, ::7] *= 1e-3
+    x[:, 3] = 4e4
+    expected = reference.soft_cap(x, 30.0)
+    result = silu_and_mul.soft_cap(x, 30.0)
+    assert result is x
+    assert_close(result, expected)
+
+
 def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
     num_blocks, block_size = num_tokens // 16 + 2, 16
     width, kv_width = (num_heads + 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim

@@ -11,7 +11,17 @@ from nanovllm.kernels import launch
 from nanovllm.kernels.attention import decode, prefix, reference
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
 
-from .test_attention import BF16, DEVICE, TOLERANCE, PagedCache, check, oracle, poisoned  # noqa: F401
+from .test_attention import (  # noqa: F401
+    BF16,
+    DEVICE,
+    OTHER_SCORES,
+    TOLERANCE,
+    PagedCache,
+    check,
+    oracle,
+    poisoned,
+    scores_options,
+)
 
 
 def shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare=0):
@@ -58,19 +68,21 @@ def check_states(states, expected, is_member):
     )
 
 
-def check_shared(groups, own, num_heads, num_kv_heads, head_size, block_size, dtype, spare=2, launches=1):
+def check_shared(
+    groups, own, num_heads, num_kv_heads, head_size, block_size, dtype, spare=2, launches=1, sinks=False, softcap=0.0
+):
     cache, groups = shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare)
     q = cache.queries(len(cache.context_lens), num_heads, num_kv_heads)
     args = q, cache.k, cache.v, cache.block_tables, cache.scale, groups
     is_member = (groups.shared_lens > 0).cpu()
-    wanted = tuple(x.cpu() for x in oracle(reference.prefix_attention, *args))
-    decode_args = cache.decode_args(q)
-    expected = oracle(reference.paged_decode_attention, *decode_args)
+    wanted = tuple(x.cpu() for x in oracle(reference.prefix_attention, *args, softcap=softcap))
+    decode_args, options = cache.decode_args(q), scores_options(num_heads, dtype, sinks, softcap)
+    expected = oracle(reference.paged_decode_attention, *decode_args, **options)
     for _ in range(launches):
-        states = tuple(x.cpu() for x in prefix.prefix_attention(*args))
+        states = tuple(x.cpu() for x in prefix.prefix_attention(*args, softcap=softcap))
         for actual, known in check_states(states, wanted, is_member):
             torch.testing.assert_close(actual, known, **TOLERANCE[dtype])
-        check(cache, decode.paged_decode_attention(*decode_args, groups=groups), expected)
+        check(cache, decode.paged_decode_attention(*decode_args, groups=groups, **options), expected)
     assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
@@ -127,6 +139,13 @@ def test_splits(small_tiles, groups, block_size):
     check_shared(groups, [0, 33, 100], 4, 1, 32, block_size, torch.float32, launches=2)  # counters are reset
 
 
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
+def test_sinks_and_a_soft_cap(small_tiles, sinks, softcap):
+    """A prefix counts no sink; the sequence does, once, whether its own tokens are one split or several."""
+    groups = [(2, 512), (3, 128)]
+    check_shared(groups, [0, 33, 100], 6, 2, 32, 16, torch.float32, sinks=sinks, softcap=softcap)
+
+
 def test_without_members():
     """A launch whose groups are all unused, as a graph's may be: it writes nothing and decode is plain."""
     check_shared([], [40, 3, 0], 4, 2, 32, 16, torch.float32)
@@ -148,6 +167,13 @@ def test_at_size(groups, own, dtype):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_other_heads_at_size(gqa_group, head_size):
     check_shared([(70, 1024), (9, 2048)], [100, 900], 4 * gqa_group, 4, head_size, 256, torch.bfloat16, launches=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
+def test_sinks_and_a_soft_cap_at_size(num_heads, num_kv_heads, head_size, sinks, softcap):
+    groups, own = [(70, 1024), (9, 2048)], [100, 900]
+    check_shared(groups, own, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, 2, 3, sinks, softcap)
 
 
 @pytest.mark.gpu

@@ -41,6 +41,11 @@ def test_flash_attn_needs_16_bits():
         select_backend("flash_attn", "cuda", torch.float32)
 
 
+def test_flash_attn_knows_no_sinks():
+    with refuses("attention_backend='flash_attn': the model has attention sinks, which flash-attn 2 does not know."):
+        select_backend("flash_attn", "cuda", torch.bfloat16, has_sinks=True)
+
+
 @pytest.mark.parametrize("device_type, name", [("cpu", "auto"), ("cpu", "sdpa"), ("cuda", "sdpa")])
 def test_references_are_the_backend_without_kernels(device_type, name):
     backend = select_backend(name, device_type, torch.float32)

@@ -3,9 +3,11 @@
 import sys
 from types import ModuleType
 
+import families
 import pytest
 import torch
-from helpers import Reference, generate_with_logits, prompt_of
+from families import hf_logits
+from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention_backends import FlashAttentionBackend
@@ -21,13 +23,15 @@ ODD_SIZES = {
 def flash_attn_stand_in():
     """The two functions of flash-attn that are called, as its documentation describes them, in plain torch."""
 
-    def attend(q, k, v, scale, window_size):
+    def attend(q, k, v, scale, window_size, softcap):
         """Causal, aligned at the end: q [M, H, D], k and v [L, K, D]; zeros where L is 0."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         allowed = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         if window_size[0] >= 0:
             allowed = allowed.triu(len(k) - len(q) - window_size[0])
-        scores = torch.einsum("mhd,lhd->hml", q, k).mul(scale).masked_fill(~allowed, -torch.inf)
+        scores = torch.einsum("mhd,lhd->hml", q, k).mul(scale)
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        scores = scores.masked_fill(~allowed, -torch.inf)
         return torch.einsum("hml,lhd->mhd", scores.softmax(-1).nan_to_num(), v)
 
     def gather(cache, block_table, length):
@@ -36,21 +40,22 @@ def flash_attn_stand_in():
         return cache[block_table[: -(-length // block_size)].long()].flatten(0, 1)[:length]
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale,
-                               causal, window_size=(-1, -1), block_table=None):  # fmt: skip
+                               causal, window_size=(-1, -1), softcap=0.0, block_table=None):  # fmt: skip
         assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         out = torch.full_like(q, torch.nan)
         for i, length in enumerate(cu_seqlens_k.diff().tolist()):
             queries, keys = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
             assert queries.stop - queries.start <= max_seqlen_q and length <= max_seqlen_k
             context = (x[keys] if block_table is None else gather(x, block_table[i], length) for x in (k, v))
-            out[queries] = attend(q[queries], *context, softmax_scale, window_size)
+            out[queries] = attend(q[queries], *context, softmax_scale, window_size, softcap)
         return out
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal,
-                                window_size=(-1, -1)):  # fmt: skip
+                                window_size=(-1, -1), softcap=0.0):  # fmt: skip
         assert causal and cache_seqlens.dtype == torch.int32 and q.shape[1] == 1
         return torch.stack([
-            attend(q[i], gather(k_cache, table, length), gather(v_cache, table, length), softmax_scale, window_size)
+            attend(q[i], gather(k_cache, table, length), gather(v_cache, table, length), softmax_scale, window_size,
+                   softcap)
             for i, (table, length) in enumerate(zip(block_table, cache_seqlens.tolist(), strict=True))
         ])  # fmt: skip
 
@@ -80,6 +85,15 @@ def test_against_transformers(make_checkpoint, make_llm):
         want = reference.logits(prompt + completion[:-1])[0, len(prompt) - 1 :]
         assert (got - want).abs().max() < 1e-4
         assert want.argmax(-1).tolist() == completion
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_windows_and_a_soft_cap(tmp_path, make_llm):
+    model, prompts = families.make(tmp_path, "gemma2"), [list(range(2, 19)), list(range(100, 60, -1))]
+    options = {"model": str(tmp_path), "max_model_len": 256, "kvcache_block_size": 256, "num_kvcache_blocks": 8}
+    completions = generate(make_llm(**options), prompts, greedy(8))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert hf_logits(model, prompt + completion)[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
 
 
 @pytest.mark.usefixtures("flash_attn")

@@ -56,11 +56,13 @@ def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
     assert ours.k_cache.dtype == torch.float8_e4m3fn and ours.k_cache[0].float().any()
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3", "phi3-mini"])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss-attention", "olmo3", "phi3-mini"])
 def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch):
     """Windows, post-norms, gelu, norms over all heads, an fp32 norm before a GEMV and one in the QKV epilogue;
-    heads that the kernels want padded."""
+    heads that the kernels want padded; soft caps and sinks."""
     monkeypatch.setitem(families.BASE, "num_hidden_layers", 3)
+    if case == "gpt-oss-attention":
+        monkeypatch.setitem(families.CASES[case][1], "mlp_layer_types", ["dense"] * 3)
     if case == "gemma3":
         monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
     families.make(tmp_path, case)

@@ -12,7 +12,8 @@ contexts, and the host needs to know none of them (CUDA graphs):
 
 With a window a sequence's tiles begin with the one that holds the window's first token; blocks before it are not read.
 With shared prefixes (prefix.py) its tiles begin behind the prefix, and its first tile starts from the prefix's softmax
-state instead of an empty one, so nothing is merged afterwards.
+state instead of an empty one, so nothing is merged afterwards. Attention sinks join a sequence's sum where its result
+is written, once, whatever it was put together from.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
@@ -23,8 +24,8 @@ The grid is one wave: loads run ahead of arithmetic across all of a program's ti
 In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. The heads of all of them are
 columns of the same products, so keys and values are read once.
 
-Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its columns,
-because tensor cores pad rows to 16 and columns to 8 only.
+Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its
+columns, because tensor cores pad rows to 16 and columns to 8 only.
 """
 
 from typing import NamedTuple
@@ -43,7 +44,18 @@ from ..launch import (
     pdl_wait,
     zero_counters,
 )
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen, widen_pairs
+from .paging import (
+    LOWEST,
+    attention_shape,
+    load_block_ids,
+    load_sinks,
+    score_scales,
+    sink_weights,
+    slot_offsets,
+    soft_cap,
+    widen,
+    widen_pairs,
+)
 from .prefix import prefix_attention
 from .reference import SHARED_TOKENS
 
@@ -64,17 +76,12 @@ def num_attended_tiles(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def column_offsets(kv_head, offs, stride_seq, stride_head, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
-    """Offsets in q or out, behind those of the sequence, of columns: row * heads of the group + head."""
-    HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
-    return offs // HEADS * (stride_seq // NUM_ROWS) + (kv_head * HEADS + offs % HEADS) * stride_head
-
-
-@triton.jit
-def load_row_lens(row_lens_ptr, seq, exists, offs, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
-    """The context of each column of a sequence; 0 in the padding."""
-    rows = seq * NUM_ROWS + offs // (GQA_GROUP // NUM_ROWS)
-    return tl.load(row_lens_ptr + rows, mask=offs < tl.where(exists, GQA_GROUP, 0), other=0)
+def column_heads(kv_head, offs, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
+    """Query heads of columns. In a verify step these are row by row, and GQA_GROUP counts them all."""
+    if NUM_ROWS > 1:
+        return kv_head * (GQA_GROUP // NUM_ROWS) + offs % (GQA_GROUP // NUM_ROWS)
+    else:
+        return kv_head * GQA_GROUP + offs
 
 
 @triton.jit
@@ -108,23 +115,6 @@ def start_from_prefix(
 
 
 @triton.jit
-def load_queries(
-    ptrs, exists, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDENS: tl.constexpr,
-):  # fmt: skip
-    """A sequence's query heads [BLOCK_D, BLOCK_H] as operand of a dot, 0 in the padding.
-
-    They stay in registers while the sequence lasts: bf16 widened to fp16 for each tile would take as long as its keys.
-    """
-    num_heads = tl.where(exists, GQA_GROUP, 0)
-    mask = (tl.arange(0, BLOCK_H) < num_heads)[None, :] & (tl.arange(0, BLOCK_D) < HEAD_SIZE)[:, None]
-    q = tl.load(ptrs, mask=mask, other=0.0)
-    if WIDENS:
-        q = widen(q, ptrs.dtype.element_ty)
-    return q
-
-
-@triton.jit
 def prefetch_to_l2(rows, HEAD_SIZE: tl.constexpr):
     """Ask for the HEAD_SIZE elements behind each pointer, in lines of 128 bytes."""
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -148,8 +138,9 @@ def _decode_kernel(
     shared_lens_ptr,  # i32[B], or None without shared prefixes: multiples of BLOCK_N below the contexts
     prefix_acc_ptr, prefix_stats_ptr,  # f32[B, H, D], f32[B, H, 2] after the shared prefixes, or None
     kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
+    sinks_ptr,  # [H], None without attention sinks
     row_lens_ptr,  # i32[B * NUM_ROWS], None unless a sequence has several rows
-    num_seqs, scale_log2e,
+    num_seqs, scale_log2e, cap_scale,  # None without a soft cap
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -157,9 +148,10 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    # NUM_ROWS: query tokens of a sequence. GQA_GROUP counts the heads of all of them, and stride_q_seq and
-    # stride_out_seq step over all. The window of the longest context reaches back to that of the shortest.
+    # With NUM_ROWS GQA_GROUP counts the heads of all rows, and stride_q_seq and stride_out_seq step over all rows. The
+    # window of the first row begins before that of the last.
     REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
+    ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
     # V_PAIRS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
     # PREFETCH: the first tile is requested before the wait. L2 is coherent: the newest token may be there too early.
     kv_head = tl.program_id(0)
@@ -185,13 +177,18 @@ def _decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     group_mask = (offs_h < GQA_GROUP)[None, :] & (offs_d < HEAD_SIZE)[:, None]
-    head_offs = (kv_head * GQA_GROUP + offs_h)[None, :]
+    head_offs = column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS)[None, :]
     k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
     if kv_scale_ptr is not None:
-        scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        if cap_scale is not None:
+            cap_scale *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
+        else:
+            scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
         v_scale = tl.load(kv_scale_ptr + (num_kv_heads + kv_head) // KV_HEAD_PROGRAMS)
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS), offs_h < GQA_GROUP)
 
     # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
     # before the wait, to overlap the previous kernel.
@@ -221,7 +218,7 @@ def _decode_kernel(
     if V_PAIRS:
         acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
     row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
-    # Reduced over columns at a sequence's end only: a cross-thread sum per tile costs time.
+    # Reduced over tokens at a sequence's end only: a cross-thread sum per tile costs time.
     sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
     if shared_lens_ptr is not None:
         is_start = begin == first_seq_begin  # else another split starts from the prefix
@@ -231,16 +228,14 @@ def _decode_kernel(
         )  # fmt: skip
         if V_PAIRS:
             acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
-    q_offs = head_offs * stride_q_head
-    if NUM_ROWS > 1:
-        q_offs = column_offsets(kv_head, offs_h, stride_q_seq, stride_q_head, GQA_GROUP, NUM_ROWS)[None, :]
-    q_ptrs = q_ptr + q_offs + offs_d[:, None]
-    first_q_ptrs = q_ptrs + seq * stride_q_seq
-    q = load_queries(first_q_ptrs, True, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
-    if NUM_ROWS > 1:
-        row_lens = load_row_lens(row_lens_ptr, seq, True, offs_h, GQA_GROUP, NUM_ROWS)
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
+        # [BLOCK_D, BLOCK_H]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
+        # so that the load is pipelined like those of keys and values.
+        q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
+        if NUM_ROWS > 1:
+            q_ptrs += (offs_h // ROW_HEADS * (stride_q_seq // NUM_ROWS))[None, :]
+        q = tl.load(q_ptrs + offs_d[:, None], mask=group_mask, other=0.0)
         # Keys [BLOCK_N, BLOCK_D] and values [BLOCK_D, BLOCK_N], zero where not attended: 0 * NaN of a stale slot would
         # be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
@@ -259,13 +254,16 @@ def _decode_kernel(
             v = tl.load(v_head_ptr + offs[None, :] + offs_d[:, None], mask=v_mask, other=0.0)
         if kv_scale_ptr is not None:
             dtype: tl.constexpr = q_ptr.dtype.element_ty
-            k = widen(k, dtype)
+            q, k = widen(q, dtype), widen(k, dtype)
             if V_PAIRS:
                 v, v_odd = widen_pairs(v_pairs)
             else:
                 v = widen(v, dtype)
-        scores = tl.dot(k, q, input_precision=PRECISION) * scale_log2e
+        scores = tl.dot(k, q, input_precision=PRECISION)
+        scores = soft_cap(scores, cap_scale) * scale_log2e
         if NUM_ROWS > 1:
+            row_len_ptrs = row_lens_ptr + seq * NUM_ROWS + offs_h // ROW_HEADS
+            row_lens = tl.load(row_len_ptrs, mask=offs_h < GQA_GROUP, other=0)
             behind = (first + offs_n)[:, None] - row_lens[None, :]  # < 0: attended
             scores = tl.where((behind < 0) & (behind >= -WINDOW) if WINDOW > 0 else behind < 0, scores, -float("inf"))
         else:
@@ -289,29 +287,25 @@ def _decode_kernel(
                 acc *= v_scale
             begun = tile - (first // BLOCK_N - first_tile(context, shared, REACH, BLOCK_N)) >= begin
             if begun & ended:
+                if sinks_ptr is not None:
+                    row_sum += sink_weights(sinks, row_max)
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[None, :]
-                out_offs = head_offs * stride_out_head
+                out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
                 if NUM_ROWS > 1:
-                    out_offs = column_offsets(kv_head, offs_h, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)
-                    out_offs = out_offs[None, :]
-                out_ptrs = out_ptr + seq * stride_out_seq + out_offs
+                    out_ptrs += (offs_h // ROW_HEADS * (stride_out_seq // NUM_ROWS))[None, :]
                 tl.store(out_ptrs + offs_d[:, None], result.to(out_ptr.dtype.element_ty), mask=group_mask)
             else:
                 partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_h
                 tl.store(partial_acc_ptr + partial[None, :] * HEAD_SIZE + offs_d[:, None], acc, mask=group_mask)
                 tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_h < GQA_GROUP)
                 tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_h < GQA_GROUP)
-            is_next = ended & (seq + 1 < num_seqs)
-            next_q_ptrs = q_ptrs + (seq + 1) * stride_q_seq
-            q = load_queries(next_q_ptrs, is_next, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_D, kv_scale_ptr is not None)
-            if NUM_ROWS > 1:
-                row_lens = load_row_lens(row_lens_ptr, seq + 1, is_next, offs_h, GQA_GROUP, NUM_ROWS)
             acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
             if V_PAIRS:
                 acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
             row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
             sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
             if shared_lens_ptr is not None:
+                is_next = ended & (seq + 1 < num_seqs)
                 is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
                 acc, row_max, sums = start_from_prefix(
                     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
@@ -347,9 +341,9 @@ def _decode_kernel(
             if arrived == last_split - first_split:
                 _merge_partials(
                     partial_acc_ptr, partial_stats_ptr,
-                    out_ptr + seq * stride_out_seq + kv_head * (GQA_GROUP // NUM_ROWS) * stride_out_head,
+                    out_ptr + seq * stride_out_seq + kv_head * ROW_HEADS * stride_out_head,
                     first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_seq, stride_out_head,
-                    GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P, NUM_ROWS,
+                    sinks_ptr, GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P, NUM_ROWS,
                 )  # fmt: skip
                 tl.store(counter_ptr, 0)  # for the next launch or graph replay
 
@@ -357,8 +351,8 @@ def _decode_kernel(
 @triton.jit
 def _merge_partials(
     partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_seq,
-    stride_out_head, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
+    stride_out_head, sinks_ptr, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials in scratch slots first_slot .. end_slot - 1 and write the group's heads of one sequence."""
     offs_p = tl.arange(0, BLOCK_P)
@@ -367,6 +361,9 @@ def _merge_partials(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     total_max = tl.full([BLOCK_G], LOWEST, tl.float32)
     total_sum = tl.zeros([BLOCK_G], tl.float32)
+    if sinks_ptr is not None:
+        total_max = load_sinks(sinks_ptr, column_heads(kv_head, offs_g, GQA_GROUP, NUM_ROWS), offs_g < GQA_GROUP)
+        total_sum += 1.0
     for slot in range(first_slot, end_slot, BLOCK_P):
         slots = slot + offs_p
         # [BLOCK_P, BLOCK_G] index of (slot, KV head, head of the group). Other programs of this launch wrote the
@@ -388,13 +385,14 @@ def _merge_partials(
     result = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
     out_offs = offs_g[:, None] * stride_out_head
     if NUM_ROWS > 1:
-        out_offs = column_offsets(0, offs_g, stride_out_seq, stride_out_head, GQA_GROUP, NUM_ROWS)[:, None]
+        ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
+        out_offs = (offs_g // ROW_HEADS * (stride_out_seq // NUM_ROWS) + offs_g % ROW_HEADS * stride_out_head)[:, None]
     out_ptrs = out_seq_ptr + out_offs + offs_d[None, :]
     result = result.to(out_seq_ptr.dtype.element_ty)
     tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
 
 
-MAX_COLUMN_ELEMENTS = 4096  # of a program's fp32 accumulator in a verify step: 64 registers of each thread
+MAX_ACCUMULATED = 4096  # fp32 elements of a program's accumulator in a verify step: 64 registers of each thread
 
 
 class DecodeConfig(NamedTuple):
@@ -406,42 +404,38 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int  # all resident at once
     kv_head_programs: int = 1  # that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
-    max_registers: int | None = None  # per thread, where ptxas would take too many for programs_per_sm
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
                   num_rows: int = 1) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
-    block_d = triton.next_power_of_2(head_size)
-    head_bytes = block_d * itemsize  # of a token's keys of a KV head
-    has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
-    # Without barriers for the maximum of a row; fewer registers for the merge.
-    one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
+    head_bytes = triton.next_power_of_2(head_size) * itemsize  # of a token's keys of a KV head
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    elif head_bytes <= 128 and itemsize == 1:
-        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=8)
+    elif head_bytes <= 128 and (itemsize > 1 or num_pairs <= 128):  # one warp: no barriers for the maximum of a row
+        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4)
     elif head_bytes <= 128:
-        config = one_warp
-    elif head_bytes == 256 and num_pairs <= 128:
+        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
+    elif head_bytes == 256 and num_pairs <= 1024:
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
     elif head_bytes == 256:
-        config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=3)
+        config = DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
-    if num_rows > 1:  # more columns: their registers are those of fewer tokens
-        wanted = max(config.kv_head_programs, -(-num_rows * gqa_group * block_d // MAX_COLUMN_ELEMENTS))
-        programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= min(wanted, gqa_group))
+    if num_rows > 1:
+        num_programs = -(-num_rows * gqa_group * triton.next_power_of_2(head_size) // MAX_ACCUMULATED)
+        wanted = min(gqa_group, max(config.kv_head_programs, num_programs))
+        programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
 
 
 def paged_decode_attention(
     q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0,
-    kv_scale=None, groups=None, row_lens=None,
+    kv_scale=None, groups=None, sinks=None, softcap=0.0, row_lens=None,
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
@@ -465,7 +459,7 @@ def paged_decode_attention(
         assert window == 0 and num_rows == 1 and SHARED_TOKENS % config.block_n == 0
         shared_lens = groups.shared_lens
         prefix_acc, prefix_stats = prefix_attention(
-            q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale
+            q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale, softcap
         )
     max_attended = min(max_context, window + num_rows - 1 + config.block_n) if window else max_context
     max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
@@ -477,15 +471,13 @@ def paged_decode_attention(
     partial_stats = torch.empty((*partial_shape, 2), dtype=torch.float32, device=q.device)
     is_fp8 = k_cache.dtype == E4M3
     options = launch_options(q.device, pdl)
-    if config.max_registers is not None:  # an option that not every backend knows
-        options = {**options, "maxnreg": config.max_registers}
     block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
         zero_counters(num_seqs * num_kv_heads, q.device), shared_lens, prefix_acc, prefix_stats,
-        kv_scale if is_fp8 else None, row_lens,
-        num_seqs, scale * LOG2_E,
+        kv_scale if is_fp8 else None, sinks, row_lens,
+        num_seqs, *score_scales(scale, softcap),
         q.stride(0) * num_rows, q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0) * num_rows,
         out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),

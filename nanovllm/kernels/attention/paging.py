@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..fp8 import E4M3
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # initial running maximum, finite: -inf minus -inf would be NaN
 
 
@@ -55,6 +55,33 @@ def slot_offsets(
     else:
         offs = block_ids.to(tl.int64) * stride_block + (first + offs_n) % BLOCK_SIZE * STRIDE_SLOT
     return offs
+
+
+@triton.jit
+def soft_cap(scores, cap_scale):
+    """tanh of scores times ``cap_scale`` / (2 log2 e); without one (None) the scores as they are."""
+    if cap_scale is not None:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)  # +-1 where exp2 is inf or 0
+    return scores
+
+
+def score_scales(scale, softcap):
+    """(scale_log2e, cap_scale) of a launch: scores in base 2 are soft_cap(q k, cap_scale) * scale_log2e."""
+    if softcap:
+        return softcap * LOG2_E.value, 2 * LOG2_E.value * scale / softcap
+    return scale * LOG2_E.value, None
+
+
+@triton.jit
+def load_sinks(sinks_ptr, heads, mask):
+    """Attention sinks of query heads, in base 2."""
+    return tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def sink_weights(sinks, row_max):
+    """What sinks add to the sums of exp2(score - row_max). Finite also without any key, or far above all scores."""
+    return tl.exp2(tl.minimum(sinks - row_max, 126.0))
 
 
 @triton.jit

@@ -15,7 +15,17 @@ import triton.language as tl
 
 from ..fp8 import E4M3
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
+from .paging import (
+    LOWEST,
+    attention_shape,
+    load_block_ids,
+    load_sinks,
+    score_scales,
+    sink_weights,
+    slot_offsets,
+    soft_cap,
+    widen,
+)
 
 try:
     from . import prefill_sm90
@@ -34,7 +44,8 @@ def _prefill_kernel(
     tables_ptr,  # i32[R, max_blocks]
     out_ptr,  # [T, H, D]
     kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
-    num_kv_heads, scale_log2e,
+    sinks_ptr,  # [H], None without attention sinks
+    num_kv_heads, scale_log2e, cap_scale,  # None without a soft cap
     stride_q_token, stride_q_head, stride_block, stride_table, stride_out_token, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -68,7 +79,10 @@ def _prefill_kernel(
     q = tl.load(q_ptrs, mask=io_mask, other=0.0)
     if kv_scale_ptr is not None:
         q = widen(q, q_ptr.dtype.element_ty)
-        scale_log2e *= tl.load(kv_scale_ptr + kv_head)
+        if cap_scale is not None:
+            cap_scale *= tl.load(kv_scale_ptr + kv_head)
+        else:
+            scale_log2e *= tl.load(kv_scale_ptr + kv_head)
 
     position = context - num_new + token  # i32[BLOCK_M]: a row attends keys up to position, the last WINDOW of them
     first_position = context - num_new + q_tile * TOKENS
@@ -116,7 +130,7 @@ def _prefill_kernel(
                 v = tl.load(v_ptrs)
             if kv_scale_ptr is not None:
                 k, v = widen(k, q_ptr.dtype.element_ty), widen(v, q_ptr.dtype.element_ty)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = soft_cap(tl.dot(q, tl.trans(k), input_precision=PRECISION), cap_scale)
             if PART != 1:
                 attended = key_position[None, :] <= position[:, None]
                 if WINDOW > 0:
@@ -131,6 +145,8 @@ def _prefill_kernel(
 
     if kv_scale_ptr is not None:
         acc *= tl.load(kv_scale_ptr + num_kv_heads + kv_head)
+    if sinks_ptr is not None:
+        row_sum += sink_weights(load_sinks(sinks_ptr, head, row_mask), row_max)
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_ptrs = out_ptr + (q_token * stride_out_token + head * stride_out_head)[:, None] + offs_d[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=io_mask)
@@ -162,7 +178,7 @@ def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_me
 
 def paged_prefill_attention(
     q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window=0,
-    kv_scale=None,
+    kv_scale=None, sinks=None, softcap=0.0,
 ):  # fmt: skip
     """See reference.paged_prefill_attention."""
     num_seqs = req_indices.shape[0]
@@ -170,10 +186,10 @@ def paged_prefill_attention(
     if q.shape[0] == 0 or num_seqs == 0:
         return out
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
-    if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q):
+    if prefill_sm90 is not None and prefill_sm90.supports(q, k_cache, max_seqlen_q, softcap):
         return prefill_sm90.prefill_attention_sm90(
             q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window,
-            kv_scale, out,
+            kv_scale, out, sinks,
         )  # fmt: skip
 
     large_shared_memory = has_large_shared_memory(q.device)
@@ -181,7 +197,7 @@ def paged_prefill_attention(
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out,
-        kv_scale if k_cache.dtype == E4M3 else None, num_kv_heads, scale * LOG2_E,
+        kv_scale if k_cache.dtype == E4M3 else None, sinks, num_kv_heads, *score_scales(scale, softcap),
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

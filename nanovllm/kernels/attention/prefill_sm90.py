@@ -12,7 +12,7 @@ With an FP8 KV cache the MMAs are in fp16, q and P too. The producer's rings are
     converter (4 warps)       each tile to fp16 in the rings of STAGES slots, in the order in which it was loaded
 
 The converter pops the work items too. Towards the producer it is the only consumer, towards the consumers the producer.
-Scales of keys are applied to the scores, those of values at the end.
+Scales of keys are applied to the scores, those of values at the end. So are attention sinks, to the sum.
 
 A work item is a query tile of one KV head: 128 rows (token, head of the group), cut at positions that are multiples of
 TOKENS = 128 // GQA_GROUP; with 7 heads to a group 126 rows are used. One consumer's WGMMA runs during the other's
@@ -274,7 +274,7 @@ def consumer(
     tensors, rings, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    (q_ptr, out_ptr, kv_scale_ptr, num_kv_heads, scale_log2e,
+    (q_ptr, out_ptr, kv_scale_ptr, sinks_ptr, num_kv_heads, scale_log2e,
      stride_q_token, stride_q_head, stride_out_token, stride_out_head) = tensors  # fmt: skip
     qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
     dtype: gl.constexpr = ks.dtype  # of the MMAs; with an FP8 cache fp16
@@ -360,6 +360,9 @@ def consumer(
         slot = n % STAGES
         mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
         acc = warpgroup_mma(p, vs.index(slot), acc, is_async=True)
+        if sinks_ptr is not None:
+            heads = (WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_sum.type.layout))) % GQA_GROUP
+            sinks = gl.load(sinks_ptr + kv_head * GQA_GROUP + heads).to(gl.float32)
         # Prefetch the next q: all warps have read this one to registers, before the barriers above.
         t += 1
         next_head, next_token0, next_begin, next_end, next_p0 = pop_work_item(work_items, item_full, item_empty, t)
@@ -371,7 +374,11 @@ def consumer(
         mbarrier.arrive(v_empty.index(slot))
         n += 1
 
-        acc = acc * gl.convert_layout(1.0 / gl.sum(row_sum, 1), sum_rows)[:, None]
+        total = gl.sum(row_sum, 1)
+        if sinks_ptr is not None:  # see paging.sink_weights
+            distance = sinks * LOG2_E - gl.convert_layout(row_max, total.type.layout, assert_trivial=True)
+            total += gl.exp2(gl.minimum(distance, 126.0))
+        acc = acc * gl.convert_layout(1.0 / total, sum_rows)[:, None]
         if kv_scale_ptr is not None:
             acc *= gl.load(kv_scale_ptr + num_kv_heads + kv_head)
         result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), stores)
@@ -440,6 +447,7 @@ def prefill_kernel(
     k_desc,  # [NB * BS, K * D]
     v_desc,  # [NB * BS, K * D]
     kv_scale_ptr,  # fp32 [2, K], None unless the cache is e4m3
+    sinks_ptr,  # [H], None without attention sinks
     cu_seqlens_ptr,  # i32[S + 1]
     req_indices_ptr,  # i32[S]
     context_lens_ptr,  # i32[S]
@@ -478,8 +486,8 @@ def prefill_kernel(
         gdc_wait()
 
     tensors = (
-        q_ptr, out_ptr, kv_scale_ptr, num_kv_heads, scale_log2e, stride_q_token, stride_q_head, stride_out_token,
-        stride_out_head,
+        q_ptr, out_ptr, kv_scale_ptr, sinks_ptr, num_kv_heads, scale_log2e, stride_q_token, stride_q_head,
+        stride_out_token, stride_out_head,
     )  # fmt: skip
     rings = (qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty)
     batch = (
@@ -524,7 +532,7 @@ def tiling(max_seqlen_q, head_size, is_fp8):
     return block_n, (256 // block_n) * (128 // head_size)
 
 
-def supports(q, k_cache, max_seqlen_q):
+def supports(q, k_cache, max_seqlen_q, softcap=0.0):
     """Whether the kernel can run and is faster than prefill.py's, which wins where sequences have few rows."""
     _, block_size, num_kv_heads, head_size = k_cache.shape
     gqa_group = q.shape[1] // num_kv_heads
@@ -533,6 +541,7 @@ def supports(q, k_cache, max_seqlen_q):
         and q.element_size() == 2
         and k_cache.dtype in (q.dtype, E4M3)
         and head_size in (64, 128)
+        and not softcap
         and gqa_group <= 16
         and max_seqlen_q * gqa_group > 64
         and block_size % tiling(max_seqlen_q, head_size, k_cache.dtype == E4M3)[0] == 0
@@ -543,7 +552,7 @@ def supports(q, k_cache, max_seqlen_q):
 
 def prefill_attention_sm90(
     q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, scale, max_seqlen_q, window, kv_scale,
-    out,
+    out, sinks=None,
 ):  # fmt: skip
     """`paged_prefill_attention` for inputs that it `supports`, in launches of at most MAX_SEQS sequences."""
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
@@ -559,8 +568,9 @@ def prefill_attention_sm90(
         max_items = num_seqs * num_kv_heads * ((max_seqlen_q + 2 * tokens - 2) // tokens)
         launch(
             prefill_kernel, (min(num_sms(q.device), max_items),),
-            q, k_desc, v_desc, kv_scale if is_fp8 else None, cu_seqlens_q[first:], req_indices[first:],
-            context_lens[first:], block_tables, out, zero_counters(1, q.device), num_seqs, num_kv_heads, scale * LOG2_E,
+            q, k_desc, v_desc, kv_scale if is_fp8 else None, sinks, cu_seqlens_q[first:], req_indices[first:],
+            context_lens[first:], block_tables, out, zero_counters(1, q.device), num_seqs, num_kv_heads,
+            scale * LOG2_E.value,
             q.stride(0), q.stride(1), block_tables.stride(0), out.stride(0), out.stride(1),
             GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, WINDOW=window,
             BLOCK_N=block_n, STAGES=stages, num_warps=4, **launch_options(q.device),

@@ -28,7 +28,7 @@ from ..launch import (
     pdl_wait,
     zero_counters,
 )
-from .paging import LOG2_E, LOWEST, attention_shape, load_block_ids, slot_offsets, widen
+from .paging import LOWEST, attention_shape, load_block_ids, score_scales, slot_offsets, soft_cap, widen
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -47,7 +47,7 @@ def _prefix_kernel(
     partial_stats_ptr,  # f32[items, K, BLOCK_M, 2]
     counters_ptr,  # i32[>= items * K], zero between launches
     kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
-    num_groups, scale_log2e,
+    num_groups, scale_log2e, cap_scale,  # None without a soft cap
     stride_q_seq, stride_q_head, stride_block, stride_table,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -80,7 +80,10 @@ def _prefix_kernel(
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
     if kv_scale_ptr is not None:  # that of the values multiplies in decode.py, at a sequence's end
-        scale_log2e *= tl.load(kv_scale_ptr + kv_head)
+        if cap_scale is not None:
+            cap_scale *= tl.load(kv_scale_ptr + kv_head)
+        else:
+            scale_log2e *= tl.load(kv_scale_ptr + kv_head)
 
     # Groups and tables were written before the layers ran; q by the previous kernel.
     pdl_wait(USE_PDL)
@@ -127,7 +130,8 @@ def _prefix_kernel(
             if kv_scale_ptr is not None:
                 k, v = widen(k, q_ptr.dtype.element_ty), widen(v, q_ptr.dtype.element_ty)
             block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = soft_cap(scores, cap_scale) * scale_log2e
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             p = tl.exp2(scores - new_max[:, None])
             correction = tl.exp2(row_max - new_max)
@@ -211,7 +215,7 @@ def prefix_config(head_size: int, itemsize: int) -> PrefixConfig:
     return PrefixConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1, split_tiles=8)
 
 
-def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False, kv_scale=None):
+def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False, kv_scale=None, softcap=0.0):
     """See reference.prefix_attention. Reads nothing on the host: fit for CUDA graphs. pdl: as in decode.py."""
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
     num_seqs, num_heads, _ = q.shape
@@ -231,7 +235,7 @@ def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False
         _prefix_kernel, (num_kv_heads, num_programs),
         q, k_cache, v_cache, groups.members, groups.begins, groups.sizes, groups.lens, groups.owners, block_tables,
         acc, stats, partial_acc, partial_stats, zero_counters(num_items * num_kv_heads, q.device),
-        None if q.dtype == k_cache.dtype else kv_scale, num_groups, scale * LOG2_E,
+        None if q.dtype == k_cache.dtype else kv_scale, num_groups, *score_scales(scale, softcap),
         q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the CPU backend, and the oracle of the Triton kernels.
 
-Owns how a context is gathered from the KV cache; ``scaled_dot_product_attention`` does the rest, in the dtype of q.
-Knows nothing of the kernels' work partition.
+Owns how a context is gathered from the KV cache; ``scaled_dot_product_attention`` does the rest, in the dtype of q,
+but for sinks and soft caps, which it does not know. Knows nothing of the kernels' work partition.
 
 T packed query tokens, B sequences of a decode batch, S sequences of a prefill, R request slots, H query heads,
 K KV heads, D head size, NB blocks of BS tokens.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ..fp8 import E4M3
 
+ROWS_AT_ONCE = 128  # queries whose scores are in memory at once, where they are at all
 SHARED_TOKENS = 128  # shared prefixes are multiples of it, and it of every tile of the decode kernel
 
 
@@ -53,6 +54,8 @@ def paged_decode_attention(
     window: int = 0,
     kv_scale: torch.Tensor | None = None,
     groups: PrefixGroups | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     row_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per sequence over its context, [B, H, D]; of Q with ``row_lens``, [B * Q, H, D].
@@ -69,29 +72,31 @@ def paged_decode_attention(
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
         kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
         groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
-        row_lens: i32[B * Q], contexts of the rows of each sequence, of which ``context_lens`` has the longest; dead
-            rows behind its last have 0. Without groups.
+        sinks: [H], a score of each query head that joins the sum of the softmax, and nothing else.
+        softcap: scores are softcap * tanh(score / softcap); 0: as they are.
+        row_lens: i32[B * Q], contexts of the rows of each sequence, which grow by one; ``context_lens`` has that of the
+            last. Dead rows behind it have 0, and get zeros. Without groups.
     """
     out = torch.zeros_like(q)
-    if row_lens is not None:
-        num_rows = len(q) // len(context_lens)
-        num_live = (row_lens.view(-1, num_rows) > 0).sum(1).tolist()
-        for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
-            rows = slice(i * num_rows, i * num_rows + num_live[i])
-            behind = torch.arange(k.shape[2], device=q.device) - row_lens[rows, None]  # < 0: attended
-            mask = (behind < 0) & (behind >= -window) if window else behind < 0
-            attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1).unsqueeze(0), k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            out[rows] = attended.transpose(1, 2)[0]
+    if row_lens is not None:  # a prefill of the live rows
+        is_live = row_lens > 0
+        num_live = is_live.view(len(context_lens), -1).sum(1)
+        out[is_live] = paged_prefill_attention(
+            q[is_live], k_cache, v_cache, F.pad(num_live.cumsum(0), (1, 0)), req_indices, context_lens, block_tables,
+            scale, len(q) // len(context_lens), window, kv_scale, sinks, softcap,
+        )  # fmt: skip
         return out
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)
     for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
-        k, v = k[:, :, -window:], v[:, :, -window:]
-        grouped_out[i : i + 1] = F.scaled_dot_product_attention(grouped_q[i : i + 1], k, v, scale=scale)
+        k, v, q_i = k[:, :, -window:], v[:, :, -window:], grouped_q[i : i + 1]
+        if sinks is None and not softcap:
+            grouped_out[i : i + 1] = F.scaled_dot_product_attention(q_i, k, v, scale=scale)
+        else:
+            of_rows = None if sinks is None else sinks.view(1, *grouped[1:3], 1)
+            grouped_out[i : i + 1] = _attend(q_i, k, v, scale, None, of_rows, softcap)
     return out
 
 
@@ -104,8 +109,9 @@ def prefix_attention(
     groups: PrefixGroups,
     pdl: bool = False,
     kv_scale: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax state of every group's members after their shared prefix; undefined for other sequences.
+    """Softmax state of every group's members after their shared prefix, without sinks; undefined for other sequences.
 
     Returns:
         f32[B, H, D], sums of exp2(score - maximum) * v, as stored; f32[B, H, 2], maximum and sum of exp2(score -
@@ -126,7 +132,7 @@ def prefix_attention(
         if k_cache.dtype != q.dtype:
             assert kv_scale is not None
             k = k * kv_scale[0].repeat_interleave(gqa_group)[:, None]
-        scores = torch.einsum("bhd,nhd->bhn", q[members].float(), k) * (scale * math.log2(math.e))
+        scores = _capped(torch.einsum("bhd,nhd->bhn", q[members].float(), k) * scale, softcap) * math.log2(math.e)
         row_max = scores.amax(-1)
         p = torch.exp2(scores - row_max[..., None])
         acc[members] = torch.einsum("bhn,nhd->bhd", p, v)
@@ -146,6 +152,8 @@ def paged_prefill_attention(
     max_seqlen_q: int,
     window: int = 0,
     kv_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention of packed query tokens, q [T, H, D], over the KV cache, [T, H, D].
 
@@ -159,16 +167,51 @@ def paged_prefill_attention(
         if begin == end:
             continue
         num_cached = context - (end - begin)
-        if num_cached or 0 < window < context:  # is_causal aligns the mask with the first key, not the last
+        is_plain = sinks is None and not softcap
+        # is_causal aligns the mask with the first key, not the last
+        if num_cached or 0 < window < context or not is_plain:
             mask = torch.ones(end - begin, context, dtype=torch.bool, device=q.device).tril(num_cached)
             if window:
                 mask = mask.triu(num_cached - window + 1)
-        attended = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1).unsqueeze(0), k, v, mask, is_causal=mask is None, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        out[begin:end] = attended.transpose(1, 2)[0]
+        if is_plain:
+            attended = F.scaled_dot_product_attention(
+                q[begin:end].transpose(0, 1).unsqueeze(0), k, v, mask, is_causal=mask is None, scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+            out[begin:end] = attended.transpose(1, 2)[0]
+            continue
+        assert mask is not None
+        of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        for first in range(0, end - begin, ROWS_AT_ONCE):
+            rows = slice(begin + first, min(begin + first + ROWS_AT_ONCE, end))
+            q_rows, mask_rows = q[rows].transpose(0, 1)[None], mask[first : first + ROWS_AT_ONCE]
+            out[rows] = _attend(q_rows, k, v, scale, mask_rows, of_heads, softcap)[0].transpose(0, 1)
     return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention of q [1, H, M, D] over k and v [1, H, L, D], in fp32 and more. sinks [1, H, 1 or M, 1]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = _capped(q.to(wide) @ k.to(wide).transpose(-1, -2) * scale, softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(wide).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.to(wide)).to(q.dtype)
+
+
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def _gather_contexts(

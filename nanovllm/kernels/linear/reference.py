@@ -137,6 +137,11 @@ def sigmoid_gate(x, gate):
     return x * gate.float().sigmoid().to(x.dtype)
 
 
+def soft_cap(x, cap):
+    """cap * tanh(x / cap), in fp32, of logits x [N, V]; the kernel overwrites them."""
+    return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+
 def padded_head_dim(head_dim):
     """The size of the heads that the operations are to be given for a model's; zeros fill the rest. Here its own."""
     return head_dim

@@ -1,4 +1,6 @@
-"""Triton: products with an activated gate: act(gate) * up, where it is no epilogue of a GEMM, and x * sigmoid(gate)."""
+"""Triton: products with an activated gate: act(gate) * up, where it is no epilogue of a GEMM, and x * sigmoid(gate);
+and soft caps, cap * tanh(x / cap).
+"""
 
 import torch
 import triton
@@ -72,6 +74,32 @@ def sigmoid_gate(x, gate):
     block = min(1024, triton.next_power_of_2(num_features))
     launch(
         sigmoid_gate_kernel, (num_tokens, triton.cdiv(num_features, block)), x, gate, gate.stride(0), num_features,
+        BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
+    )  # fmt: skip
+    return x
+
+
+@triton.jit
+def soft_cap_kernel(
+    x_ptr,  # [N, V], rows strided, written by the LM head; overwritten here
+    x_stride, num_columns, cap, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + offs
+    x = tl.load(ptrs, mask=offs < num_columns, other=0.0)
+    tanh = 2.0 * tl.sigmoid(2.0 / cap * x.to(tl.float32)) - 1.0
+    tl.store(ptrs, (cap * tanh).to(x.dtype), mask=offs < num_columns)
+
+
+def soft_cap(x, cap):
+    """See reference.soft_cap. Overwrites `x`."""
+    num_rows, num_columns = x.shape
+    assert x.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(num_columns))
+    launch(
+        soft_cap_kernel, (num_rows, triton.cdiv(num_columns, block)), x, x.stride(0), num_columns, float(cap),
         BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
     )  # fmt: skip
     return x
