@@ -180,16 +180,14 @@ class Speculator:
 
     def __init__(self, options: SpeculativeConfig):
         self._options, self._lookups = options, dict[int, Lookup | None]()  # by seq_id; None: nothing is drafted
-        self._kept: KeptTexts | None = None
-        if is_suffix := options.method == "suffix":
-            self._kept = KeptTexts(options.prompt_lookup_max, options.suffix_decoding_max_cached_requests)
+        is_suffix = options.method == "suffix"
         self._enough = options.suffix_decoding_max_tree_depth if is_suffix else options.prompt_lookup_max
         self._factor = options.suffix_decoding_max_spec_factor if is_suffix else VERIFY_ROWS[-1]
         self._seconds = dict[tuple[int, int], float]()  # of a step with so many sequences, and rows of each
         self._last_step = 0.0  # perf_counter
-        self.is_verifying = False  # in a launch whose tokens have not been taken in
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts whose token at each place was right
+        self.clear()
 
     @classmethod
     def of(cls, config: Config) -> "Speculator | None":
@@ -198,8 +196,12 @@ class Speculator:
         return cls(options) if options is not None and config.speculates else None
 
     def clear(self) -> None:
+        """Forget every text: an interrupt may have left any of it half updated."""
         self._lookups.clear()
-        self.is_verifying = False
+        self._kept: KeptTexts | None = None
+        if self._options.method == "suffix":
+            self._kept = KeptTexts(self._options.prompt_lookup_max, self._options.suffix_decoding_max_cached_requests)
+        self.is_verifying = False  # in a launch whose tokens have not been taken in
 
     def metrics(self) -> dict[str, Any]:
         """Drafts that were verified, their tokens, and how many of these were right; also by their place."""
