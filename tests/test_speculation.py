@@ -303,8 +303,7 @@ def test_who_drafts():
     stands = [Stand(text, 12, seq_id=i, **params) for i, params in enumerate(kinds)]
     drafts = speculator.propose([stand.seq for stand in stands], [7] * 9, 10**6, is_ahead=False)
     assert drafts.tolist() == [[5, 6, 7]] * 4 + [[-1, -1, -1]] * 5
-    crowd = [Stand(text, 12, seq_id=100 + i).seq for i in range(MAX_VERIFIED_SEQS + 1)]
-    assert speculator.propose(crowd, [7] * len(crowd), 10**6, is_ahead=False) is None
+    crowd = [Stand(text, 12, seq_id=100 + i).seq for i in range(5)]
     assert speculator.propose(crowd[:5], [7] * 5, 19, is_ahead=False) is None  # a launch has no room
     assert speculator.propose(crowd[:2], [2, 0], 10**6, is_ahead=False).tolist() == [[5, 6, -1], [-1, -1, -1]]
 

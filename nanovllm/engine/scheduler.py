@@ -25,7 +25,15 @@ from math import lcm
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus, StateRows
+from nanovllm.core import (
+    MAX_VERIFIED_SEQS,
+    Batch,
+    DecodeBatch,
+    PrefillBatch,
+    Sequence,
+    SequenceStatus,
+    StateRows,
+)
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.snapshots import RecurrentStates, Snapshots
@@ -234,9 +242,11 @@ class Scheduler:
             if self.num_in_flight:
                 return None  # it may finish a sequence; and only known tokens can be recomputed
             self.preempt(self.running[-1])
-        drafts = None if self.speculator is None else self._propose(req_indices, lengths)
-        if drafts is not None and self.num_in_flight:
-            return None
+        drafts = None
+        if self.speculator is not None and len(req_indices) <= MAX_VERIFIED_SEQS:
+            drafts = self._propose(req_indices, lengths)
+            if drafts is not None and self.num_in_flight:
+                return None
         new_blocks = []
         for req_idx, length in zip(growing.tolist(), table.num_scheduled[growing].tolist(), strict=True):
             seq = self._seqs[req_idx]

@@ -224,8 +224,6 @@ class Speculator:
             is_ahead: a step is in flight. The tokens after it are not known, so the drafts count only as a reason to
                 wait for them.
         """
-        if len(seqs) > MAX_VERIFIED_SEQS:
-            return None
         found = [self._draft(seq, limit) for seq, limit in zip(seqs, room, strict=True)]
         longest = max(len(draft) for draft, *_ in found)
         if longest == 0:

@@ -232,6 +232,7 @@ def test_speculative_config():
     for other in ({"method": "eagle3", "model": "a/b"}, {"model": "a/b"}, "ngram"):
         with pytest.raises(ConfigError, match="speculative_config=.* is not supported; nanovllm allows None, or the"):
             options.check({"speculative_config": other})
-    with LLM(str(DEMO_MODEL), speculative_config=given) as llm:
-        (output,) = llm.generate(["one two three one two three one"], SamplingParams(temperature=0, max_tokens=8))
-    assert len(output.outputs[0].token_ids) <= 8 and llm.llm_engine is not None
+    llm = LLM(str(DEMO_MODEL), speculative_config=given)
+    (output,) = llm.generate(["one two three one two three one"], SamplingParams(temperature=0, max_tokens=8))
+    llm.shutdown()
+    assert 0 < len(output.outputs[0].token_ids) <= 8
