@@ -130,6 +130,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
+        self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
         self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
@@ -148,10 +149,13 @@ class Scheduler:
         batch: Batch | None
         if self.speculator is not None and self.speculator.is_verifying:
             return None  # how long its sequences are depends on its tokens
+        self._waits_for_tokens = False
         if self.waiting and not self._waits_for_slots():
             batch = self._schedule_prefill() or self._schedule_decode()
         else:
-            batch = self._schedule_decode() or self._schedule_prefill()
+            batch = self._schedule_decode()
+            if batch is None and not self._waits_for_tokens:
+                batch = self._schedule_prefill()
         if batch is not None:
             self.num_in_flight += 1
         return batch
@@ -246,6 +250,7 @@ class Scheduler:
         if self.speculator is not None and len(req_indices) <= MAX_VERIFIED_SEQS:
             drafts = self._propose(req_indices, lengths)
             if drafts is not None and self.num_in_flight:
+                self._waits_for_tokens = True
                 return None
         new_blocks = []
         for req_idx, length in zip(growing.tolist(), table.num_scheduled[growing].tolist(), strict=True):

@@ -11,6 +11,7 @@ Histories hold what users can ask of the scheduler: several completions of a pro
 prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache.
 """
 
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -648,6 +649,24 @@ def admitted(batch):
     """Ids of the sequences that a prefill without forks gives a request slot."""
     return [i for i, req_idx in zip(batch.chunk_seq_ids.tolist(), batch.chunk_req_indices, strict=True)
             if req_idx in batch.new.req_indices]  # fmt: skip
+
+
+def test_a_step_in_flight_that_drafts_wait_for_makes_no_prefill_early():
+    """Drafts end the run-ahead for a step; a sequence that waits for more free slots waits on."""
+    harness = Harness(1, True, 4, 99, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, method="knowing")
+    for n in (2, *[30] * 7, 5, 5):
+        harness.add([1, 2], max_tokens=n, ignore_eos=True)
+    speculator, missed = harness.scheduler.speculator, []
+    propose, asked = speculator.propose, itertools.count()
+    # every other step is a plain one, and the step after it has drafts
+    speculator.propose = lambda *args: propose(*args) if args[-1] or next(asked) % 2 else None
+    harness.step()
+    while len(harness.scheduler.waiting) == 2:
+        missed.append(harness.scheduler._missed_tokens)
+        harness.step()
+    assert missed[-1] >= 8, missed  # the free slot has missed a full step's tokens
+    assert harness.device.seen >= {"draft"}
+    harness.run_to_end()
 
 
 def test_prefill_goes_first_in_order_of_arrival():
