@@ -4,6 +4,7 @@
 model. What lookup finds is tested with the demo model, which repeats itself, and in ``HashChains`` against a search.
 """
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahea
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, ConfigError, SamplingParams
+from nanovllm import LLM, ConfigError, SamplingParams, cli
 from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.core import MAX_VERIFIED_SEQS, DecodeBatch, Sequence
 from nanovllm.engine import speculation
@@ -289,7 +290,9 @@ def test_a_verify_step_that_takes_too_long_is_not_repeated(monkeypatch):
         speculator.took_in(1, rows)
     assert speculator._pays(2.5, 1, 4) and not speculator._pays(2.0, 1, 4)
     assert not speculator._pays(2.0, 1, 8)
-    assert speculator._pays(15, 8, 8)  # of eight sequences nothing is known
+    assert not speculator._pays(15, 8, 8)  # of eight sequences nothing is known
+    speculator.took_in(8, 1)
+    assert speculator._pays(3, 8, 8) and not speculator._pays(1, 8, 8)
     for _ in range(200):
         speculator._pays(2.0, 1, 4)
     assert speculator._pays(2.0, 1, 4)  # the time was long ago
@@ -310,7 +313,7 @@ def test_who_drafts():
 
 def test_a_draft_awaited_in_vain_counts_as_rejected():
     """The step in flight ended for it, and its token was another one."""
-    speculator, stand = speculator_of(), Stand([5, 6, 7, 8, 5, 6, 9, 9, 9], 6)
+    speculator, stand = speculator_of(adaptive=False), Stand([5, 6, 7, 8, 5, 6, 9, 9, 9], 6)
     assert speculator.propose([stand.seq], [7], 10**6, is_ahead=True) is not None
     lookup = speculator._lookups[0]
     assert lookup.needed == 2
@@ -384,3 +387,20 @@ def test_models_that_do_not_speculate(checkpoint, make_llm, case, adaptive, spec
         know(llm, outputs)
     assert generate(llm, [[5, 6, 7] * 6], greedy(20)) == [outputs[0]["token_ids"]]
     assert speculates == (llm.metrics().get("spec_decode_num_accepted_tokens", 0) > 0)
+
+
+def test_batch_jobs_take_it(tmp_path, capsys):
+    """As JSON; a job may go on with it, since outputs are the same."""
+    source, texts = tmp_path / "in.jsonl", []
+    source.write_text("".join(json.dumps({"id": i, "prompt": TEXT * 3 + str(i)}) + "\n" for i in range(4)))
+    for name, more in (("plain", []), ("fast", ["--speculative-config", json.dumps(FORCED)])):
+        out, metrics = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.metrics"
+        argv = ["batch", str(source), str(out), "--temperature", "0", "--max-tokens", "30", "--device", "cpu",
+                "--ignore-eos"]  # fmt: skip
+        assert cli.main([*argv, "--metrics", str(metrics), *more]) == 0
+        rows = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: row["custom_id"])
+        texts.append([row["text"] for row in rows])
+    assert texts[0] == texts[1]
+    assert json.loads(metrics.read_text().splitlines()[-1])["spec_decode_num_accepted_tokens"] > 0
+    assert cli.main([*argv, "--overwrite", "--speculative-config", '{"method": "draft"}']) == 1
+    assert "method='draft' must be 'ngram' or 'suffix'" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from nanovllm.core import MAX_VERIFIED_SEQS, VERIFY_ROWS, Sequence
 MAX_MATCH = 32  # equal tokens that are counted
 MAX_CHAIN = 16  # places that a search looks at
 MAX_KEPT_TOKENS = 1 << 18  # of other texts
-PRIOR_COST = 1.2  # time of a verify step in plain ones, until both are measured
+PRIOR_COST = 1.2  # time of a verify step in plain ones, until it is measured
 MARGIN = 1.05  # tokens expected per time, in those of plain steps
 HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2**64 / golden ratio: Fibonacci hashing
 FEW = 32  # tokens that are indexed one by one
@@ -282,7 +282,9 @@ class Speculator:
         """Whether so many more tokens outweigh the time of a verify step."""
         size = size_class(num_seqs)
         plain, verify = self._seconds.get((size, 1)), self._seconds.get((size, num_rows))
-        cost = verify / plain if plain and verify else PRIOR_COST
+        if plain is None:
+            return False  # the first step of a size is a plain one, to know its time
+        cost = verify / plain if verify else PRIOR_COST
         if num_seqs + expected >= MARGIN * cost * num_seqs:
             return True
         if verify:

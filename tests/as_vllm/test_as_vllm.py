@@ -230,7 +230,7 @@ def test_speculative_config():
     assert options.speculative_config({"speculative_config": older}) == {"method": "ngram", "num_speculative_tokens": 3}
     assert options.speculative_config({}) is None
     for other in ({"method": "eagle3", "model": "a/b"}, {"model": "a/b"}, "ngram"):
-        with pytest.raises(ConfigError, match="speculative_config=.* is not supported; nanovllm allows None, or the"):
+        with pytest.raises(ConfigError, match=r"speculative_config=.* is not supported; nanovllm allows None, or"):
             options.check({"speculative_config": other})
     llm = LLM(str(DEMO_MODEL), speculative_config=given)
     (output,) = llm.generate(["one two three one two three one"], SamplingParams(temperature=0, max_tokens=8))
