@@ -31,6 +31,59 @@ PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and 
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Options of speculation, under vLLM's names: where the last few tokens stood before, what followed is a draft of
+    the tokens to come. A step verifies drafts; outputs are those of the engine without them.
+
+    Args:
+        method: "ngram" looks into the request's own tokens; "suffix" also into other prompts and finished outputs.
+        num_speculative_tokens: longest draft, 1 to 7.
+        prompt_lookup_min: last tokens that must have stood there, default 2; more, after drafts that were wrong.
+        prompt_lookup_max: the latest place where so many did is taken, default 4; else the one with most.
+        suffix_decoding_max_tree_depth: the same with "suffix".
+        suffix_decoding_max_spec_factor: with "suffix", longest draft per equal token.
+        suffix_decoding_max_cached_requests: texts of other requests that are kept; at most 2**18 tokens of them.
+        adaptive: stop where a step costs more than it gains; False verifies every draft.
+    """
+
+    method: str = option(None, choice("ngram", "suffix"))
+    num_speculative_tokens: int = option(7, integer("an integer from 1 to 7", lambda n: 1 <= n <= 7))
+    prompt_lookup_min: int = option(None, at_least(1))
+    prompt_lookup_max: int = option(None, at_least(1))
+    suffix_decoding_max_tree_depth: int = option(24, at_least(1))
+    suffix_decoding_max_spec_factor: float = option(1.0, number("a number > 0", lambda factor: factor > 0))
+    suffix_decoding_max_cached_requests: int = option(10_000, at_least(0))
+    adaptive: bool = option(True, FLAG)
+
+    @classmethod
+    def of(cls, given: Any) -> "SpeculativeConfig":
+        """From the dictionary that a user gives.
+
+        Raises:
+            ConfigError: an option is unknown, missing or out of range.
+        """
+        if isinstance(given, cls):
+            return given
+        rules = rules_of(cls)
+        for name in given:
+            if name not in rules:
+                hint = did_you_mean(str(name), rules)
+                raise ConfigError(f"speculative_config has no option {name!r}.{hint} Options: {', '.join(rules)}.")
+        given = {name: value for name, value in given.items() if value is not None}
+        values = {option.name: option.default for option in fields(cls)} | given
+        shortest, longest = values["prompt_lookup_min"], values["prompt_lookup_max"]
+        values["prompt_lookup_min"] = min(2, longest or 2) if shortest is None else shortest
+        values["prompt_lookup_max"] = max(4, shortest or 4) if longest is None else longest
+        options = cls(**check_all("speculative_config", values, rules, ConfigError))
+        if options.prompt_lookup_min > options.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={options.prompt_lookup_min} must not be larger than "
+                f"prompt_lookup_max={options.prompt_lookup_max}."
+            )
+        return options
+
+
+@dataclass(frozen=True)
 class Config:
     """Options of ``LLM(model, **options)``. None for any of them is the default.
 
@@ -69,6 +122,8 @@ class Config:
         max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
+        speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
+            ``SpeculativeConfig``. None: one token a step.
         quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
             logging is not configured.
 
@@ -104,12 +159,16 @@ class Config:
     logprobs_mode: str = option("raw_logprobs", choice("raw_logprobs", "processed_logprobs"))
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
+    speculative_config: SpeculativeConfig | None = option(
+        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig)))
+    )
     quiet: bool = option(False, FLAG)
     # derived
     model_path: str = field(init=False)
     tokenizer_path: str = field(init=False)
     lora_path: str | None = field(init=False)
     model_config: ModelConfig = field(init=False)
+    speculates: bool = field(init=False)  # with these options, a model of this kind
 
     @classmethod
     def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":
@@ -140,6 +199,8 @@ class Config:
                 f"kv_cache_dtype={self.kv_cache_dtype!r}: flash-attn reads no FP8 KV cache. Use "
                 "attention_backend='auto', or kv_cache_dtype='auto'."
             )
+        if self.speculative_config is not None:
+            vars(self).update(speculative_config=SpeculativeConfig.of(self.speculative_config))
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} is larger than max_num_batched_tokens="
@@ -157,11 +218,15 @@ class Config:
         model_config.check_tensor_parallel(self.tensor_parallel_size)
         if self.quantization == "fp8":
             model_config = model_config.quantized()
+        speculates = (  # states of recurrent layers cannot be taken back; each row of a mixture needs other experts
+            self.speculative_config is not None and model_config.has_lm_head and model_config.delta is None
+            and (model_config.moe is None or not self.speculative_config.adaptive)
+        )  # fmt: skip
         limit = model_config.max_position_embeddings
         max_model_len = self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, limit)
         if max_model_len > limit:
             raise ConfigError(f"max_model_len={max_model_len}: the model has positions for {limit} tokens.")
         vars(self).update(
             model_path=model_path, tokenizer_path=tokenizer_path, lora_path=lora_path,
-            model_config=model_config.for_length(max_model_len), max_model_len=max_model_len,
+            model_config=model_config.for_length(max_model_len), max_model_len=max_model_len, speculates=speculates,
         )  # fmt: skip

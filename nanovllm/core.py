@@ -25,6 +25,9 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 NONE = np.empty(0, np.int32)
+NO_BLOCKS = np.empty((0, 3), np.int32)
+VERIFY_ROWS = (4, 8)  # of a sequence in a verify step: its last token and a draft
+MAX_VERIFIED_SEQS = 16  # in a step: beyond, products are not bound by the weights' bytes any more
 # kind of pooling -> the positions of a prompt of n tokens whose hidden states are added up
 POOLING: dict[str, Callable[[int], tuple[int, int]]] = {
     "": lambda n: (0, 0),
@@ -311,6 +314,7 @@ class PrefillBatch:
     """
 
     is_decode: ClassVar[bool] = False
+    num_rows: ClassVar[int] = 1  # of logits for each sampled request
     req_indices: np.ndarray  # int32 [N] of the sampled ones
     seq_ids: np.ndarray  # int64 [N]
     sampled_from: np.ndarray  # int32 [N], in [0, S)
@@ -369,7 +373,9 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Compute one token of every sequence and sample the next."""
+    """Compute one token of every sequence and sample the next. With drafts, a verify step: of every sequence also
+    compute the draft of its next tokens, and sample the token after each.
+    """
 
     is_decode: ClassVar[bool] = True
     req_indices: np.ndarray  # int32 [B]
@@ -377,10 +383,25 @@ class DecodeBatch:
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
     state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
+    drafts: np.ndarray | None = None  # int32 [B, Q - 1], guesses of the next tokens; -1 behind the last of a sequence
+
+    @property
+    def num_rows(self) -> int:
+        """Q: tokens computed of each sequence, those included that fill up its draft."""
+        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.req_indices)
+        return len(self.req_indices) * self.num_rows
+
+    def num_accepted(self, token_ids: np.ndarray) -> np.ndarray:
+        """How many tokens of each draft are right, [B]. ``token_ids`` int32 [B, Q]: sampled after the last token and
+        after each of the draft; those up to the first that differs are what plain steps would sample."""
+        return np.logical_and.accumulate(token_ids[:, :-1] == self.drafts, axis=1).sum(1)
+
+    def part(self, rows: np.ndarray) -> "DecodeBatch":
+        """The plain batch of some of its sequences, to take in a token of each."""
+        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows], NO_BLOCKS)
 
 
 Batch = PrefillBatch | DecodeBatch

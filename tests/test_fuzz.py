@@ -123,6 +123,10 @@ POOLS = {
     "no prefix cache": {
         "num_kvcache_blocks": 7, "max_num_seqs": 5, "max_num_batched_tokens": 24, "enable_prefix_caching": False,
     },
+    "drafts": {
+        "num_kvcache_blocks": 9, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "speculative_config": {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False},
+    },
     "no limits": {"num_kvcache_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 512},
 }  # fmt: skip
 
@@ -135,7 +139,7 @@ def test_any_mix_through_any_pool(roomy, pool, in_flight):
     with LLM(**{**OPTIONS, **POOLS[pool]}) as llm:
         if in_flight:
             run_ahead(llm)
-        elif pool in ("two", "no limits"):
+        elif pool in ("two", "drafts", "no limits"):
             use_graphs_on_cpu(llm)
         added, finished, outputs = [], {}, {}
         for output in llm.stream(iter(requests)):

@@ -24,9 +24,10 @@ BLOCK = 16
 
 
 def decode_in_two_halves(
-    q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, kv_scale, groups, sinks, softcap
-):
-    assert sinks is None and not softcap
+    q, k_cache, v_cache, req_indices, context_lens, tables, scale, _, pdl, window, kv_scale, groups, sinks, softcap,
+    row_lens,
+):  # fmt: skip
+    assert sinks is row_lens is None and not softcap
     if groups is None:
         return reference.paged_decode_attention(q, k_cache, v_cache, req_indices, context_lens, tables, scale, 0)
     assert groups.sizes.any()

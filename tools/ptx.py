@@ -19,6 +19,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 os.environ |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}  # PTX without places in the source
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -108,7 +109,9 @@ def compile_case(case: str, found: dict[tuple[str, str], str]) -> None:
             module.launch = record
     ops.parallel_compile = compile_here
     with tempfile.TemporaryDirectory() as directory:
-        given = dict(option.split("=") for option in options)
+        given: dict[str, Any] = dict(option.split("=") for option in options)
+        if "speculative_config" in given:  # its method
+            given["speculative_config"] = {"method": given["speculative_config"]}
         config = Config.from_options(write_model(directory, size), {
             "load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True, "quiet": True, **given,
         })  # fmt: skip

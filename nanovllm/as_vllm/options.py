@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.as_vllm.pooling import PoolerConfig
-from nanovllm.config import Config
+from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
 from nanovllm.models.config import read_model_config
 from nanovllm.utils import checkpoint
-from nanovllm.validation import did_you_mean
+from nanovllm.validation import did_you_mean, rules_of
 
 # options of nanovllm, of the same meaning: keyword -> default; None leaves the choice to nanovllm
 PASSED: dict[str, Any] = {
@@ -35,12 +35,12 @@ OWN: dict[str, Any] = {
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
-    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto",
+    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None,
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_cache_memory_bytes kv_transfer_config
-        kv_offloading_size speculative_config speculative_model num_speculative_tokens logits_processor_pattern"""),
+        kv_offloading_size speculative_model num_speculative_tokens logits_processor_pattern"""),
     ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
     ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
@@ -85,6 +85,30 @@ def check(keywords: dict[str, Any]) -> None:
         if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
+    speculative_config(keywords)
+
+
+def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
+    """Speculation by lookup under nanovllm's options; hints that lookup here has no use for are left out. They change
+    no output.
+
+    Raises:
+        ConfigError: another method, which needs a model of its own.
+    """
+    given = keywords.get("speculative_config")
+    if given is None:
+        return None
+    given = given if isinstance(given, dict) else {}
+    method = "ngram" if given.get("model") in ("ngram", "[ngram]") else given.get("method")
+    if method not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"LLM: speculative_config={keywords['speculative_config']!r:.200} is not supported; nanovllm allows "
+            "None, or the method 'ngram' or 'suffix'."
+        )
+    options = {name: given[name] for name in rules_of(SpeculativeConfig) if given.get(name) is not None}
+    if isinstance(length := options.get("num_speculative_tokens"), int):
+        options["num_speculative_tokens"] = min(length, SpeculativeConfig.num_speculative_tokens)
+    return {**options, "method": method}
 
 
 def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +123,8 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["load_format"] = "auto"
     if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):
         given["state_dtype"] = state_dtype
+    if (speculation := speculative_config(keywords)) is not None:
+        given["speculative_config"] = speculation
     block_size, blocks = keywords.get("block_size"), keywords.get("num_gpu_blocks_override")
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size

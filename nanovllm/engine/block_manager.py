@@ -158,8 +158,15 @@ class BlockManager:
     def may_append(self, seq: Sequence, position: int) -> None:
         """Make room for the token at ``position``: a new block if the last one is full."""
         if position >= len(seq.block_table) * self.block_size:
-            self.register(seq, position)
+            self.register(seq, min(position, seq.num_tokens))  # tokens of a draft are not known
             seq.block_table.append(self._pop_block())
+
+    def trim(self, seq: Sequence, num_computed: int) -> None:
+        """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
+        for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
+            block_id = seq.block_table.pop()
+            self.blocks[block_id].ref_count = 0
+            self.free_block_ids.append(block_id)
 
     def register(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first ``num_computed`` tokens into the prefix cache (invariant 2).

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, PrefillBatch, Sequence
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence
 from nanovllm.engine.futures import refuse, resolve
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -36,7 +36,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
 
 if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner, StepHandle
+    from nanovllm.runner.model_runner import ModelRunner, StepHandle, StepResult
 
 T = TypeVar("T")
 WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
@@ -228,12 +228,28 @@ class LLMEngine:
         """Wait for the oldest step in flight, and take in its tokens."""
         batch, handle = self._in_flight.popleft()
         result = handle.wait()
-        finished = self.scheduler.postprocess(batch, result.token_ids)
+        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
+            return self._take_in_drafts(batch, result)
+        self._update(batch, result, self.scheduler.postprocess(batch, result.token_ids))
+        return batch
+
+    def _take_in_drafts(self, batch: DecodeBatch, result: "StepResult") -> Batch:
+        """Take in a verify step as the plain steps it stands for; returns a batch with all their tokens."""
+        rows, columns = self.scheduler.accept(batch, result.token_ids, not self._outputs.sees_tokens)
+        for column in range(columns[-1] + 1 if len(columns) else 0):
+            some = rows[columns == column]
+            part, token_ids = batch.part(some), result.token_ids[some, column]
+            logprobs = None if result.logprobs is None else result.logprobs[some, column]
+            finished = self.scheduler.postprocess(part, token_ids, is_part=True)
+            self._update(part, result._replace(token_ids=token_ids, logprobs=logprobs), finished)
+        return batch.part(rows)
+
+    def _update(self, batch: Batch, result: "StepResult", finished: list[Sequence]) -> None:
+        """The tokens of a step are appended; some sequences are finished by that, others end by what they say."""
         if ended := self._outputs.update(batch, result):
             self.scheduler.finish(ended)
         if finished or ended:
             self._outputs.finish(finished + ended)
-        return batch
 
     def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""

@@ -81,5 +81,6 @@ class Metrics:
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting) + num_not_queued,
             "request_success": dict(self.request_success),
+            **({} if scheduler.speculator is None else scheduler.speculator.metrics()),
             **{name: {"count": self._num_timed, "sum": total} for name, total in self._seconds.items()},
         }

@@ -83,6 +83,11 @@ class OutputProcessor:
         """Whether every sequence that was queued is finished."""
         return not self._requests
 
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether some request wants every token looked at."""
+        return len(self._processors) > 0
+
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Look at what a step computed, where requests ask for it; return the sequences that end by that."""
         ended: list[Sequence] = []

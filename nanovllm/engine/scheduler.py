@@ -9,6 +9,9 @@ budget is computed in chunks); otherwise decode, one token for every running seq
 decoding, so free request slots are filled in batches: see ``_waits_for_slots``. If the KV cache runs out of blocks, the
 latest sequences are preempted: they give up their blocks and are recomputed later.
 
+A step that verifies drafts (speculation.py) gives each sequence one token or more. So nothing is scheduled while one is
+in flight; and where known tokens have a draft that pays, the step in flight is waited for. Other steps run ahead.
+
 Several completions of one prompt are forked: the prompt is computed once, and they share its full blocks.
 
 Of recurrent layers' states ``snapshots.py`` knows which a batch loads and saves; a batch ends before a sequence that
@@ -22,10 +25,19 @@ from math import lcm
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus, StateRows
+from nanovllm.core import (
+    MAX_VERIFIED_SEQS,
+    Batch,
+    DecodeBatch,
+    PrefillBatch,
+    Sequence,
+    SequenceStatus,
+    StateRows,
+)
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.snapshots import RecurrentStates, Snapshots
+from nanovllm.engine.speculation import Speculator
 
 NO_TOKEN = -1  # in place of a sampled id
 NO_TOKEN_REASON = (
@@ -92,6 +104,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
         self.metrics = Metrics()
+        self.speculator = Speculator.of(config)  # None: every step gives a sequence one token
         # [V + 1], ids that stop some sequence, NO_TOKEN is the last; a hit is then checked against the sequence itself
         self._is_stop_token = np.zeros(vocab_size + 1, bool)
         self._is_stop_token[[*self.eos_token_ids, NO_TOKEN]] = True
@@ -112,9 +125,12 @@ class Scheduler:
         self.block_manager = BlockManager(self._num_blocks, block_size, caching, snapshots)
         self.states = None if snapshots is None else RecurrentStates(snapshots, self.block_manager, chunk)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
+        if self.speculator is not None:
+            self.speculator.clear()
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
+        self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
         self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         # computed to their end by a launch in flight, and nothing to sample: without request slot and blocks; by seq_id
@@ -133,10 +149,15 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
         batch: Batch | None
+        if self.speculator is not None and self.speculator.is_verifying:
+            return None  # how long its sequences are depends on its tokens
+        self._waits_for_tokens = False
         if self.waiting and not self._waits_for_slots():
             batch = self._schedule_prefill() or self._schedule_decode()
         else:
-            batch = self._schedule_decode() or self._schedule_prefill()
+            batch = self._schedule_decode()
+            if batch is None and not self._waits_for_tokens:
+                batch = self._schedule_prefill()
         if batch is not None:
             self.num_in_flight += 1
         return batch
@@ -231,12 +252,20 @@ class Scheduler:
             if self.num_in_flight:
                 return None  # it may finish a sequence; and only known tokens can be recomputed
             self.preempt(self.running[-1])
+        drafts = None
+        if self.speculator is not None and len(req_indices) <= MAX_VERIFIED_SEQS:
+            drafts = self._propose(req_indices, lengths)
+            if drafts is not None and self.num_in_flight:
+                self._waits_for_tokens = True
+                return None
         new_blocks = []
         for req_idx, length in zip(growing.tolist(), table.num_scheduled[growing].tolist(), strict=True):
             seq = self._seqs[req_idx]
             assert seq is not None
             self.block_manager.may_append(seq, length - 1)
             new_blocks.append((req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
+        if drafts is not None:
+            new_blocks += self._make_room(req_indices, lengths, drafts)
         state_copies = None
         if self.states is not None:
             state_copies = self.states.roll(seq for i in growing.tolist() if (seq := self._seqs[i]) is not None)
@@ -244,7 +273,63 @@ class Scheduler:
         at_least = -(-len(table.seq_id) // MAX_WAIT_STEPS)  # see _waits_for_slots
         self._missed_tokens += max(at_least, len(table.free_req_indices))
         new = np.array(new_blocks, np.int32).reshape(-1, 3)
-        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new, state_copies)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, new, state_copies, drafts)
+
+    def _propose(self, req_indices: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+        """Drafts of the next step, int32 [B, Q - 1], if it pays to verify them."""
+        assert self.speculator is not None
+        seqs = [seq for i in req_indices.tolist() if (seq := self._seqs[i]) is not None]
+        room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token behind a draft needs none
+        return self.speculator.propose(seqs, room, self.max_num_batched_tokens, self.num_in_flight > 0)
+
+    def _make_room(self, req_indices: np.ndarray, lengths: np.ndarray, drafts: np.ndarray) -> list[tuple]:
+        """Give sequences blocks for their drafts; where there are none left, the drafts are cut, in place."""
+        assert self.speculator is not None
+        self.speculator.is_verifying = True
+        num_drafted, new_blocks = (drafts >= 0).sum(1), []
+        ends = lengths - 1 + num_drafted  # positions of their last tokens
+        for i in np.flatnonzero(ends // self.block_size > (lengths - 1) // self.block_size).tolist():
+            seq = self._seqs[req_indices[i]]
+            assert seq is not None
+            for position in range(int(lengths[i]), int(ends[i]) + 1):
+                if position >= len(seq.block_table) * self.block_size:
+                    if not self.block_manager.num_available:
+                        drafts[i, position - lengths[i] :] = NO_TOKEN
+                        break
+                    self.block_manager.may_append(seq, position)
+                    new_blocks.append((seq.req_idx, len(seq.block_table) - 1, seq.block_table[-1]))
+        return new_blocks
+
+    def accept(self, batch: DecodeBatch, token_ids: np.ndarray, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Take in what a verify step has shown, int32 [B, Q]. Its tokens are those of several plain steps, and where
+        one may end a sequence, or not ``at_once``, the caller postprocesses them like that: a token that stops a
+        sequence makes those behind it surplus.
+
+        Returns:
+            Rows and columns of the tokens that are right, step by step; none if they are appended.
+        """
+        assert self.speculator is not None and batch.drafts is not None
+        table, req_indices, num_accepted = self.table, batch.req_indices, batch.num_accepted(token_ids)
+        self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
+        num_computed, ends = batch.lengths + num_accepted, batch.lengths + (batch.drafts >= 0).sum(1)
+        alive = table.seq_id[req_indices] == batch.seq_ids
+        has_block = (ends - 1) // self.block_size > (num_computed - 1) // self.block_size  # that it needs no more
+        for i in np.flatnonzero(alive & has_block).tolist():
+            seq = self._seqs[req_indices[i]]
+            assert seq is not None
+            self.block_manager.trim(seq, int(num_computed[i]))
+        table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
+        columns, rows = np.nonzero(np.arange(token_ids.shape[1])[:, None] <= num_accepted)
+        tokens = token_ids[rows, columns]
+        may_be_done = self._is_stop_token[tokens].any() or (num_computed + 1 >= table.max_tokens[req_indices]).any()
+        if at_once and alive.all() and not may_be_done:
+            self.num_in_flight -= 1
+            table.tokens[req_indices[rows], batch.lengths[rows] + columns] = tokens
+            table.num_tokens[req_indices] = num_computed + 1
+            self.metrics.generation_tokens += len(tokens)
+            return rows, columns[:0]
+        self.num_in_flight += int(columns[-1])
+        return rows, columns
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks and request slot; it goes to the head of the queue, to be recomputed."""
@@ -256,9 +341,12 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
 
-    def postprocess(self, batch: Batch, token_ids: np.ndarray) -> list[Sequence]:
-        """Append the sampled ids, int32 [len(batch.req_indices)]; return the sequences that are finished now."""
+    def postprocess(self, batch: Batch, token_ids: np.ndarray, is_part: bool = False) -> list[Sequence]:
+        """Append the sampled ids, int32 [len(batch.req_indices)]; return the sequences that are finished now.
+        ``is_part``: of a verify step."""
         self.num_in_flight -= 1
+        if self.speculator is not None and not is_part:
+            self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
         table, req_indices = self.table, batch.req_indices
         alive = table.seq_id[req_indices] == batch.seq_ids
         if not alive.all():  # a sequence stopped after this launch was scheduled: its token is surplus
@@ -344,6 +432,8 @@ class Scheduler:
         if not is_partial:
             # the last token's keys and values may never have been computed
             self.block_manager.register(seq, seq.num_tokens - 1)
+        if self.speculator is not None:
+            self.speculator.leave(seq)
         self.block_manager.deallocate(seq)
         self._seqs[seq.req_idx] = None
         self.table.remove(seq)

@@ -23,7 +23,7 @@ from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 # options of the engine that change speed and memory alone: a job may go on with others
 FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
-        "trust_remote_code")  # fmt: skip
+        "trust_remote_code", "speculative_config")  # fmt: skip
 USED = ("custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those that options name
 SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
 

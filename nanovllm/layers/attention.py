@@ -17,7 +17,8 @@ from nanovllm.layers.weight_loader import CheckpointTensor
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B.
+    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B, or B * Q
+    with ``context.row_lens``.
 
     With a ``window`` a token attends the last ``window`` ones up to itself; 0: all of them. ``sinks`` [H] or None, and
     ``softcap``, 0 for none, as in ``paged_decode_attention``.

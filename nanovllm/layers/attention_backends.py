@@ -32,7 +32,7 @@ class PagedBackend:
         return self.ops.paged_decode_attention(
             q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
             context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups, sinks=sinks, softcap=softcap,
+            groups=None if window else context.prefix_groups, sinks=sinks, softcap=softcap, row_lens=context.row_lens,
         )  # fmt: skip
 
 
@@ -56,9 +56,13 @@ class FlashAttentionBackend:
         )  # fmt: skip
 
     def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
+        req_indices, context_lens = context.req_indices.long(), context.context_lens
+        if context.row_lens is not None:  # each row as a sequence
+            req_indices = req_indices[:, None].expand(-1, len(q) // len(req_indices)).flatten()
+            context_lens = context.row_lens
         out = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context.context_lens,
-            block_table=context.block_tables[context.req_indices.long()], softmax_scale=scale, causal=True,
+            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context_lens,
+            block_table=context.block_tables[req_indices], softmax_scale=scale, causal=True,
             window_size=_window_size(window), softcap=softcap,
         )  # fmt: skip
         return out.squeeze(1)

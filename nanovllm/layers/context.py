@@ -15,7 +15,8 @@ class Context:
     """T packed tokens of S sequences, whose blocks are found in a table of R request slots.
 
     With ``cu_seqlens_q`` a sequence has several query tokens (prefill). Without, S = T and each has one: decode, or a
-    short prefill under a CUDA graph, where every token is a sequence of its own that ends with it.
+    short prefill under a CUDA graph, where every token is a sequence of its own that ends with it. With ``row_lens``
+    a sequence has Q packed rows: its last token, a draft, and dead rows (verify step).
     """
 
     positions: torch.Tensor  # i32[T], for RoPE
@@ -32,6 +33,7 @@ class Context:
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
     chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
+    row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property
     def is_prefill(self) -> bool:

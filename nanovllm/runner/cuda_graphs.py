@@ -9,7 +9,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-DECODE, CASCADE, SAMPLE = "decode", "cascade decode", "sample"  # kinds of graphs of decode steps
+from nanovllm.core import MAX_VERIFIED_SEQS
+
+DECODE, CASCADE, SAMPLE = "decode", "cascade decode", "sample"  # kinds of graphs of decode steps; (kind, rows): verify
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -21,6 +23,12 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def cascade_sizes(decode_sizes: list[int]) -> list[int]:
     """Sizes with shared prefixes: fewer than without, since each is captured when a batch waits for it."""
     return [size for size in decode_sizes[:-1] if size == 32 or size % 64 == 0] + decode_sizes[-1:]
+
+
+def verify_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of verify steps, for either number of rows."""
+    most = min(max_num_seqs, MAX_VERIFIED_SEQS)
+    return [size for size in (1, 2, 4, 8) if size < most] + [most]
 
 
 class CUDAGraphs:

@@ -89,12 +89,20 @@ def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: in
 
 
 def decode_inputs(state: RequestState, size: int, block_size: int, max_context: int, ops: SimpleNamespace,
-                  groups: PrefixGroups | None = None) -> tuple[torch.Tensor, Context]:
-    """The next token of each of the first ``size`` batch positions, gathered from the request state on the device."""
-    req_indices = state.batch_req_indices[:size]
+                  groups: PrefixGroups | None = None, num_rows: int = 1) -> tuple[torch.Tensor, Context]:
+    """The next token of each of the first ``size`` batch positions, gathered from the request state on the device; in a
+    verify step also the drafts', ``num_rows`` tokens of each."""
+    req_indices = rows = state.batch_req_indices[:size]
+    if num_rows > 1:
+        state.spread(size, num_rows)
+        rows = state.rows(size, num_rows)
     input_ids, positions, slot_mapping, context_lens = ops.decode_inputs(
-        req_indices, state.last_token, state.length, state.block_tables, block_size
+        rows, state.last_token, state.length, state.block_tables, block_size
     )
+    row_lens = None
+    if num_rows > 1:
+        row_lens, context_lens = context_lens, context_lens.view(size, num_rows).amax(1)
     return input_ids, Context(
-        positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context, prefix_groups=groups
-    )
+        positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context, prefix_groups=groups,
+        row_lens=row_lens,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
+from nanovllm.core import VERIFY_ROWS, Batch, DecodeBatch, PrefillBatch, StateRows
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.kernels.delta.reference import CHUNK
@@ -23,7 +24,7 @@ from nanovllm.layers.context import Context
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
-from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes
+from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes, verify_sizes
 from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads, with_fitting_launches
 from nanovllm.runner.inputs import decode_inputs, prefill_arrays, prefill_inputs, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
@@ -40,8 +41,8 @@ from nanovllm.sampling.sampler import Sampler
 class StepResult(NamedTuple):
     """What a step computed, on the host."""
 
-    token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch
-    logprobs: np.ndarray | None  # of these, packed as by ``token_logprobs``; None if no request wants them
+    token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch; of a verify step [B, Q]
+    logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
     target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
     pooled: np.ndarray | None  # sums of hidden states, fp32 [P, C], of the batch's ``pooled``
 
@@ -49,10 +50,10 @@ class StepResult(NamedTuple):
 class StepHandle:
     """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
 
-    def __init__(self, batch: Batch, workers: Workers | None, sampled_tokens: torch.Tensor,
+    def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
                  target_logprobs: torch.Tensor | None = None, pooled: torch.Tensor | None = None):
-        self._req_indices = batch.req_indices
+        self._rows = rows  # of sampled_tokens
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
         self._results = logprobs, target_logprobs, pooled
 
@@ -63,10 +64,10 @@ class StepHandle:
         elif self._event is not None:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
-        return StepResult(
-            self._sampled_tokens.numpy()[self._req_indices],
-            *(None if values is None else values.numpy().copy() for values in self._results),
-        )
+        logprobs, *of_prompts = (None if values is None else values.numpy().copy() for values in self._results)
+        if logprobs is not None:
+            logprobs = logprobs.reshape(*self._rows.shape, -1)
+        return StepResult(self._sampled_tokens.numpy()[self._rows], logprobs, *of_prompts)
 
 
 class Computed(NamedTuple):
@@ -137,7 +138,9 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         R, vocab_size = config.max_num_seqs, model.vocab_size
         self.decode_sizes = decode_sizes(R) if model.has_lm_head else []
-        self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns)
+        self.verify_sizes = dict.fromkeys(VERIFY_ROWS, verify_sizes(R)) if config.speculates else {}
+        num_drafted = max((sizes[-1] * (num_rows - 1) for num_rows, sizes in self.verify_sizes.items()), default=0)
+        self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns, num_drafted)
         processed = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(state, tp, config.max_model_len, vocab_size, processed)
         shares_prefixes = self.backend.shares_prefixes and not all(model.windows)
@@ -165,7 +168,8 @@ class ModelRunner:
         batch = self._computed.batch
         self._process = process
         outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
-        self._last_handle = StepHandle(batch, self.workers, self.request_state.sampled_tokens, *outputs)
+        rows = batch.req_indices if not isinstance(batch, DecodeBatch) else self.request_state.rows_on_host(batch)
+        self._last_handle = StepHandle(rows, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
     def call(self, method: str, *args: Any, ranks: bool = True) -> Any:
@@ -196,7 +200,8 @@ class ModelRunner:
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
-            self.shared_prefixes.set_batch(batch, arrays)
+            if batch.drafts is None:
+                self.shared_prefixes.set_batch(batch, arrays)
             arrays |= recurrent.copy_arrays(batch.state_copies)
             if arrays:
                 tensors = to_device(arrays, self.device)
@@ -220,16 +225,20 @@ class ModelRunner:
         (batch, hidden, req_indices, *of_prompts), self._computed = self._computed, None
         if masks is not None:
             self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
-        n, logprobs = len(batch.req_indices), None
+        num_rows = batch.num_rows
+        n, logprobs = len(batch.req_indices) * num_rows, None
         used = self.sampler.used_by(batch.req_indices)
         if self.sampler.processors in used:
-            self.sampler.processors.set_batch(batch.req_indices, self._process)
+            self.sampler.processors.set_batch(batch.req_indices, self._process, num_rows)
         if batch.is_decode and not used and self.graphs is not None:
-            self.graphs.replay(SAMPLE, len(hidden))  # as padded as the forward pass
+            kind = SAMPLE if num_rows == 1 else (SAMPLE, num_rows)
+            self.graphs.replay(kind, len(hidden) // num_rows)  # as padded as the forward pass
         elif n:
             num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
             logits = self.model.compute_logits(hidden[:n])
             _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
+            if num_rows > 1:
+                self.request_state.accept(req_indices[:n], num_rows)
         if self.device.type == "cpu":
             return None, logprobs, *of_prompts
         on_host = [self._to_host(values) for values in (logprobs, *of_prompts)]
@@ -259,13 +268,20 @@ class ModelRunner:
     # ------------------------------------------------------------ the forward pass
 
     def run_decode(self, batch: DecodeBatch) -> Computed:
-        size, groups = batch.num_tokens, self.shared_prefixes.groups
+        size, groups = len(batch.req_indices), self.shared_prefixes.groups
         req_indices = self.request_state.batch_req_indices
+        if batch.drafts is not None:
+            return self._run_verify(batch, size, batch.num_rows)
         if self.graphs is None:
             hidden = self.model(*self.decode_inputs(size, int(batch.lengths.max()), groups is not None))
         else:
             hidden = self.graphs.replay(DECODE if groups is None else CASCADE, size, self._run_cascade)
         return Computed(batch, hidden, req_indices)
+
+    def _run_verify(self, batch: DecodeBatch, size: int, num_rows: int) -> Computed:
+        graphs = self.graphs
+        hidden = self._run_rows(num_rows, size) if graphs is None else graphs.replay((DECODE, num_rows), size)
+        return Computed(batch, hidden, self.request_state.rows(size, num_rows))
 
     def _run_cascade(self, size: int) -> torch.Tensor:  # to where the sampling graph reads
         hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, shares_prefixes=True))
@@ -324,9 +340,10 @@ class ModelRunner:
     def _logits(self, hidden: torch.Tensor) -> Logits:
         return self.sampler.logits(self.model.compute_logits(hidden))
 
-    def decode_inputs(self, size: int, max_context: int, shares_prefixes: bool = False) -> tuple[torch.Tensor, Context]:
+    def decode_inputs(self, size: int, max_context: int, shares_prefixes: bool = False,
+                      num_rows: int = 1) -> tuple[torch.Tensor, Context]:
         groups = self.shared_prefixes.columns if shares_prefixes else None
-        return decode_inputs(self.request_state, size, self.block_size, max_context, self.ops, groups)
+        return decode_inputs(self.request_state, size, self.block_size, max_context, self.ops, groups, num_rows)
 
     # ------------------------------------------------------------ between steps
 
@@ -343,6 +360,19 @@ class ModelRunner:
         num_rows = self.config.max_num_seqs + 1 + self.num_snapshots
         self.states = recurrent.allocate_states(self.model, num_rows, self.dtype, self.state_dtype, self.device)
 
+    def _run_rows(self, num_rows: int, size: int) -> torch.Tensor:
+        return self.model(*self.decode_inputs(size, self.config.max_model_len, num_rows=num_rows))
+
+    def _sample_rows(self, num_rows: int, size: int) -> torch.Tensor:
+        return self.sample_verified(self.graphs.output((DECODE, num_rows), size), num_rows)  # type: ignore[union-attr]
+
+    def sample_verified(self, hidden: torch.Tensor, num_rows: int, used: tuple[Feature, ...] = ()) -> torch.Tensor:
+        """The same in a verify step, for hidden states [n * num_rows, C]; and requests accept what is right."""
+        rows = self.request_state.rows(len(hidden) // num_rows, num_rows)
+        tokens, _ = self.sampler(self.model.compute_logits(hidden), rows, used)
+        self.request_state.accept(rows, num_rows)
+        return tokens
+
     def sample_first(self, hidden: torch.Tensor, used: tuple[Feature, ...] = ()) -> torch.Tensor:
         """Sample hidden states [n, C] for the first n positions of the decode batch; token ids i32[n]."""
         logits = self.model.compute_logits(hidden)
@@ -358,6 +388,9 @@ class ModelRunner:
         model, inputs, max_context = self.model, self.prefill_inputs, self.config.max_model_len
         graphs.capture(DECODE, self.decode_sizes, lambda size: model(*self.decode_inputs(size, max_context)))
         graphs.capture(SAMPLE, self.decode_sizes, lambda size: self.sample_first(graphs.output(DECODE, size)))
+        for num_rows, sizes in self.verify_sizes.items():
+            for kind, run in ((DECODE, self._run_rows), (SAMPLE, self._sample_rows)):
+                graphs.capture((kind, num_rows), sizes, partial(run, num_rows))
         graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
         graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
         graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them

@@ -90,6 +90,11 @@ def compile_kernels(runner: ModelRunner) -> None:
             runner.sample_first(hidden, used)
     for size in cascade_sizes(runner.decode_sizes) if runner.shared_prefixes.enabled else ():
         model(*runner.decode_inputs(size, config.max_model_len, shares_prefixes=True))
+    for num_rows, sizes in runner.verify_sizes.items():
+        for size in sizes:
+            hidden = model(*runner.decode_inputs(size, config.max_model_len, num_rows=num_rows))
+            for used in ((), runner.sampler.compiled_at_start):
+                runner.sample_verified(hidden, num_rows, used)
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
@@ -135,9 +140,11 @@ def warmup_model(runner: ModelRunner) -> int:
     if not runner.use_graphs:
         return prefill_peak
     # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-    num_graphs = 3 * len(runner.decode_sizes) + len(sizes.short) + len(sizes.padded)
+    num_verify = 2 * sum(map(len, runner.verify_sizes.values()))
+    num_graphs = 3 * len(runner.decode_sizes) + num_verify + len(sizes.short) + len(sizes.padded)
     graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
-    logits_bytes = num_seqs * config.model_config.vocab_size // runner.tp.size * 8
+    num_rows = max([num_seqs, *(num_rows * sizes[-1] for num_rows, sizes in runner.verify_sizes.items())])
+    logits_bytes = num_rows * config.model_config.vocab_size // runner.tp.size * 8
     return prefill_peak + graph_peak + logits_bytes
 
 

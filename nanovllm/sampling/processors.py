@@ -26,22 +26,24 @@ class Processors(Feature):
 
     def __init__(self, max_num_seqs: int):
         self._has_processors = np.zeros(max_num_seqs, bool)
-        self._rows = np.empty(0, np.int64)  # of the batch that is sampled next
+        self._places = self._rows = np.empty(0, np.int64)  # in the batch that is sampled next, and in its logits
         self._process: Process | None = None
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         self._has_processors[new.req_indices] = new.has_processors
         return new.has_processors
 
-    def set_batch(self, req_indices: np.ndarray, process: Process | None) -> None:
-        """Host: the request slots that are sampled next. ``process``: of the engine; None on other ranks."""
-        self._rows, self._process = np.flatnonzero(self._has_processors[req_indices]), process
+    def set_batch(self, req_indices: np.ndarray, process: Process | None, num_rows: int = 1) -> None:
+        """Host: the request slots that are sampled next, each from the first of ``num_rows`` rows of logits.
+        ``process``: of the engine; None on other ranks."""
+        self._places, self._process = np.flatnonzero(self._has_processors[req_indices]), process
+        self._rows = self._places * num_rows
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         whole = logits.gather()
         values, rows = whole.values.float(), torch.from_numpy(self._rows).to(whole.values.device)
         processed = values[rows]
         if self._process is not None:
-            self._process(self._rows, processed)
+            self._process(self._places, processed)
         values[rows] = logits.tp.all_gather(processed)[0]
         return whole._replace(values=values)

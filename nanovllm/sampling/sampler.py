@@ -52,7 +52,7 @@ class Sampler:
             if feature.has_kernels:
                 feature.ops = beside(type(feature).__module__)
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
-        self._no_thresholds = torch.full((R,), -torch.inf, dtype=torch.float32, device=device)
+        self._no_thresholds = torch.full((len(state.length),), -torch.inf, dtype=torch.float32, device=device)
 
     def __call__(self, values: torch.Tensor, req_indices: torch.Tensor, used: tuple[Feature, ...] = (),
                  num_top: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:

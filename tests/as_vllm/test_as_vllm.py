@@ -219,3 +219,20 @@ def test_sleep_gives_the_devices_memory_back(level):
         del between
     finally:
         llm.shutdown()
+
+
+def test_speculative_config():
+    """Lookup is passed on, with vLLM's hints left out; methods with a model of their own are refused by name."""
+    given = {"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 5, "disable_by_batch_size": 8}
+    options_of = options.to_nanovllm({"model": str(DEMO_MODEL), "speculative_config": given})
+    assert options_of["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5}
+    older = {"model": "[ngram]", "num_speculative_tokens": 3}
+    assert options.speculative_config({"speculative_config": older}) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert options.speculative_config({}) is None
+    for other in ({"method": "eagle3", "model": "a/b"}, {"model": "a/b"}, "ngram"):
+        with pytest.raises(ConfigError, match=r"speculative_config=.* is not supported; nanovllm allows None, or"):
+            options.check({"speculative_config": other})
+    llm = LLM(str(DEMO_MODEL), speculative_config=given)
+    (output,) = llm.generate(["one two three one two three one"], SamplingParams(temperature=0, max_tokens=8))
+    llm.shutdown()
+    assert 0 < len(output.outputs[0].token_ids) <= 8

@@ -113,7 +113,8 @@ class FakeDevice:
         self.block_size, cpu = config.kvcache_block_size, torch.device("cpu")
         max_blocks = -(-config.max_model_len // self.block_size)
         self.sizes = PrefillSizes((4,), ((6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
-        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns)
+        num_drafted = 7 * config.max_num_seqs * config.speculates
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns, num_drafted)
         self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
         self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
@@ -140,16 +141,19 @@ class FakeDevice:
         self.batch = batch = pickle.loads(pickle.dumps(batch))  # as it reaches another rank
         if isinstance(batch, PrefillBatch):
             self.look_at(batch)
-        self.computed = batch, *(self._prefill if isinstance(batch, PrefillBatch) else self._decode)(batch)
+        compute = self._prefill if isinstance(batch, PrefillBatch) else self._decode
+        self.computed = batch, *(compute if batch.num_rows == 1 else self._verify)(batch)
 
     def sample(self, masks, process):
         assert masks is process is None
         self.may_fail()
         (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
-        assert len(tokens) == len(batch.req_indices) and req_indices.tolist() == batch.req_indices.tolist()
-        self.last_token[req_indices] = tokens
-        self.sampled_tokens[req_indices] = tokens
-        self.length[req_indices] += 1
+        rows = self.request_state.rows_on_host(batch) if batch.is_decode else batch.req_indices
+        assert req_indices.tolist() == rows.ravel().tolist() and len(tokens) == rows.size
+        live = req_indices[self.length[req_indices] > 0]
+        assert len(live) == len(rows) + (0 if batch.num_rows == 1 else (batch.drafts >= 0).sum())
+        self.last_token[req_indices] = self.sampled_tokens[req_indices] = tokens  # those of dead rows are undefined
+        self.length[live] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
         used = self.sampler.used_by(batch.req_indices)
         assert (self.sampler.logprobs in used) == any(params.logprobs is not None for params in wanted)
@@ -160,7 +164,9 @@ class FakeDevice:
         logprobs = None
         if self.sampler.logprobs in used:
             logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
-        return StepHandle(batch, None, self.request_state.sampled_tokens, None, logprobs, target_logprobs)
+        if batch.num_rows > 1:
+            self.request_state.accept(torch.from_numpy(req_indices), batch.num_rows)
+        return StepHandle(rows, None, self.request_state.sampled_tokens, None, logprobs, target_logprobs)
 
     def may_fail(self):
         self.num_calls += 1
@@ -416,6 +422,50 @@ class FakeDevice:
             for request, req_idx, n, shared in contexts
         ]
         return np.array(tokens, np.int32), req_indices, None
+
+    def _verify(self, batch):
+        """A decode step with drafts, which may be wrong: their slots then hold hashes of histories that never were."""
+        arrays, state, size, Q = {}, self.request_state, len(batch.req_indices), batch.num_rows
+        assert self.states is None
+        state.set_batch(batch, arrays)
+        self.take(arrays)
+        padded = min(size + 1, self.config.max_num_seqs)  # as for a graph
+        state.spread(padded, Q)
+        rows = state.rows(padded, Q)
+        inputs = decode_inputs(rows, state.last_token, state.length, state.block_tables, self.block_size)
+        input_ids, positions, slots, context_lens = (x.numpy().reshape(padded, Q) for x in inputs)
+        assert (slots[size:] == -1).all() and (context_lens[size:] == 0).all()
+        rows, tokens, requests = rows.numpy().reshape(padded, Q), [], [self.requests[i] for i in batch.seq_ids.tolist()]
+        hashes = []
+        for i, (request, length) in enumerate(zip(requests, batch.lengths.tolist(), strict=True)):
+            draft = batch.drafts[i][batch.drafts[i] >= 0].tolist()
+            n, num_dead = 1 + len(draft), Q - 1 - len(draft)
+            assert (batch.drafts[i, len(draft) :] == -1).all()
+            assert length + len(draft) < request.limit
+            assert context_lens[i].tolist() == [*range(length, length + n)] + [0] * num_dead
+            assert positions[i, :n].tolist() == [*range(length - 1, length + n - 1)]
+            assert input_ids[i, :n].tolist() == [request.known[length - 1], *draft]
+            assert slots[i].tolist() == [*self._slots(rows[i, 0], length - 1, length + n - 1), *[-1] * num_dead]
+            assert self.length[rows[i]].tolist() == context_lens[i].tolist()
+            hashes.append([request.states[length - 1].item()])
+            for token in draft:
+                hashes[-1].append(chain(hashes[-1][-1], token))
+            self.kv[slots[i, :n]] = hashes[-1]
+            num_blocks = -(-(length + n - 1) // self.block_size) - -(-length // self.block_size)
+            self.seen |= {"draft"} | {"draft in another block"} if num_blocks else {"draft"}
+        for i, (request, length) in enumerate(zip(requests, batch.lengths.tolist(), strict=True)):
+            sampled = []
+            for j, history in enumerate(hashes[i]):
+                self._attend(request, rows[i, 0], length)  # and behind it what the rows before have stored
+                np.testing.assert_array_equal(self.kv[slots[i, : j + 1]], hashes[i][: j + 1])
+                sampled.append(self._sample(rows[i, j], length + j, history))
+            tokens += sampled + [0] * (Q - len(sampled))
+        tokens = np.array(tokens, np.int32)
+        num_accepted = batch.num_accepted(tokens.reshape(size, Q))
+        is_drafted = batch.drafts[:, 0] >= 0
+        self.seen |= {f"{n} accepted" for n in set(num_accepted[is_drafted].tolist())}
+        self.seen |= set() if is_drafted.all() else {"one row beside drafts"}
+        return tokens, rows[:size].ravel(), None
 
     def _step_states(self, batch, requests, req_indices):
         lengths = batch.lengths.tolist()

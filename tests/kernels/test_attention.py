@@ -138,6 +138,24 @@ def check_prefill(
     return cache, args, expected
 
 
+def check_verify(contexts, num_rows, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, **scores):
+    """Of ``num_rows`` rows of each sequence the last are dead: none of the first, two of the second, and so on."""
+    cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
+    lens = torch.zeros(len(contexts), num_rows, dtype=torch.int32)
+    for i, context in enumerate(contexts):
+        num_live = min(max(num_rows - 2 * i, 1), context)
+        lens[i, :num_live] = torch.arange(context - num_live + 1, context + 1)
+    q = cache.queries(lens.numel(), num_heads, num_kv_heads)
+    args, options = cache.decode_args(q), scores_options(num_heads, dtype, **{"sinks": False, "softcap": 0.0, **scores})
+    options |= {"row_lens": lens.flatten().to(DEVICE), "window": window}
+    expected = oracle(reference.paged_decode_attention, *args, **options)
+    if window:
+        cache.poison_blocks_before([max(context - window - num_rows + 1, 0) for context in contexts])
+    for _ in range(2):
+        check(cache, decode.paged_decode_attention(*args, **options), expected)
+    return cache, q, lens, expected
+
+
 # ----------------------------------------------------------------------------------------------- plain twins
 
 
@@ -266,6 +284,43 @@ def test_decode_splits_that_hold_parts_of_several_windows(monkeypatch):
     config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=3)
     monkeypatch.setattr(decode, "decode_config", lambda *_: config)
     check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32, window=40)
+
+
+@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (3, 4), (4, 8), (7, 4), (8, 4), (16, 8)])
+def test_verify_grouped_heads(group, num_rows):
+    check_verify([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, torch.float32)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_verify_head_sizes_and_types(head_size, dtype):
+    check_verify([33, 50, 9], 8, 4, 1, head_size, 16, dtype)
+
+
+@pytest.mark.parametrize("block_size, contexts", [(16, [200, 3, 90]), (256, [300, 0, 17])])
+def test_verify_many_splits(many_splits, block_size, contexts):
+    check_verify(contexts, 4, 6, 2, 32, block_size, torch.float32)
+
+
+@pytest.mark.parametrize("block_size, window", [(16, 1), (64, 7), (16, 33), (48, 64), (16, 500)])
+def test_verify_with_a_window(block_size, window):
+    check_verify([100, 9, 65, 131], 4, 4, 2, 32, block_size, torch.float32, window)
+
+
+@pytest.mark.parametrize("window, softcap", [(0, 0.0), (21, 2.0)])
+def test_verify_with_sinks_and_a_soft_cap(many_splits, window, softcap):
+    check_verify([70, 3, 150], 4, 6, 2, 32, 16, torch.float32, window, sinks=True, softcap=softcap)
+
+
+@pytest.mark.parametrize("window", [0, 21])
+def test_rows_of_a_verify_step_are_decode_steps(window):
+    """Each attends what it would attend by itself, also in the plain twin."""
+    cache, q, lens, expected = check_verify([40, 33, 70], 4, 6, 3, 32, 16, torch.float32, window)
+    for row in range(4):
+        cache.context_lens = lens[:, row].to(DEVICE)
+        alone = reference.paged_decode_attention(*cache.decode_args(q[row::4]), window=window)
+        check(cache, expected[row::4], alone)
+    assert not expected[lens.flatten() == 0].any()
 
 
 @pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])

@@ -4,6 +4,7 @@ The kernels have tests of their own; these show that the layers hand them the ri
 """
 
 import os
+from dataclasses import replace
 
 import families
 import fp8_checkpoints
@@ -11,6 +12,7 @@ import mxfp4_checkpoints
 import pytest
 import torch
 from helpers import generate, greedy, interpret_fp8_exactly
+from test_speculation import know
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -39,6 +41,21 @@ def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, 
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
+def test_verify_steps(params, make_checkpoint, make_llm, monkeypatch):
+    """Rows of drafts go through every kernel of a decode step and of sampling."""
+    model = make_checkpoint(num_hidden_layers=1)
+    params = [replace(each, max_tokens=9) for each in params]
+    outputs = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    llm = make_llm(model=model, speculative_config={"method": "ngram", "adaptive": False}, **OPTIONS)
+    know(llm, outputs, length=3)
+    assert generate(llm, PROMPTS, params) == [output["token_ids"] for output in outputs]
+    assert llm.metrics()["spec_decode_num_accepted_tokens"] > 5
 
 
 def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):

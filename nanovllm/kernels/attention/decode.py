@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton: one query token per sequence.
+"""Paged decode attention in Triton: one query token per sequence, or a few in a verify step.
 
 Owns the work partition and its scratch memory. Knows neither block owners nor how keys and values were stored; those of
 the new tokens are in the cache already. Reads no slot at or beyond a context. Legend: paging.py.
@@ -20,6 +20,9 @@ A sequence within one split is written to `out` at once. Otherwise each of its s
 sequence are consecutive, so slots never collide and the partials of one sequence lie side by side.
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
+
+In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. The heads of all of them are
+columns of the same products, so keys and values are read once.
 
 Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its
 columns, because tensor cores pad rows to 16 and columns to 8 only.
@@ -70,6 +73,15 @@ def first_tile(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 def num_attended_tiles(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of a sequence; one for an empty context too, whose zeros must be written."""
     return tl.maximum(tl.cdiv(context, BLOCK_N) - first_tile(context, shared, WINDOW, BLOCK_N), 1)
+
+
+@triton.jit
+def column_heads(kv_head, offs, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
+    """Query heads of columns. In a verify step these are row by row, and GQA_GROUP counts them all."""
+    if NUM_ROWS > 1:
+        return kv_head * (GQA_GROUP // NUM_ROWS) + offs % (GQA_GROUP // NUM_ROWS)
+    else:
+        return kv_head * GQA_GROUP + offs
 
 
 @triton.jit
@@ -127,14 +139,19 @@ def _decode_kernel(
     prefix_acc_ptr, prefix_stats_ptr,  # f32[B, H, D], f32[B, H, 2] after the shared prefixes, or None
     kv_scale_ptr,  # f32[2, K], None unless the cache is FP8
     sinks_ptr,  # [H], None without attention sinks
+    row_lens_ptr,  # i32[B * NUM_ROWS], None unless a sequence has several rows
     num_seqs, scale_log2e, cap_scale,  # None without a soft cap
     stride_q_seq, stride_q_head, stride_block, stride_table, stride_out_seq, stride_out_head,
     STRIDE_SLOT: tl.constexpr, STRIDE_KV_HEAD: tl.constexpr,
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, USE_PDL: tl.constexpr,
+    V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    # With NUM_ROWS GQA_GROUP counts the heads of all rows, and stride_q_seq and stride_out_seq step over all rows. The
+    # window of the first row begins before that of the last.
+    REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
+    ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
     # V_PAIRS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
     # PREFETCH: the first tile is requested before the wait. L2 is coherent: the newest token may be there too early.
     kv_head = tl.program_id(0)
@@ -145,7 +162,7 @@ def _decode_kernel(
     offs_b = tl.arange(0, BLOCK_B)
     lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
     shared_lens = load_shared(shared_lens_ptr, offs_b, offs_b < num_seqs)
-    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, shared_lens, WINDOW, BLOCK_N), 0)
+    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, shared_lens, REACH, BLOCK_N), 0)
     tile_ends = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
     split_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
@@ -160,7 +177,7 @@ def _decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     group_mask = (offs_h < GQA_GROUP)[None, :] & (offs_d < HEAD_SIZE)[:, None]
-    head_offs = (kv_head * GQA_GROUP + offs_h)[None, :]
+    head_offs = column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS)[None, :]
     k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
@@ -171,7 +188,7 @@ def _decode_kernel(
             scale_log2e *= tl.load(kv_scale_ptr + kv_head // KV_HEAD_PROGRAMS)
         v_scale = tl.load(kv_scale_ptr + (num_kv_heads + kv_head) // KV_HEAD_PROGRAMS)
     if sinks_ptr is not None:
-        sinks = load_sinks(sinks_ptr, kv_head * GQA_GROUP + offs_h, offs_h < GQA_GROUP)
+        sinks = load_sinks(sinks_ptr, column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS), offs_h < GQA_GROUP)
 
     # Only the first and last sequence of a split can be cut. Their bounds, for the merge, are computed here,
     # before the wait, to overlap the previous kernel.
@@ -186,7 +203,7 @@ def _decode_kernel(
     context = tl.load(context_lens_ptr + seq)
     req_idx = tl.load(req_indices_ptr + seq)
     shared = load_shared(shared_lens_ptr, seq, seq < num_seqs)
-    first = (begin - first_seq_begin + first_tile(context, shared, WINDOW, BLOCK_N)) * BLOCK_N
+    first = (begin - first_seq_begin + first_tile(context, shared, REACH, BLOCK_N)) * BLOCK_N
     block_ids = load_block_ids(tables_ptr + req_idx.to(tl.int64) * stride_table, first, context, BLOCK_SIZE, BLOCK_N)
 
     if PREFETCH:
@@ -216,13 +233,15 @@ def _decode_kernel(
         # [BLOCK_D, BLOCK_H]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
         # so that the load is pipelined like those of keys and values.
         q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
+        if NUM_ROWS > 1:
+            q_ptrs += (offs_h // ROW_HEADS * (stride_q_seq // NUM_ROWS))[None, :]
         q = tl.load(q_ptrs + offs_d[:, None], mask=group_mask, other=0.0)
         # Keys [BLOCK_N, BLOCK_D] and values [BLOCK_D, BLOCK_N], zero where not attended: 0 * NaN of a stale slot would
         # be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
         attended = first + offs_n < context
         if WINDOW > 0:
-            attended &= first + offs_n >= context - WINDOW
+            attended &= first + offs_n >= context - REACH
         k_mask = attended[:, None] & (offs_d < HEAD_SIZE)[None, :]
         k = tl.load(k_head_ptr + offs[:, None] + offs_d[None, :], mask=k_mask, other=0.0)
         if V_PAIRS:
@@ -242,7 +261,13 @@ def _decode_kernel(
                 v = widen(v, dtype)
         scores = tl.dot(k, q, input_precision=PRECISION)
         scores = soft_cap(scores, cap_scale) * scale_log2e
-        scores = tl.where(attended[:, None], scores, -float("inf"))
+        if NUM_ROWS > 1:
+            row_len_ptrs = row_lens_ptr + seq * NUM_ROWS + offs_h // ROW_HEADS
+            row_lens = tl.load(row_len_ptrs, mask=offs_h < GQA_GROUP, other=0)
+            behind = (first + offs_n)[:, None] - row_lens[None, :]  # < 0: attended
+            scores = tl.where((behind < 0) & (behind >= -WINDOW) if WINDOW > 0 else behind < 0, scores, -float("inf"))
+        else:
+            scores = tl.where(attended[:, None], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 0))
         p = tl.exp2(scores - new_max[None, :])
         correction = tl.exp2(row_max - new_max)
@@ -260,12 +285,14 @@ def _decode_kernel(
                 acc = tl.reshape(tl.permute(tl.join(acc, acc_odd), (0, 2, 1)), [BLOCK_D, BLOCK_H])
             if kv_scale_ptr is not None:
                 acc *= v_scale
-            begun = tile - (first // BLOCK_N - first_tile(context, shared, WINDOW, BLOCK_N)) >= begin
+            begun = tile - (first // BLOCK_N - first_tile(context, shared, REACH, BLOCK_N)) >= begin
             if begun & ended:
                 if sinks_ptr is not None:
                     row_sum += sink_weights(sinks, row_max)
                 result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[None, :]
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
+                if NUM_ROWS > 1:
+                    out_ptrs += (offs_h // ROW_HEADS * (stride_out_seq // NUM_ROWS))[None, :]
                 tl.store(out_ptrs + offs_d[:, None], result.to(out_ptr.dtype.element_ty), mask=group_mask)
             else:
                 partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_h
@@ -296,8 +323,8 @@ def _decode_kernel(
         if shared_lens_ptr is not None:
             shared = tl.where(ended, load_shared(shared_lens_ptr, seq, fetch), shared)
         if WINDOW > 0 or shared_lens_ptr is not None:
-            first = tl.where(ended, first_tile(context, shared, WINDOW, BLOCK_N) * BLOCK_N, first)
-        seq_end += tl.where(ended, num_attended_tiles(context, shared, WINDOW, BLOCK_N), 0)
+            first = tl.where(ended, first_tile(context, shared, REACH, BLOCK_N) * BLOCK_N, first)
+        seq_end += tl.where(ended, num_attended_tiles(context, shared, REACH, BLOCK_N), 0)
         table_ptr = tables_ptr + req_idx.to(tl.int64) * stride_table
         block_ids = load_block_ids(table_ptr, first, context, BLOCK_SIZE, BLOCK_N)
 
@@ -314,18 +341,18 @@ def _decode_kernel(
             if arrived == last_split - first_split:
                 _merge_partials(
                     partial_acc_ptr, partial_stats_ptr,
-                    out_ptr + seq * stride_out_seq + kv_head * GQA_GROUP * stride_out_head,
-                    first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_head, sinks_ptr,
-                    GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P,
+                    out_ptr + seq * stride_out_seq + kv_head * ROW_HEADS * stride_out_head,
+                    first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_seq, stride_out_head,
+                    sinks_ptr, GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P, NUM_ROWS,
                 )  # fmt: skip
                 tl.store(counter_ptr, 0)  # for the next launch or graph replay
 
 
 @triton.jit
 def _merge_partials(
-    partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_head,
-    sinks_ptr, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_seq,
+    stride_out_head, sinks_ptr, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials in scratch slots first_slot .. end_slot - 1 and write the group's heads of one sequence."""
     offs_p = tl.arange(0, BLOCK_P)
@@ -335,7 +362,7 @@ def _merge_partials(
     total_max = tl.full([BLOCK_G], LOWEST, tl.float32)
     total_sum = tl.zeros([BLOCK_G], tl.float32)
     if sinks_ptr is not None:
-        total_max = load_sinks(sinks_ptr, kv_head * GQA_GROUP + offs_g, offs_g < GQA_GROUP)
+        total_max = load_sinks(sinks_ptr, column_heads(kv_head, offs_g, GQA_GROUP, NUM_ROWS), offs_g < GQA_GROUP)
         total_sum += 1.0
     for slot in range(first_slot, end_slot, BLOCK_P):
         slots = slot + offs_p
@@ -356,9 +383,16 @@ def _merge_partials(
         acc = acc * correction[:, None] + tl.sum(partial_acc * weight[:, :, None], 0)
         total_max = new_max
     result = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
-    out_ptrs = out_seq_ptr + offs_g[:, None] * stride_out_head + offs_d[None, :]
+    out_offs = offs_g[:, None] * stride_out_head
+    if NUM_ROWS > 1:
+        ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
+        out_offs = (offs_g // ROW_HEADS * (stride_out_seq // NUM_ROWS) + offs_g % ROW_HEADS * stride_out_head)[:, None]
+    out_ptrs = out_seq_ptr + out_offs + offs_d[None, :]
     result = result.to(out_seq_ptr.dtype.element_ty)
     tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
+
+
+MAX_ACCUMULATED = 4096  # fp32 elements of a program's accumulator in a verify step: 64 registers of each thread
 
 
 class DecodeConfig(NamedTuple):
@@ -372,7 +406,8 @@ class DecodeConfig(NamedTuple):
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
 
 
-def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int) -> DecodeConfig:
+def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
+                  num_rows: int = 1) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
     head_bytes = triton.next_power_of_2(head_size) * itemsize  # of a token's keys of a KV head
@@ -390,12 +425,17 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         config = DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4)
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
+    if num_rows > 1:
+        num_programs = -(-num_rows * gqa_group * triton.next_power_of_2(head_size) // MAX_ACCUMULATED)
+        wanted = min(gqa_group, max(config.kv_head_programs, num_programs))
+        programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
+        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs)
     return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
 
 
 def paged_decode_attention(
     q, k_cache, v_cache, req_indices, context_lens, block_tables, scale, max_context, pdl=False, window=0,
-    kv_scale=None, groups=None, sinks=None, softcap=0.0,
+    kv_scale=None, groups=None, sinks=None, softcap=0.0, row_lens=None,
 ):  # fmt: skip
     """See reference.paged_decode_attention. Reads nothing on the host: fit for CUDA graphs.
 
@@ -405,22 +445,23 @@ def paged_decode_attention(
     The other sequences of the batch shift the split boundaries, which changes only fp32 rounding. Launches share the
     counters: one stream at a time per device.
     """
-    num_seqs = q.shape[0]
+    num_seqs = len(context_lens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
 
-    config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size())
-    num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs
+    num_rows = len(q) // num_seqs
+    config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size(), num_rows)
+    num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs * num_rows
     shared_lens = prefix_acc = prefix_stats = None
     if groups is not None:
-        assert window == 0 and SHARED_TOKENS % config.block_n == 0
+        assert window == 0 and num_rows == 1 and SHARED_TOKENS % config.block_n == 0
         shared_lens = groups.shared_lens
         prefix_acc, prefix_stats = prefix_attention(
             q, k_cache, v_cache, block_tables, scale, groups, pdl, kv_scale, softcap
         )
-    max_attended = min(max_context, window + config.block_n) if window else max_context
+    max_attended = min(max_context, window + num_rows - 1 + config.block_n) if window else max_context
     max_tiles = num_seqs * max(1, triton.cdiv(max_attended, config.block_n))
     num_splits = config.programs_per_sm * num_sms(q.device) // num_kv_heads
     num_splits = max(1, min(num_splits, max_tiles))
@@ -435,9 +476,10 @@ def paged_decode_attention(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
         zero_counters(num_seqs * num_kv_heads, q.device), shared_lens, prefix_acc, prefix_stats,
-        kv_scale if is_fp8 else None, sinks,
+        kv_scale if is_fp8 else None, sinks, row_lens,
         num_seqs, *score_scales(scale, softcap),
-        q.stride(0), q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0), out.stride(1),
+        q.stride(0) * num_rows, q.stride(1), k_cache.stride(0), block_tables.stride(0), out.stride(0) * num_rows,
+        out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
@@ -446,7 +488,7 @@ def paged_decode_attention(
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
-        PREFETCH=num_seqs <= 8 and has_inline_asm(q.device),
+        PREFETCH=num_seqs <= 8 and has_inline_asm(q.device), NUM_ROWS=num_rows,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

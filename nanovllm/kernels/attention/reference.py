@@ -56,8 +56,9 @@ def paged_decode_attention(
     groups: PrefixGroups | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    row_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence over its context, [B, H, D].
+    """Attention of one query token per sequence over its context, [B, H, D]; of Q with ``row_lens``, [B * Q, H, D].
 
     Args:
         q: [B, H, D], last dimension contiguous.
@@ -73,8 +74,18 @@ def paged_decode_attention(
         groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
         sinks: [H], a score of each query head that joins the sum of the softmax, and nothing else.
         softcap: scores are softcap * tanh(score / softcap); 0: as they are.
+        row_lens: i32[B * Q], contexts of the rows of each sequence, which grow by one; ``context_lens`` has that of the
+            last. Dead rows behind it have 0, and get zeros. Without groups.
     """
     out = torch.zeros_like(q)
+    if row_lens is not None:  # a prefill of the live rows
+        is_live = row_lens > 0
+        num_live = is_live.view(len(context_lens), -1).sum(1)
+        out[is_live] = paged_prefill_attention(
+            q[is_live], k_cache, v_cache, F.pad(num_live.cumsum(0), (1, 0)), req_indices, context_lens, block_tables,
+            scale, len(q) // len(context_lens), window, kv_scale, sinks, softcap,
+        )  # fmt: skip
+        return out
     # The heads of a group become query tokens of one KV head: enable_gqa would copy K and V for each head.
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
