@@ -24,8 +24,9 @@ The grid is one wave: loads run ahead of arithmetic across all of a program's ti
 In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. The heads of all of them are
 columns of the same products, so keys and values are read once.
 
-Both products are transposed: tokens, then channels, are the rows of a dot, and the query heads of a KV head its
-columns, because tensor cores pad rows to 16 and columns to 8 only.
+Tensor cores pad the rows of a product to 16, its columns to 8. So the query heads of a KV head are columns, tokens and
+channels rows, where arithmetic costs time: with an FP8 cache, and where a sequence has several rows. In 16 bits, bound
+by bytes alone, heads are rows, whose softmax needs no change of layout between the products.
 """
 
 from typing import NamedTuple
@@ -94,23 +95,46 @@ def load_shared(shared_lens_ptr, seq, mask):
 
 
 @triton.jit
+def of_heads(x, COLUMNS: tl.constexpr):
+    """A vector of query heads, as it meets products and queries. In rows, also one of the tokens of values."""
+    return x[None, :] if COLUMNS else x[:, None]
+
+
+@triton.jit
+def of_others(x, COLUMNS: tl.constexpr):
+    """A vector of tokens or channels, as it meets products of query heads."""
+    return x[:, None] if COLUMNS else x[None, :]
+
+
+@triton.jit
+def add_values(p, v, acc, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(v, p, acc, input_precision=PRECISION) if COLUMNS else tl.dot(p, v, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def zeros(HEADS: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([OTHERS, HEADS] if COLUMNS else [HEADS, OTHERS], tl.float32)
+
+
+@triton.jit
 def start_from_prefix(
     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_fetched, is_shared, head_offs, num_heads,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The softmax state of ``seq`` after its shared prefix; the given, empty one where nothing is shared."""
     # Fetched before is_shared is known, or two latencies would add up; undefined where nothing is shared.
     offs_d = tl.arange(0, BLOCK_D)
-    states = seq * num_heads + head_offs  # [1, BLOCK_H]
-    mask = (tl.arange(0, BLOCK_H) < tl.where(is_fetched, GQA_GROUP, 0))[None, :]
-    acc_ptrs = prefix_acc_ptr + states * HEAD_SIZE + offs_d[:, None]
-    prefix_acc = tl.load(acc_ptrs, mask=mask & (offs_d < HEAD_SIZE)[:, None], other=0.0)
+    states = seq * num_heads + head_offs
+    mask = of_heads(tl.arange(0, BLOCK_H) < tl.where(is_fetched, GQA_GROUP, 0), COLUMNS)
+    acc_ptrs = prefix_acc_ptr + states * HEAD_SIZE + of_others(offs_d, COLUMNS)
+    prefix_acc = tl.load(acc_ptrs, mask=mask & of_others(offs_d < HEAD_SIZE, COLUMNS), other=0.0)
     prefix_max = tl.load(prefix_stats_ptr + states * 2, mask=mask, other=LOWEST)
     prefix_sum = tl.load(prefix_stats_ptr + states * 2 + 1, mask=mask, other=0.0)
     acc = tl.where(is_shared, prefix_acc, 0.0)
     row_max = tl.where(is_shared, tl.reshape(prefix_max, [BLOCK_H]), row_max)
-    sums = tl.where(is_shared, tl.where((tl.arange(0, BLOCK_N) == 0)[:, None], prefix_sum, 0.0), sums)
+    is_first = of_others(tl.arange(0, BLOCK_N) == 0, COLUMNS)
+    sums = tl.where(is_shared, tl.where(is_first, prefix_sum, 0.0), sums)
     return acc, row_max, sums
 
 
@@ -146,13 +170,14 @@ def _decode_kernel(
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    V_PAIRS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+    V_PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     # With NUM_ROWS GQA_GROUP counts the heads of all rows, and stride_q_seq and stride_out_seq step over all rows. The
     # window of the first row begins before that of the last.
     REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
     ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
-    # V_PAIRS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
+    # COLUMNS: query heads are the columns of the products, else the rows.
+    # V_PAIRS, only with COLUMNS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
     # PREFETCH: the first tile is requested before the wait. L2 is coherent: the newest token may be there too early.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -176,8 +201,8 @@ def _decode_kernel(
     offs_h = tl.arange(0, BLOCK_H)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    group_mask = (offs_h < GQA_GROUP)[None, :] & (offs_d < HEAD_SIZE)[:, None]
-    head_offs = column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS)[None, :]
+    group_mask = of_heads(offs_h < GQA_GROUP, COLUMNS) & of_others(offs_d < HEAD_SIZE, COLUMNS)
+    head_offs = of_heads(column_heads(kv_head, offs_h, GQA_GROUP, NUM_ROWS), COLUMNS)
     k_head_ptr = k_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head // KV_HEAD_PROGRAMS * STRIDE_KV_HEAD
 
@@ -214,30 +239,30 @@ def _decode_kernel(
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
 
-    acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
+    acc = zeros(BLOCK_H, BLOCK_D // 2 if V_PAIRS else BLOCK_D, COLUMNS)
     if V_PAIRS:
-        acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
+        acc_odd = zeros(BLOCK_H, BLOCK_D // 2, COLUMNS)
     row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
     # Reduced over tokens at a sequence's end only: a cross-thread sum per tile costs time.
-    sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
+    sums = zeros(BLOCK_H, BLOCK_N, COLUMNS)
     if shared_lens_ptr is not None:
         is_start = begin == first_seq_begin  # else another split starts from the prefix
         acc, row_max, sums = start_from_prefix(
             row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq, is_start, is_start & (shared > 0), head_offs,
-            num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D,
+            num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D, COLUMNS,
         )  # fmt: skip
         if V_PAIRS:
             acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
-        # [BLOCK_D, BLOCK_H]: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
+        # [BLOCK_D, BLOCK_H] or the reverse: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
         # so that the load is pipelined like those of keys and values.
         q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
         if NUM_ROWS > 1:
-            q_ptrs += (offs_h // ROW_HEADS * (stride_q_seq // NUM_ROWS))[None, :]
-        q = tl.load(q_ptrs + offs_d[:, None], mask=group_mask, other=0.0)
-        # Keys [BLOCK_N, BLOCK_D] and values [BLOCK_D, BLOCK_N], zero where not attended: 0 * NaN of a stale slot would
-        # be NaN.
+            q_ptrs += of_heads(offs_h // ROW_HEADS * (stride_q_seq // NUM_ROWS), COLUMNS)
+        q = tl.load(q_ptrs + of_others(offs_d, COLUMNS), mask=group_mask, other=0.0)
+        # [BLOCK_N, BLOCK_D] each, values with COLUMNS [BLOCK_D, BLOCK_N]; zero where not attended: 0 * NaN of a stale
+        # slot would be NaN.
         offs = slot_offsets(block_ids, first, stride_block, STRIDE_SLOT, BLOCK_SIZE, BLOCK_N)
         attended = first + offs_n < context
         if WINDOW > 0:
@@ -250,8 +275,8 @@ def _decode_kernel(
             pair_mask = attended[None, :] & (offs_pair < HEAD_SIZE // 2)[:, None]
             v_pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
         else:
-            v_mask = attended[None, :] & (offs_d < HEAD_SIZE)[:, None]
-            v = tl.load(v_head_ptr + offs[None, :] + offs_d[:, None], mask=v_mask, other=0.0)
+            v_mask = of_heads(attended, COLUMNS) & of_others(offs_d < HEAD_SIZE, COLUMNS)
+            v = tl.load(v_head_ptr + of_heads(offs, COLUMNS) + of_others(offs_d, COLUMNS), mask=v_mask, other=0.0)
         if kv_scale_ptr is not None:
             dtype: tl.constexpr = q_ptr.dtype.element_ty
             q, k = widen(q, dtype), widen(k, dtype)
@@ -259,28 +284,28 @@ def _decode_kernel(
                 v, v_odd = widen_pairs(v_pairs)
             else:
                 v = widen(v, dtype)
-        scores = tl.dot(k, q, input_precision=PRECISION)
+        scores = tl.dot(k, q, input_precision=PRECISION) if COLUMNS else tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = soft_cap(scores, cap_scale) * scale_log2e
         if NUM_ROWS > 1:
             row_len_ptrs = row_lens_ptr + seq * NUM_ROWS + offs_h // ROW_HEADS
             row_lens = tl.load(row_len_ptrs, mask=offs_h < GQA_GROUP, other=0)
-            behind = (first + offs_n)[:, None] - row_lens[None, :]  # < 0: attended
+            behind = of_others(first + offs_n, COLUMNS) - of_heads(row_lens, COLUMNS)  # < 0: attended
             scores = tl.where((behind < 0) & (behind >= -WINDOW) if WINDOW > 0 else behind < 0, scores, -float("inf"))
         else:
-            scores = tl.where(attended[:, None], scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        p = tl.exp2(scores - new_max[None, :])
+            scores = tl.where(of_others(attended, COLUMNS), scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 0 if COLUMNS else 1))
+        p = tl.exp2(scores - of_heads(new_max, COLUMNS))
         correction = tl.exp2(row_max - new_max)
-        sums = sums * correction[None, :] + p
+        sums = sums * of_heads(correction, COLUMNS) + p
         p = p.to(v.dtype)
-        acc = tl.dot(v, p, acc * correction[None, :], input_precision=PRECISION)
+        acc = add_values(p, v, acc * of_heads(correction, COLUMNS), COLUMNS, PRECISION)
         if V_PAIRS:
-            acc_odd = tl.dot(v_odd, p, acc_odd * correction[None, :])
+            acc_odd = add_values(p, v_odd, acc_odd * of_heads(correction, COLUMNS), COLUMNS, PRECISION)
         row_max = new_max
 
         ended = tile + 1 == seq_end
         if ended | (tile + 1 == end):
-            row_sum = tl.sum(sums, 0)
+            row_sum = tl.sum(sums, 0 if COLUMNS else 1)
             if V_PAIRS:
                 acc = tl.reshape(tl.permute(tl.join(acc, acc_odd), (0, 2, 1)), [BLOCK_D, BLOCK_H])
             if kv_scale_ptr is not None:
@@ -289,27 +314,29 @@ def _decode_kernel(
             if begun & ended:
                 if sinks_ptr is not None:
                     row_sum += sink_weights(sinks, row_max)
-                result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[None, :]
+                result = acc / of_heads(tl.where(row_sum > 0.0, row_sum, 1.0), COLUMNS)
                 out_ptrs = out_ptr + seq * stride_out_seq + head_offs * stride_out_head
                 if NUM_ROWS > 1:
-                    out_ptrs += (offs_h // ROW_HEADS * (stride_out_seq // NUM_ROWS))[None, :]
-                tl.store(out_ptrs + offs_d[:, None], result.to(out_ptr.dtype.element_ty), mask=group_mask)
+                    out_ptrs += of_heads(offs_h // ROW_HEADS * (stride_out_seq // NUM_ROWS), COLUMNS)
+                out_ptrs += of_others(offs_d, COLUMNS)
+                tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=group_mask)
             else:
                 partial = ((split + seq) * num_kv_heads + kv_head) * GQA_GROUP + offs_h
-                tl.store(partial_acc_ptr + partial[None, :] * HEAD_SIZE + offs_d[:, None], acc, mask=group_mask)
+                partial_ptrs = partial_acc_ptr + of_heads(partial, COLUMNS) * HEAD_SIZE + of_others(offs_d, COLUMNS)
+                tl.store(partial_ptrs, acc, mask=group_mask)
                 tl.store(partial_stats_ptr + partial * 2, row_max, mask=offs_h < GQA_GROUP)
                 tl.store(partial_stats_ptr + partial * 2 + 1, row_sum, mask=offs_h < GQA_GROUP)
-            acc = tl.zeros([BLOCK_D // 2 if V_PAIRS else BLOCK_D, BLOCK_H], tl.float32)
+            acc = zeros(BLOCK_H, BLOCK_D // 2 if V_PAIRS else BLOCK_D, COLUMNS)
             if V_PAIRS:
-                acc_odd = tl.zeros([BLOCK_D // 2, BLOCK_H], tl.float32)
+                acc_odd = zeros(BLOCK_H, BLOCK_D // 2, COLUMNS)
             row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
-            sums = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
+            sums = zeros(BLOCK_H, BLOCK_N, COLUMNS)
             if shared_lens_ptr is not None:
                 is_next = ended & (seq + 1 < num_seqs)
                 is_shared = load_shared(shared_lens_ptr, seq + 1, is_next) > 0
                 acc, row_max, sums = start_from_prefix(
                     row_max, sums, prefix_acc_ptr, prefix_stats_ptr, seq + 1, is_next, is_shared, head_offs,
-                    num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D,
+                    num_kv_heads * GQA_GROUP, GQA_GROUP, HEAD_SIZE, BLOCK_H, BLOCK_N, BLOCK_D, COLUMNS,
                 )  # fmt: skip
                 if V_PAIRS:
                     acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
@@ -404,33 +431,41 @@ class DecodeConfig(NamedTuple):
     programs_per_sm: int  # all resident at once
     kv_head_programs: int = 1  # that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
+    columns: bool = True  # query heads are columns of the products, else rows
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
                   num_rows: int = 1) -> DecodeConfig:
     """Chosen by batch size and heads alone: contexts change between replays of a graph."""
     num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
-    head_bytes = triton.next_power_of_2(head_size) * itemsize  # of a token's keys of a KV head
+    block_d = triton.next_power_of_2(head_size)
+    head_bytes = block_d * itemsize  # of a token's keys of a KV head
+    has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
+    # Without barriers for the maximum of a row; fewer registers for the merge.
+    one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    elif head_bytes <= 128 and (itemsize > 1 or num_pairs <= 128):  # one warp: no barriers for the maximum of a row
-        config = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4)
+    elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else num_seqs <= 16):
+        config = one_warp
     elif head_bytes <= 128:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
-    elif head_bytes == 256 and num_pairs <= 1024:
+    elif head_bytes == 256 and num_pairs <= 128:
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, merged=8192)
-    elif head_bytes == 256:
-        config = DecodeConfig(64, num_warps=2, num_stages=2, programs_per_sm=4)
+    elif head_bytes == 256 and block_d == 128 and has_large_partials:
+        config = one_warp
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
     if num_rows > 1:
-        num_programs = -(-num_rows * gqa_group * triton.next_power_of_2(head_size) // MAX_ACCUMULATED)
+        num_programs = -(-num_rows * gqa_group * block_d // MAX_ACCUMULATED)
         wanted = min(gqa_group, max(config.kv_head_programs, num_programs))
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs)
-    return config._replace(block_n=max(16, config.block_n * 256 // max(256, head_bytes)))  # wider heads: as many bytes
+    return config._replace(
+        block_n=max(16, config.block_n * 256 // max(256, head_bytes)),  # wider heads: as many bytes
+        columns=itemsize == 1 or num_rows > 1,
+    )
 
 
 def paged_decode_attention(
@@ -484,7 +519,7 @@ def paged_decode_attention(
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
-        BLOCK_H=max(8, block_g), BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
+        COLUMNS=config.columns, BLOCK_H=max(8 if config.columns else 16, block_g), BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
