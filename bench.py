@@ -2,6 +2,7 @@
 
     python bench.py                                        # a GPU: headline at the 0.6b shape; else: the demo model
     python bench.py --size 8b --workload all --repeats 3   # random weights in the published shape, no download
+    python bench.py --workload published --size llama-3.1-8b --quantization fp8 --kv-cache-dtype fp8
     python bench.py --engine nanovllm transformers vllm    # compared in one run, each in a process of its own
     python bench.py --profile trace.json                   # timeline for ui.perfetto.dev, and where the time goes
 
@@ -26,15 +27,17 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.engines import ENGINES, TEMPERATURE, Engine, Options, versions
-from benchmarks.workloads import QWEN3, SIZES, WORKLOADS, Workload, write_model
+from benchmarks.workloads import PUBLISHED_MAX_NUM_SEQS, PUBLISHED_ROWS, QWEN3, SIZES, WORKLOADS, Workload, write_model
 
+GROUPS = {"published": list(PUBLISHED_ROWS), "all": [name for name in WORKLOADS if name not in PUBLISHED_ROWS]}
 CPU_SCALE = 4  # without a GPU the workloads shrink: a quarter of the requests, of a quarter of the length
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time engines on fixed workloads.")
     add = parser.add_argument
-    add("--workload", nargs="+", default=["headline"], choices=[*WORKLOADS, "all"], help="default: headline")
+    add("--workload", nargs="+", default=["headline"], choices=[*WORKLOADS, *GROUPS], metavar="NAME",
+        help=f"default: headline; {', '.join([*WORKLOADS, *GROUPS])}")  # fmt: skip
     add("--model", help="directory or hub id, with its own weights")
     add("--size", choices=list(SIZES), help="random weights, published shape (default on a GPU: 0.6b, of Qwen3)")
     add("--engine", nargs="+", default=["nanovllm"], choices=list(ENGINES), help="default: nanovllm")
@@ -66,8 +69,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--repeats must be at least 1, --scale between 1 and 64")
     if args.profile and not Path(args.profile).absolute().parent.is_dir():
         parser.error(f"--profile: there is no directory {Path(args.profile).parent}")  # known before the runs
-    if "all" in args.workload:
-        args.workload = list(WORKLOADS)
+    args.workload = list(dict.fromkeys(name for named in args.workload for name in GROUPS.get(named, [named])))
+    if args.max_num_seqs is None and not PUBLISHED_ROWS.keys().isdisjoint(args.workload):
+        args.max_num_seqs = PUBLISHED_MAX_NUM_SEQS
     return args
 
 
@@ -205,12 +209,12 @@ def run_apart(name: str, args: argparse.Namespace, model: str | None) -> dict[st
 
 def print_table(report: dict[str, Any]) -> None:
     print(f"\n{report['device']} · {report['model']} · scale 1/{report['scale']}")
-    print(f"{'engine':14}{'workload':14}{'requests':>9}{'in':>9}{'out':>9}{'seconds':>10}{'tok/s':>11}  counted")
+    print(f"{'engine':14}{'workload':20}{'requests':>9}{'in':>11}{'out':>11}{'seconds':>10}{'tok/s':>11}  counted")
     for engine in report["engines"]:
         for w in engine["workloads"]:
             print(
-                f"{engine['engine']:14}{w['workload']:14}{w['requests']:>9,}{w['prompt_tokens']:>9,}"
-                f"{w['output_tokens']:>9,}{w['seconds']:>10.2f}{w['tokens_per_s']:>11,.0f}  {w['counted']}"
+                f"{engine['engine']:14}{w['workload']:20}{w['requests']:>9,}{w['prompt_tokens']:>11,}"
+                f"{w['output_tokens']:>11,}{w['seconds']:>10.2f}{w['tokens_per_s']:>11,.0f}  {w['counted']}"
             )
             if len(w["repeats_tokens_per_s"]) > 1:
                 print(f"{'':14}  median of " + ", ".join(f"{rate:,.0f}" for rate in w["repeats_tokens_per_s"]))
@@ -221,7 +225,7 @@ def print_table(report: dict[str, Any]) -> None:
         )
         for w in engine["workloads"]:
             for figure, value in w.get("profile", {}).items():
-                print(f"  {w['workload']:14}{figure:28}{value}")
+                print(f"  {w['workload']:20}{figure:28}{value}")
     print(" · ".join(f"{package} {version}" for package, version in report["versions"].items() if version), "\n")
 
 

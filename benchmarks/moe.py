@@ -1,9 +1,10 @@
-"""Microseconds of the experts' products by tokens, in 16 bits and in FP8, against the time their bytes take.
+"""Microseconds of the experts' products by tokens, in 16 bits, FP8 and MXFP4, against the time their bytes take.
 
 Times are medians of CUDA graph replays over the experts of several layers, so that the L2 cache does not hold them.
 
     python benchmarks/moe.py [--shape 30b-a3b] [--bandwidth 4.3e12]
     python benchmarks/moe.py --sweep    # tilings of the FP8 kernels, the fastest first
+    python benchmarks/moe.py --shape gpt-oss-20b --precision MXFP4 [--sweep --tokens 1 256]
 """
 
 import argparse
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernels import microseconds
 from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.launch import parallel_compile
 from nanovllm.kernels.linear.reference import Weight
 from nanovllm.kernels.moe import dispatch, gemv
 from nanovllm.kernels.moe.grouped_gemm import GroupedConfig, grouped_config, grouped_gemm
@@ -25,15 +27,19 @@ from nanovllm.kernels.moe.reference import Routing
 
 SHAPES = {  # hidden size, experts, intermediate size of an expert, experts of a token
     "30b-a3b": (2048, 128, 768, 8), "qwen3.6-35b-a3b": (2048, 256, 512, 8), "glm-4.5-air": (4096, 128, 1408, 8),
+    "gpt-oss-20b": (2880, 32, 2880, 4), "gpt-oss-120b": (2880, 128, 2880, 4),
 }  # fmt: skip
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
 SWEPT_TOKENS = [8, 32, 128, 256, 1024, 8192]
-GROUPS = {"16 bits": None, "FP8": 0, "FP8 blocks": 128}  # channels of a scale; 0: all
+GROUPS = {"16 bits": None, "FP8": 0, "FP8 blocks": 128, "MXFP4": 32}  # channels of a scale; 0: all
 LAYERS = 6
 
 
 def make_weight(num_experts, num_features, num_channels, group):
     shape = num_experts, num_features, num_channels
+    if group == 32:  # as published the numbers would be about 0.02 in size
+        data = torch.randint(0, 256, (*shape[:2], num_channels // 2), dtype=torch.uint8, device="cuda")
+        return Weight(data, torch.full((num_experts, num_channels // 32, num_features), 120, dtype=torch.uint8).cuda())
     data = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(std=num_channels**-0.5)
     if group is None:
         return Weight(data)
@@ -57,7 +63,8 @@ class Products:
         self.num_chosen = sum(ids.unique().numel() for ids, _ in self.routes) / len(layers)
 
     def config(self, gated, tokens):
-        return grouped_config(self.num_rows, self.num_experts, gated, tokens.scale is not None)
+        is_mxfp4 = self.layers[0][0].is_mxfp4
+        return grouped_config(self.num_rows, self.num_experts, gated, tokens.scale is not None, is_mxfp4)
 
     def gate_up(self, config=None):
         for (weight, _), (ids, _), (rows, counts) in zip(self.layers, self.routes, self.groups, strict=True):
@@ -80,14 +87,49 @@ class Products:
             grouped_gemm(config or self.config(False, h), h, weight, rows, counts, parts, self.top_k, weights=shares)
 
 
-def time_all(shape, layers, precision, bandwidth):
-    for num_tokens in TOKENS:
+def time_all(shape, layers, precision, bandwidth, tokens):
+    for num_tokens in tokens:
         products = Products(shape, layers, num_tokens)
         for name, i in (("gate_up", 0), ("down", 1)):
             time = microseconds(getattr(products, name)) / LAYERS
-            weight = layers[0][i].data
-            limit = products.num_chosen * weight[0].numel() * weight.element_size() / bandwidth * 1e6
+            weight = layers[0][i]
+            num_bytes = weight.data[0].nbytes + (weight.scale[0].nbytes if weight.is_mxfp4 else 0)
+            limit = products.num_chosen * num_bytes / bandwidth * 1e6
             print(f"{precision:12}{name:10}{num_tokens:>8}{time:>10.1f}{limit:>10.1f}", flush=True)
+
+
+def sweep_mxfp4(shape, layers, tokens):
+    """Rows by themselves, by the output features and channels of a program's step; grouped rows, by tiles."""
+    for num_tokens in tokens:
+        products = Products(shape, layers, num_tokens)
+        products.gate_up()
+        mean = products.num_rows / products.num_experts
+        sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
+        for name, gated in (("gate_up", 2), ("down", 1)):
+            run = getattr(products, name)
+            if num_tokens <= dispatch.MAX_TOKENS_GEMV:
+                choices = list(itertools.product((1, 2, 4, 8), (1024, 2048, 4096)))
+            else:
+                choices = [
+                    GroupedConfig(m, n, k, w, s)
+                    for m, n, k, w, s in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (2, 3, 4))
+                    if (2 * m + n * gated / 2) * k * s + 2 * n * k * gated < 220 << 10 and m * n * gated <= 128 * 64 * w
+                ]
+
+            def attempt(choice, run=run):
+                if isinstance(choice, GroupedConfig):
+                    run(choice)
+                else:
+                    gemv.MXFP4_UNITS = gemv.MXFP4_CHANNELS = choice[0]
+                    gemv.MXFP4_BLOCKS = choice[1], choice[1]
+                    run()
+
+            with parallel_compile(torch.device("cuda", torch.cuda.current_device())):
+                for choice in choices:
+                    attempt(choice)
+            found = sorted((microseconds(partial(attempt, choice)) / LAYERS, choice) for choice in choices)
+            for time, choice in found[:4]:
+                print(f"{num_tokens} tokens, {name}: {time:.1f} {tuple(choice)}", flush=True)
 
 
 def sweep(shape, layers):
@@ -121,6 +163,7 @@ def main():
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
     parser.add_argument("--precision", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--sweep", action="store_true", help="tilings of the last --precision")
+    parser.add_argument("--tokens", nargs="+", type=int, help="numbers of tokens (of a sweep, with MXFP4 only)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it needs a CUDA device")
@@ -129,14 +172,19 @@ def main():
     print(f"{options.shape} on {torch.cuda.get_device_name()}\n{'µs':22}{'tokens':>8}{'measured':>10}{'limit':>10}")
     for precision in options.precision[-1:] if options.sweep else options.precision:
         group = GROUPS[precision]
+        if group and (hidden % group or units % group):
+            print(f"{precision}: {hidden} channels and {units} units are no multiples of {group}")
+            continue
         layers = [
             (make_weight(experts, 2 * units, hidden, group), make_weight(experts, hidden, units, group))
             for _ in range(LAYERS)
         ]
-        if options.sweep:
+        if options.sweep and precision == "MXFP4":
+            sweep_mxfp4(shape, layers, options.tokens or [1, 4, *SWEPT_TOKENS])
+        elif options.sweep:
             sweep(shape, layers)
         else:
-            time_all(shape, layers, precision, options.bandwidth)
+            time_all(shape, layers, precision, options.bandwidth, options.tokens or TOKENS)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -99,6 +101,18 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
     ),
 }  # fmt: skip
+for _size, _layers, _experts in (("20b", 24, 32), ("120b", 36, 128)):
+    OTHERS[f"gpt-oss-{_size}"] = _shape(
+        "GptOssForCausalLM", 2880, 2880, _layers, 64, 8, 64, 201_088, 131_072, model_type="gpt_oss",
+        eos_token_id=200_002, pad_token_id=199_999, attention_bias=True, num_local_experts=_experts,
+        num_experts_per_tok=4, sliding_window=128, swiglu_limit=7.0, rope_theta=150_000,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                      "original_max_position_embeddings": 4096},
+        layer_types=["sliding_attention", "full_attention"] * (_layers // 2),
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ]},
+    )  # fmt: skip
 OTHERS["qwen3-30b-a3b-fp8"] = OTHERS["qwen3-30b-a3b"] | {  # the published FP8 weights
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]},
@@ -221,12 +235,31 @@ def embedmixed(scale: int = 1) -> Workload:
     return Workload("embedmixed", prompts, [0] * len(prompts), True, embeds=True)
 
 
+def published(prompt_tokens: int, output_tokens: int, scale: int = 1) -> Workload:
+    """A row of ``PUBLISHED``. The last requests run beside empty slots, so fewer requests give a lower rate."""
+    rng = Random(prompt_tokens + output_tokens)
+    num, length = PUBLISHED[prompt_tokens, output_tokens] // scale, max(1, prompt_tokens // scale)
+    prompts = [[rng.randint(0, 10_000) for _ in range(length)] for _ in range(num)]
+    name = f"published-{prompt_tokens}-{output_tokens}"
+    return Workload(name, prompts, [max(1, output_tokens // scale)] * num, False)
+
+
 def as_embedding(workload: Workload, name: str) -> Workload:
     return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
 
 
 GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
-WORKLOADS = {make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)}
+# The table that TensorRT-LLM publishes of offline runs (performance overview: Llama-3.1-8B with FP8 weights and KV
+# cache, one H200, 1,500 to 30,000 requests): tokens in and out -> requests, so many as it completes in two minutes.
+PUBLISHED = {(128, 128): 6000, (128, 2048): 1500, (500, 2000): 1200, (1000, 1000): 2000, (2048, 2048): 700}
+# Of these runs; see "How many sequences at once" in docs/guide.md.
+PUBLISHED_MAX_NUM_SEQS = 1024
+PUBLISHED_ROWS = {f"published-{i}-{o}": partial(published, i, o) for i, o in PUBLISHED}
+
+WORKLOADS: dict[str, Callable[[int], Workload]] = {
+    **{make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)},
+    **PUBLISHED_ROWS,
+}
 
 
 def write_model(directory: str | Path, size: str) -> str:

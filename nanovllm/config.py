@@ -89,7 +89,8 @@ class Config:
 
     Args:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
-        max_num_batched_tokens: limit on tokens in one launch; longer prompts are prefilled in chunks.
+        max_num_batched_tokens: limit on tokens in one launch; longer prompts are prefilled in chunks. A CPU takes
+            1,024 at most, or max_num_seqs if that is more.
         max_num_seqs: limit on sequences that run at once; fewer, if the states of recurrent layers have no room.
         max_model_len: limit on prompt and completion tokens together; None is 4096, or the model's positions if fewer.
         gpu_memory_utilization: fraction of the device's memory to fill, the memory of other processes included.

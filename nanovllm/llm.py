@@ -170,7 +170,8 @@ class LLM(LLMEngine):
 
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
               use_tqdm: bool | Callable = False) -> list[Score]:
-        """Log-probabilities of given tokens, each after those before it, in one prefill.
+        """Log-probabilities of given tokens, each after those before it, in one prefill. Where the model's logits are
+        NaN, they are NaN, and ``error`` says so.
 
         Args:
             token_id_lists: at least two ids each, at most ``max_model_len + 1``.
@@ -193,7 +194,8 @@ class LLM(LLMEngine):
         """The embedding of one prompt or many: ``output.embedding``, an array, or ``output.outputs.embedding``, a list.
 
         It is made of the hidden state of the last token, or as sentence-transformers' files in the checkpoint say.
-        Texts are tokenized while the device works on those before.
+        Texts are tokenized while the device works on those before. Where the hidden states are NaN, ``outputs`` is None
+        and ``error`` says so; from ``classify`` and ``rerank``, too.
 
         Args:
             prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
@@ -221,6 +223,7 @@ class LLM(LLMEngine):
 
         Raises:
             RequestError: the model has no classification head; or as from ``embed``.
+            EngineError: the weights of the head are NaN.
         """
         if not self.config.model_config.num_labels:
             raise RequestError(
@@ -246,6 +249,7 @@ class LLM(LLMEngine):
 
         Raises:
             RequestError: the model has several labels, or no head at all; or as from ``embed``.
+            EngineError: the weights of the head are NaN.
         """
         documents = as_list("documents must be a list of strings", documents)
         head = self._head(self.config.model_config.label_tokens or tokens)
@@ -273,6 +277,8 @@ class LLM(LLMEngine):
         with Guard(self):
             self._require_ready()
             weight = self.model_runner.call("head", token_ids)
+        if not np.isfinite(weight).all():
+            raise EngineError("the weights of this model's head hold NaN, or overflow in this dtype.")
         return Head(weight, config.activation) if token_ids is None else Head(weight[1:] - weight[:1], "sigmoid")
 
     def _pool(self, prompts: list[Prompt], kind: str, use_tqdm: bool | Callable,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nanovllm.errors import EngineError
+
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -60,7 +62,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
-            or a logits processor failed while it was decoded, or every logit was NaN); None while unfinished.
+            or a logits processor failed while it was decoded, or its logits were NaN); None while unfinished.
         stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
             token.
     """
@@ -89,10 +91,12 @@ class Score:
     Attributes:
         logprobs: natural logarithm of the probability of each.
         is_argmax: whether it is the most probable one at its place.
+        error: why there are none, and all are NaN: the model's logits are.
     """
 
     logprobs: list[float]
     is_argmax: list[bool]
+    error: str | None = None
 
     @property
     def total(self) -> float:
@@ -138,11 +142,12 @@ class PoolingRequestOutput:
 
     Attributes:
         request_id: unique in its engine, as text.
-        outputs: what was asked for.
+        outputs: what was asked for; None if there is an error.
         prompt_token_ids: the prompt's token ids.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prompt: its text; None if only token ids were given.
         index: the place of the prompt in its call.
+        error: why there is no result: the model's hidden states are NaN.
         embedding: of ``embed``: an array fp32 [dimensions]; ``outputs.embedding`` is the same as a list.
     """
 
@@ -153,9 +158,12 @@ class PoolingRequestOutput:
     finished: bool = True
     prompt: str | None = None
     index: int = 0
+    error: str | None = None
 
     @property
     def embedding(self) -> Any:
+        if self.error is not None:
+            raise EngineError(f"prompt {self.index}: {self.error}")
         return self.outputs.values
 
 

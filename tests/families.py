@@ -106,6 +106,10 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so tha
     }),
     "hy3": ("HYV3", {**HEAD, **MOE, "moe_intermediate_size": 48, "num_shared_experts": 2,
                      "router_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    "gpt-oss": ("GptOss", {
+        **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 12, "swiglu_limit": 0.7,
+        "rope_parameters": {**YARN, "truncate": False},
+    }),
     "ernie4.5-moe": ("Ernie4_5_Moe", {
         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1, "moe_layer_end_index": 2,

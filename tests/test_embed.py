@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import families
@@ -13,7 +14,8 @@ from helpers import generate, greedy, record_calls, run_ahead, use_graphs_on_cpu
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
+from nanovllm.as_vllm import pooling
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -109,6 +111,32 @@ def test_every_way_of_computing(kind, way, qwen3, make_llm):
         if turn and way in ("plain", "chunked"):
             assert outputs[3].num_cached_tokens == (128 if kind == "last" else 0)
     check(llm.embed(PROMPTS[3]), model, PROMPTS[3:4], kind)  # one prompt, alone
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 2}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_of_nan_are_an_error(kind, options, qwen3, make_llm, caplog):
+    """They were an embedding of NaN, without a word. The other prompts go on."""
+    model, paths = qwen3
+    llm = run_ahead(make_llm(model=paths[kind], num_kvcache_blocks=64, **options))
+    bad = 7
+    good = [[i for i in prompt if i != bad] for prompt in PROMPTS]
+    prompts = [*good, [*good[3], bad], [bad, *good[3]], [bad]]
+    with torch.inference_mode():
+        llm.model_runner.model.model.embed_tokens.weight[bad] = torch.nan
+    fails = [kind != "cls", True, True]
+    for _ in range(2):
+        outputs = llm.embed(prompts)
+        check(outputs[: len(good)], model, good, kind)
+        assert [output.error is not None for output in outputs] == [False] * len(good) + fails
+        for output in outputs:
+            if output.error is not None:
+                assert output.outputs is None and "hidden states of the prompt are NaN" in output.error
+                with pytest.raises(EngineError, match=f"^prompt {output.index}: hidden states"):
+                    output.embedding  # noqa: B018
+        check_nothing_is_left(llm)
+    assert "hidden states of the prompt are NaN" in caplog.text
+    assert llm.metrics()["request_success"]["error"] == 2 * sum(fails)
 
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
@@ -294,6 +322,23 @@ def test_rerank(form, ranks, reranker):
         assert [output.outputs.score for output in each] == pytest.approx(scores, abs=TOLERANCE)
         (plain,) = llm.rerank(QUERY, ["5"], instruction="X", tokens=("0", "1"))
         assert "<Instruct>: X\n<Query>: what is 2 + 3?\n<Document>: 5<|im_end|>" in plain.prompt
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_rerank_with_weights_of_nan(form, reranker):
+    with LLM(str(reranker[2][form]), device="cpu", dtype="float32", quiet=True) as llm:
+        weights = llm.model_runner.model
+        with torch.inference_mode():
+            weights.model.norm.weight[3] = torch.nan
+        outputs = llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
+        assert all(output.outputs is None and "are NaN" in output.error for output in outputs)
+        for method in (pooling.embed, pooling.score, partial(pooling.encode, task="embed")):
+            with pytest.raises(EngineError, match=r"^prompt 0: hidden states of the prompt are NaN"):
+                method(llm, QUERY, DOCUMENTS[:3] if method is pooling.score else None, False)
+        with torch.inference_mode():
+            (weights.lm_head if form == 0 else weights.score).weight[:, 2] = torch.nan
+        with pytest.raises(EngineError, match="head hold NaN"):
+            llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
 
 
 def test_label_tokens_of_the_checkpoint(reranker, tmp_path):

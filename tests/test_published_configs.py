@@ -194,11 +194,14 @@ PUBLISHED = {
         layer_types=["sliding_attention", "full_attention"] * 12, initial_context_length=4096, rope_theta=150000,
         rope_scaling=GPT_OSS_YARN, tie_word_embeddings=False, num_local_experts=32, num_experts_per_tok=4,
         experts_per_token=4, router_aux_loss_coef=0.9, swiglu_limit=7.0, output_router_logits=False,
-        eos_token_id=200002,
+        eos_token_id=200002, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ]},
     ), {
-        "head_dim": 64, "windows": (128, 0) * 12, "qkv_bias": True, "o_bias": True,
+        "quant_method": "mxfp4", "head_dim": 64, "windows": (128, 0) * 12, "qkv_bias": True, "o_bias": True,
         "rope": rope(150_000.0, 4096, "yarn", factor=32.0, truncate=False),
-        "moe": {"num_experts": 32, "top_k": 4, "expert_size": 2880},
+        "moe": {"num_experts": 32, "top_k": 4, "expert_size": 2880, "is_gpt_oss": True, "swiglu_limit": 7.0,
+                "is_mxfp4": True},
     }),
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", shape(
         4096, 11008, 32, 32, 32, 100352, 4096, 1e-6, rope_theta=500000, rope_scaling=None, attention_bias=False,
@@ -386,6 +389,7 @@ PUBLISHED = {
 PLAIN_MOE = {
     "scoring": "softmax", "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1,
     "has_correction_bias": False, "shared_size": 0, "has_shared_gate": False, "may_be_transposed": False,
+    "is_gpt_oss": False, "swiglu_limit": 0.0, "is_mxfp4": False,
 }  # fmt: skip
 
 

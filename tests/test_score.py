@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from helpers import generate, gpu_param, greedy, prompt_of, run_ahead, use_graphs_on_cpu
 from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE, log_softmax
 
@@ -69,6 +70,13 @@ def check_nothing_is_left(llm):
     assert not llm._outputs._requests and not llm._outputs._processors and not llm._in_flight
 
 
+def drain(llm):
+    """Take in a surplus launch of a request that has failed."""
+    while llm._in_flight:
+        llm.step()
+    check_nothing_is_left(llm)
+
+
 @pytest.fixture(scope="module")
 def lists(reference):
     """Random ones, from two tokens on; one that the model itself has written; two with the same beginning."""
@@ -100,6 +108,52 @@ def test_every_way_of_computing(way, on, lists, tiny):
     for _ in range(2):
         check(tiny, lists, llm.score(lists), tolerance=on.tolerance)
         check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 2}])
+def test_logits_of_nan_are_an_error(make_llm, tiny, monkeypatch, caplog, options, in_flight):
+    """They gave -inf, as the most probable token at its place. The other requests go on."""
+    llm = make_llm(**options)
+    monkeypatch.setattr(llm.model_runner, "max_in_flight", in_flight)
+    bad = 7
+    good, first, middle = ([i for i in prompt_of(20, seed) if i != bad] for seed in range(3))
+    lists = [good, [bad, *first], [*middle, bad, *middle]]
+    with torch.inference_mode():
+        llm.model_runner.model.model.embed_tokens.weight[bad] = torch.nan
+    for _ in range(2):
+        scores = llm.score(lists)
+        assert scores[0].error is None and np.isfinite(scores[0].logprobs).all()
+        for ids, score in zip(lists[1:], scores[1:], strict=True):
+            assert "logits of the prompt are NaN or infinite" in score.error
+            assert np.isnan(score.logprobs).tolist() == [True] * (len(ids) - 1) and np.isnan(score.total)
+            assert score.is_argmax == [False] * (len(ids) - 1)
+        drain(llm)
+    check(tiny, [good], scores[:1])
+    assert caplog.records[0].getMessage().startswith("request 1: logits of the prompt are NaN")
+    assert llm.metrics()["request_success"]["error"] == 4
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 2}])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_prompt_logprobs_of_nan_are_an_error(make_llm, reference, monkeypatch, options, in_flight, max_tokens):
+    """Of every completion of the request: also where what follows the prompt could be sampled."""
+    llm = make_llm(**options)
+    monkeypatch.setattr(llm.model_runner, "max_in_flight", in_flight)
+    bad, good = 7, [i for i in prompt_of(20) if i != 7]
+    expected = reference(good, 5)[:max_tokens]
+    assert bad not in expected
+    with torch.inference_mode():
+        llm.model_runner.model.model.embed_tokens.weight[bad] = torch.nan
+    n = 3 if max_tokens else 1
+    params = [greedy(max_tokens, prompt_logprobs=1), SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=2)]
+    one, several = llm.generate([good, [*good, bad, *good]], params, use_tqdm=False)
+    assert (one["finish_reason"], one["token_ids"], len(one.prompt_logprobs)) == ("length", expected, len(good))
+    assert several.prompt_logprobs is None
+    assert [each.finish_reason for each in several.outputs] == ["error"] * n
+    assert all("NaN" in each.stop_reason for each in several.outputs)
+    drain(llm)
 
 
 def test_what_the_model_wrote_is_the_argmax(lists, make_llm):

@@ -62,8 +62,8 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
     assert engine["how"] == "2048 KV blocks of 256 tokens"  # as many as there are, not the option's -1
-    names = ["headline", "single", "prefill", "sharedprefix", "batch32", "batch256", "short", "prefillshort", "embed",
-             "embedshort", "embedmixed"]  # fmt: skip
+    names = ["headline", "single", "prefill", "sharedprefix", "batch32", "batch256", "short", "prefillshort",
+             "embed", "embedshort", "embedmixed"]  # fmt: skip
     assert [w["workload"] for w in engine["workloads"]] == names
     for w in engine["workloads"]:
         assert len(w["repeats_tokens_per_s"]) == 2 and w["tokens_per_s"] > 0
@@ -133,6 +133,25 @@ def test_bench_of_transformers(capsys):
     bench.main(["--engine", "transformers", "--workload", "headline", "--scale", "64", "--device", "cpu"])
     (engine,) = report_of(capsys.readouterr().out)["engines"]
     assert engine["engine"] == "transformers" and engine["workloads"][0]["output_tokens"] > 0
+
+
+def test_published_rows(capsys):
+    """TensorRT-LLM's table: the requests of a row have equal lengths; 1,024 run at once, or as many as one asks for."""
+    rows = {f"published-{i}-{o}": (i, o) for i, o in ((128, 128), (128, 2048), (500, 2000), (1000, 1000), (2048, 2048))}
+    args = bench.parse_args(["--workload", "published", "single", "published-128-128"])
+    assert (args.workload, args.max_num_seqs) == ([*rows, "single"], 1024)
+    assert bench.parse_args(["--workload", "published", "--max-num-seqs", "9"]).max_num_seqs == 9
+    everything = bench.parse_args(["--workload", "all"])
+    assert everything.max_num_seqs is None and rows.keys().isdisjoint(everything.workload)
+    for name, (num_in, num_out) in rows.items():
+        workload = bench.WORKLOADS[name](8)
+        assert workload.name == name and len(workload.prompts) > 80 and not workload.counts_prompts
+        assert {*map(len, workload.prompts)} == {num_in // 8} and {*workload.max_tokens} == {num_out // 8}
+        assert len({*map(tuple, workload.prompts)}) == len(workload.prompts)
+    bench.main(["--workload", "published-500-2000", "--scale", "64", "--device", "cpu"])
+    (engine,) = report_of(capsys.readouterr().out)["engines"]
+    (figures,) = engine["workloads"]
+    assert (figures["requests"], figures["prompt_tokens"], figures["output_tokens"]) == (18, 18 * 7, 18 * 31)
 
 
 @pytest.mark.parametrize("script", ["example.py", "bench.py", "benchmarks/host_overhead.py"])

@@ -38,7 +38,7 @@ from nanovllm.runner.start import start_rank
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 CASES = ["0.6b", "0.6b:kv_cache_dtype=fp8", "8b", "8b:quantization=fp8", "llama-3.2-1b", "qwen3-30b-a3b",
-         "qwen3-30b-a3b-fp8", "gemma-3-12b"]  # fmt: skip
+         "qwen3-30b-a3b-fp8", "gemma-3-12b", "gpt-oss-20b"]  # fmt: skip
 H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, shared_memory_per_block_optin=232_448,
                        total_memory=150_000_000_000)
 

@@ -73,7 +73,7 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
-PUBLISHED = ("compressed-tensors", "modelopt")  # a checkpoint's own quantization; "fp8" is also nanovllm's option
+PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
 
 
 def check(keywords: dict[str, Any]) -> None:
@@ -133,9 +133,9 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given.setdefault("max_num_seqs", min(512, given["max_num_batched_tokens"]))
     if (method := given.get("quantization")) in PUBLISHED:
         path = checkpoint.resolve_model(keywords["model"], given.get("revision"), weights=False)
-        fp8 = read_model_config(path).fp8
-        if fp8 is None or fp8.method != method:
-            has = "none" if fp8 is None else repr(fp8.method)
+        published = read_model_config(path).quant_method
+        if published != method:
+            has = "none" if published is None else repr(published)
             raise ConfigError(
                 f"LLM: quantization={method!r} names the quantization of a checkpoint, and {path} has {has}. Leave it "
                 "out, or take quantization='fp8', which quantizes 16-bit weights as they load."

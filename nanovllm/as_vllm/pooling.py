@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.models.pooling import read_pooling
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
@@ -83,16 +83,24 @@ def checked(method: str, params: Any) -> PoolingParams:
     return every[0] if every else PoolingParams()
 
 
+def usable(outputs: list[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
+    """The outputs of a call; EngineError if one has no result, for which vLLM's have no place."""
+    for output in outputs:
+        if output.error is not None:
+            raise EngineError(f"prompt {output.index}: {output.error}")
+    return outputs
+
+
 def embed(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
     params = checked("embed", params)
-    return llm.embed(prompts, params.is_active, params.dimensions, use_tqdm)
+    return usable(llm.embed(prompts, params.is_active, params.dimensions, use_tqdm))
 
 
 def classify(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
     params = checked("classify", params)
     if params.is_active is False or params.dimensions is not None:
         raise RequestError("classify: logits without activation, and dimensions, are not supported.")
-    return llm.classify(prompts, use_tqdm)
+    return usable(llm.classify(prompts, use_tqdm))
 
 
 def encode(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable, task: str) -> list[PoolingRequestOutput]:
@@ -118,8 +126,8 @@ def score(llm: LLM, data_1: Any, data_2: Any, use_tqdm: bool | Callable) -> list
         raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
     config = llm.config.model_config
     if config.num_labels or config.label_tokens:
-        return llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm)
-    outputs = llm.embed(second, True, use_tqdm=use_tqdm)
+        return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
+    outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
     queries = list(dict.fromkeys(first))
     embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
     for text, output in zip(first, outputs, strict=True):

@@ -19,6 +19,7 @@ from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 
 logger = logging.getLogger("nanovllm")
+NOT_FINITE = "{} NaN or infinite. The weights hold NaN, or overflow in this dtype."
 
 
 class OutputProcessor:
@@ -88,7 +89,8 @@ class OutputProcessor:
         return len(self._processors) > 0
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
-        """Look at the tokens of a step, where requests ask for it; return the sequences that end by that."""
+        """Look at what a step computed, where requests ask for it; return the sequences that end by that."""
+        ended: list[Sequence] = []
         if isinstance(batch, PrefillBatch) and batch.targets is not None:
             stop = 0
             for seq_id, size in zip(batch.targets.seq_ids, batch.targets.sizes, strict=True):
@@ -98,11 +100,15 @@ class OutputProcessor:
                     # trimmed here: the prompt's next chunk may run beside requests that want fewer
                     rows = trimmed(result.target_logprobs[start:stop], request.scored.num_top)
                     request.target_logprobs.append(rows)
+                    if not np.isfinite(rows[:, 0].view(np.float32)).all():
+                        ended += self._fail(request, NOT_FINITE.format("logits of the prompt are"))
         if isinstance(batch, PrefillBatch) and batch.pooled is not None:
-            for seq_id, states in zip(batch.pooled.seq_ids, result.pooled, strict=True):
+            finite = np.isfinite(result.pooled).all(axis=1).tolist()
+            for seq_id, states, is_finite in zip(batch.pooled.seq_ids, result.pooled, finite, strict=True):
                 if (request := self._requests.get(seq_id)) is not None:
                     request.pooled = states if request.pooled is None else request.pooled + states
-        ended = []
+                    if not is_finite:
+                        ended += self._fail(request, NOT_FINITE.format("hidden states of the prompt are"))
         for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
             processor = self._processors.get(seq_id)
             if processor is not None:
@@ -110,6 +116,13 @@ class OutputProcessor:
                 if processor.update(int(result.token_ids[i]), logprobs):
                     ended.append(processor.seq)
         return ended
+
+    def _fail(self, request: Request, error: str) -> list[Sequence]:
+        """Mark a request whose prompt has no results; returns those of its sequences that end by that."""
+        request.error = error
+        for seq in request.seqs:
+            seq.finish_reason, seq.stop_reason = "error", error
+        return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
 
     def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
         """Constrained request slots of a batch, int32 [n]; the tokens each may sample next, int32 [n, ceil(V / 32)];

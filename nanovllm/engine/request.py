@@ -3,6 +3,7 @@
 Input and output processor fill it; the scheduler sees its sequences only.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -89,6 +90,7 @@ class Request:
         target_logprobs: theirs, chunk by chunk, packed as by ``token_logprobs``.
         pooling: the hidden states of the prompt that are reported, see ``Sequence``.
         pooled: their sum so far, fp32 [C].
+        error: why the prompt has neither log-probabilities nor a hidden state, where it should.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
         future: of ``submit``.
@@ -104,6 +106,7 @@ class Request:
     target_logprobs: list[np.ndarray] = field(default_factory=list)
     pooling: str = ""
     pooled: np.ndarray | None = None
+    error: str | None = None
     completions: list[Completion] = field(default_factory=list)
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
@@ -127,7 +130,7 @@ class Request:
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
             self.completions[0].seq.num_cached_tokens, finished,
-            None if self.scored is None else self._scored_prompt, self.index,
+            None if self.scored is None or self.error else self._scored_prompt, self.index,
         )  # fmt: skip
 
     def _scored_prompt(self) -> list:
@@ -137,6 +140,10 @@ class Request:
         return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
 
     def score(self) -> Score:
+        if self.error is not None:
+            assert self.scored is not None
+            num_scored = len(self.scored.token_ids)
+            return Score([math.nan] * num_scored, [False] * num_scored, self.error)
         rows = np.concatenate(self.target_logprobs)
         values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
@@ -146,6 +153,6 @@ class Request:
         assert self.pooled is not None
         first, end = POOLING[self.pooling](len(self.prompt_ids))
         return PoolingRequestOutput(
-            str(self.request_id), make(self.pooled / (end - first)), self.prompt_ids.tolist,
-            self.completions[0].seq.num_cached_tokens, prompt=self.prompt, index=self.index,
+            str(self.request_id), None if self.error else make(self.pooled / (end - first)), self.prompt_ids.tolist,
+            self.completions[0].seq.num_cached_tokens, prompt=self.prompt, index=self.index, error=self.error,
         )  # fmt: skip

@@ -133,6 +133,8 @@ class Scheduler:
         self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
         self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
+        # computed to their end by a launch in flight, and nothing to sample: without request slot and blocks; by seq_id
+        self._unsampled: dict[int, Sequence] = {}
         self._running_req_indices = np.empty(0, np.int32)  # in the order of ``running``
 
     def is_finished(self) -> bool:
@@ -203,9 +205,13 @@ class Scheduler:
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
+        batch = PrefillBatch.of(chunks, new_seqs, block_copies, None if states is None else states.moves())
+        for seq, _, stop, _ in chunks:
+            if not seq.is_sampled and stop == seq.num_tokens:  # whoever gets slot and blocks is launched later (3)
+                self._unsampled[seq.seq_id] = seq
+                self._release(seq)
         # with slots left, it was tokens or blocks that ran out: more follow as soon as they can
         self._missed_tokens = len(self.table.seq_id) if self.table.free_req_indices else 0
-        batch = PrefillBatch.of(chunks, new_seqs, block_copies, None if states is None else states.moves())
         self.running.extend(seq for *_, sampled in chunks for seq in sampled)
         self._running_req_indices = np.concatenate([self._running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
@@ -364,14 +370,16 @@ class Scheduler:
 
     def _prefilled(self, batch: PrefillBatch) -> list[Sequence]:
         """Note the time; return the sequences that are computed to their end and sample nothing."""
-        alive = np.flatnonzero(self.table.seq_id[batch.chunk_req_indices] == batch.chunk_seq_ids)  # not aborted since
+        alive = self.table.seq_id[batch.chunk_req_indices] == batch.chunk_seq_ids  # with a slot, and not aborted since
         computed = [self._seqs[req_idx] for req_idx in batch.chunk_req_indices[alive].tolist()]
-        self.metrics.prefilled(computed)
         finished = []
-        for seq, stop in zip(computed, batch.stops[alive].tolist(), strict=True):
-            if not seq.is_sampled and stop == seq.num_tokens:
+        for seq_id, stop in zip(batch.chunk_seq_ids[~alive].tolist(), batch.stops[~alive].tolist(), strict=True):
+            seq = self._unsampled.get(seq_id)
+            if seq is not None and stop == seq.num_tokens:  # not an earlier chunk
+                del self._unsampled[seq_id]
                 seq.finish_reason = "length"
                 finished.append(seq)
+        self.metrics.prefilled([*computed, *finished])
         return finished
 
     def finish(self, seqs: list[Sequence]) -> None:
@@ -384,6 +392,7 @@ class Scheduler:
                     self.states.expect_no_more(seq)
             if seq.req_idx >= 0:
                 self._release(seq, is_partial)
+            self._unsampled.pop(seq.seq_id, None)
             seq.status = SequenceStatus.FINISHED
         gone = self.table.seq_id[self._running_req_indices] < 0
         if gone.any():

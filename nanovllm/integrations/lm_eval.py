@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from nanovllm import LLM, ConfigError, RequestError, SamplingParams
+from nanovllm import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from nanovllm.config import Config
 
 try:
@@ -101,6 +101,8 @@ class NanoVLLM(TemplateLM):
         for begin in range(0, len(lists), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
             for (key, *_), score in zip(requests[part], self.llm.score(lists[part], starts[part]), strict=True):
+                if score.error is not None:
+                    raise EngineError(score.error)
                 answers.append((score.total, all(score.is_argmax)))
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answers[-1])
@@ -127,6 +129,8 @@ class NanoVLLM(TemplateLM):
         prompts = (prompt for prompt, _ in made)
         for output in tqdm(self.llm.stream(prompts), "Completions", len(made), disable=disable_tqdm):
             i = output.index
+            if output["finish_reason"] == "error":
+                raise EngineError(str(output.outputs[0].stop_reason))
             texts[i] = utils.postprocess_generated_text(output["text"], made[i][1], self.think_end_token)
             self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts

@@ -26,6 +26,8 @@ OPS = {
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",
     "fused_moe": "moe.dispatch",
+    "takes_mxfp4": "moe.dispatch",
+    "takes_shared_expert": "moe.dispatch",
     "add_shared_expert": "moe.shared_expert",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",

@@ -54,6 +54,9 @@ class ReplicatedLinear(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         copy_shard(param, loaded)
 
+    def as_weight(self) -> Weight:
+        return Weight(self.weight, self.weight_scale, self.block_n, self.packed)
+
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
@@ -62,7 +65,7 @@ class ReplicatedLinear(nn.Module):
         With ``residual`` the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which reduces them, may read
         it; after that it serves as the next ``residual``.
         """
-        weight = Weight(self.weight, self.weight_scale, self.block_n, self.packed)
+        weight = self.as_weight()
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
         return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)

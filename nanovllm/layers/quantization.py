@@ -1,4 +1,5 @@
-"""FP8 weights of linear layers: their form, and how published ones and 16-bit ones are brought to it.
+"""FP8 weights of linear layers: their form, and how published ones and 16-bit ones are brought to it. MXFP4 ones of
+experts likewise.
 
 A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
 G is 1, or the groups are those of published blocks, smaller where blocks would be cut: by the end of the tensor or by a
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.kernels import mxfp4
 from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
 
@@ -41,6 +43,60 @@ def new_weight(output_size: int, input_size: int, block: int | None,
     scale = nn.Parameter(torch.empty(*experts, output_size, num_groups, dtype=torch.float32), requires_grad=False)
     data.scale, scale.group_size, scale.block = scale, group_size, block  # type: ignore[attr-defined]
     return data, scale
+
+
+def new_mxfp4_weight(output_size: int, input_size: int,
+                     num_experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Uninitialised data and scale of experts in MXFP4, see ``kernels/mxfp4.py``."""
+    shapes = (output_size, input_size // 2), (input_size // mxfp4.GROUP, output_size)
+    data, scale = (torch.empty(num_experts, *shape, dtype=torch.uint8) for shape in shapes)
+    return nn.Parameter(data, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+
+
+def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
+    """Published blocks [N, C / 32, 16] as bytes [N, C / 2] of kernels; whole blocks of these may be read."""
+    N, num_groups, size = loaded.shape
+
+    def read(index: tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = (*index, slice(None))[:2]
+        start, stop, _ = columns.indices(num_groups * size)
+        assert start % size == stop % size == 0
+        blocks = loaded.read((rows, slice(start // size, stop // size)))
+        check_dtype(blocks, torch.uint8, loaded.name)
+        return mxfp4.repacked(blocks).flatten(1)
+
+    return CheckpointTensor(loaded.name, [N, num_groups * size], read)
+
+
+def mxfp4_scales(loaded: CheckpointTensor) -> CheckpointTensor:
+    """Published scales, checked where they are read: numbers that kernels can multiply by."""
+
+    def read(index: Any) -> torch.Tensor:
+        scales = loaded.read(index)
+        check_dtype(scales, torch.uint8, loaded.name)
+        if scales.numel() and (largest := int(scales.max())) > mxfp4.MAX_SCALE:
+            raise CheckpointError(
+                f"tensor {loaded.name!r} has a scale of {largest}, expected at most {mxfp4.MAX_SCALE} (2.0)."
+            )
+        return scales
+
+    return CheckpointTensor(loaded.name, loaded.shape, read)
+
+
+def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype: torch.dtype) -> CheckpointTensor:
+    """Of all experts, [E, C, N] as 16-bit checkpoints have it: blocks [E, N, C / 32, 16] and scales [E, N, C / 32]."""
+    scales.fit(blocks.fit([*blocks.shape[:3], mxfp4.GROUP // 2]).shape[:3])
+    E, N, num_groups = scales.shape
+
+    def read(index: tuple[slice, ...]) -> torch.Tensor:
+        experts, channels, rows = (*index, slice(None), slice(None))[:3]
+        data = blocks.read((experts, rows))
+        check_dtype(data, torch.uint8, blocks.name)
+        data = mxfp4.repacked(data).flatten(-2)
+        whole = mxfp4.dequantized(data, mxfp4_scales(scales).read((experts, rows)).mT, dtype)
+        return whole.mT[:, channels]
+
+    return CheckpointTensor(blocks.name, [E, num_groups * mxfp4.GROUP, N], read)
 
 
 def shared_rows(block: int | None, parts: list[int]) -> int:

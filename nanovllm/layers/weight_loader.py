@@ -133,13 +133,14 @@ def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part
 
 def check_dtype(tensor: torch.Tensor, wanted: torch.dtype, name: str) -> None:
     """Raise CheckpointError unless ``tensor`` can be copied to ``wanted``: e4m3 bits and numbers do not mix, and
-    integers (quantized otherwise) would be converted without an error.
+    integers (MXFP4, or quantized otherwise) would be converted without an error.
     """
     dtype, is_float = tensor.dtype, tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    if dtype == wanted or (is_float and wanted != E4M3):
+    is_packed = wanted in (E4M3, torch.uint8)
+    if dtype == wanted or (is_float and not is_packed):
         return
     given, expected = (str(x).removeprefix("torch.") for x in (dtype, wanted))
-    expected = expected if wanted == E4M3 else "floats"
+    expected = expected if is_packed else "floats"
     hint = " This layer is not FP8 here." if dtype == E4M3 else ""
     if wanted == E4M3 and is_float:
         hint = " quantization_config in config.json does not leave it out."

@@ -12,7 +12,15 @@ from typing import Any
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.quantization_config import RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, linears, read_fp8
+from nanovllm.models.quantization_config import (
+    MXFP4_GROUP,
+    RENAMED_TENSORS,
+    UNUSED_TENSORS,
+    FP8Weights,
+    linears,
+    read_fp8,
+    read_mxfp4,
+)
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
@@ -88,6 +96,7 @@ MOE_RULES = by_field(
     ("routed_scaling_factor", SCALE),
     ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
     ("scoring_func", optional(choice("softmax", "sigmoid"))),
+    ("swiglu_limit", optional(POSITIVE)),
 )
 MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
@@ -118,6 +127,9 @@ class MoEConfig:
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
         has_correction_bias: a bias per expert counts for the choice, and not for the weight.
         may_be_transposed: the checkpoint's tensors of all experts may be transposed, [E, C, 2I] and [E, I, C].
+        is_gpt_oss: see ``Family.gpt_oss_experts``.
+        swiglu_limit: of the clamped SwiGLU; 0: the model's own activation.
+        is_mxfp4: the checkpoint has the experts in MXFP4.
         shared_size: intermediate size of the shared expert, which every token passes; 0: none.
         has_shared_gate: a sigmoid gate scales the shared expert.
     """
@@ -134,9 +146,12 @@ class MoEConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     may_be_transposed: bool = False
+    is_gpt_oss: bool = False
+    swiglu_limit: float = 0.0
+    is_mxfp4: bool = False
 
     @classmethod
-    def from_fields(cls, given: dict[str, Any], family: Family) -> "MoEConfig":
+    def from_fields(cls, given: dict[str, Any], family: Family, is_mxfp4: bool) -> "MoEConfig":
         if given["scoring_func"] not in (None, family.experts):
             raise CheckpointError(
                 f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
@@ -149,12 +164,15 @@ class MoEConfig:
             )
         if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
             raise CheckpointError("config.json: experts of the hidden size, or half, look the same transposed.")
+        if family.gpt_oss_experts and given["swiglu_limit"] is None:
+            raise CheckpointError("config.json: swiglu_limit=None must be a number > 0 for this architecture.")
         shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
         return cls(
             num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
             given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
             shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-            may_be_transposed=family.experts_transposed,
+            may_be_transposed=family.experts_transposed, is_gpt_oss=family.gpt_oss_experts,
+            swiglu_limit=given["swiglu_limit"] if family.gpt_oss_experts else 0.0, is_mxfp4=is_mxfp4,
         )  # fmt: skip
 
 
@@ -309,7 +327,7 @@ class ModelConfig:
             "residual_scale": given["residual_multiplier"],
             "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
             "layers": layers,
-            "moe": MoEConfig.from_fields(given, family) if family.experts else None,
+            "moe": MoEConfig.from_fields(given, family, read_mxfp4(raw, family)) if family.experts else None,
             "has_lm_head": has_lm_head,
             "num_labels": num_labels,
             "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
@@ -333,12 +351,24 @@ class ModelConfig:
         """Of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
+    @property
+    def quant_method(self) -> str | None:
+        """Of the checkpoint; None if it is not quantized."""
+        if self.moe and self.moe.is_mxfp4:
+            return "mxfp4"
+        return self.fp8.method if self.fp8 else None
+
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
+        if self.moe and self.moe.is_gpt_oss:
+            raise ConfigError(
+                "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
+                "takes half as much, and stay so on a GPU."
+            )
         names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
@@ -393,6 +423,11 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
+        if self.moe and self.moe.is_mxfp4 and self.moe.expert_size // size % MXFP4_GROUP:
+            raise ConfigError(
+                f"tensor_parallel_size={size} must leave each rank a multiple of {MXFP4_GROUP} of the "
+                f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."
+            )
         if self.num_key_value_heads % size and size % self.num_key_value_heads:
             raise ConfigError(
                 f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "

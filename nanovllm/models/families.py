@@ -24,6 +24,8 @@ class Family(NamedTuple):
         has_shared_gate: a sigmoid gate scales the shared expert.
         experts_transposed: tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the
             usual order, [E, 2I, C] and [E, C, I].
+        gpt_oss_experts: they and their router have biases and ``reference.clamped_swiglu``; tensors of all experts
+            are [E, C, 2I], gate and up taking turns, and [E, I, C], or MXFP4.
         recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
         sinks: each query head of a layer has a learned score that joins the sum of the softmax, and nothing else.
@@ -51,6 +53,7 @@ class Family(NamedTuple):
     has_correction_bias: bool = False
     has_shared_gate: bool = False
     experts_transposed: bool = False
+    gpt_oss_experts: bool = False
     recurrent: str = ""
     groups_delta_inputs: bool = False
     sinks: bool = False
@@ -90,6 +93,8 @@ SWITCHES: dict[str, tuple] = {
     "attn_output_gate": (None, False),
     "output_gate_type": (None, "swish", "silu"),
     "layer_scale": (None, False),
+    "swiglu_limit": (None,),
+    "swiglu_alpha": (None, 1.702),
     "mamba_ssm_dtype": (None, "float32"),
 }
 
@@ -150,11 +155,12 @@ GPT_OSS_ROPE = {
     "truncate": False,
 }  # fmt: skip
 GPT_OSS = Family(
-    sinks=True, windows="pattern", experts="softmax", reads=("sliding_window",),
+    sinks=True, windows="pattern", experts="softmax", gpt_oss_experts=True, reads=("sliding_window", "swiglu_limit"),
     defaults=EPS | {
         "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
-        "rope_parameters": GPT_OSS_ROPE, "max_position_embeddings": 131_072,
+        "rope_parameters": GPT_OSS_ROPE, "max_position_embeddings": 131_072, "swiglu_limit": 7.0,
     },
+    renamed=((".mlp.router.", ".mlp.gate."),),
 )  # fmt: skip
 QWEN3_NEXT = Family(
     qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,

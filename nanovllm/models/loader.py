@@ -15,7 +15,7 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.fp8 import E4M3
-from nanovllm.layers.quantization import Scales, quantized
+from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
@@ -24,6 +24,7 @@ from nanovllm.utils.checkpoint import read_json
 HEAD_ROWS = 4  # of an LM head to compare with the embedding, where both are said to be one
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
+DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
 
 
 class WeightFiller:
@@ -64,6 +65,7 @@ class WeightFiller:
         names = {part for name in self._changes for part in self._parts_of(name)}
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)
         self._only = None if only is None else only | self.adapted
+        self._halves: dict[str, dict[str, CheckpointTensor]] = {}  # of MXFP4 tensors that are to be dequantized
         self.missing = set(self._targets) if self._only is None else set(self._only)
         self.filled: set[str] = set()
 
@@ -75,6 +77,11 @@ class WeightFiller:
                 self._head_rows = tensor.read((slice(start, start + HEAD_ROWS),))
             return
         name = self._name_here(tensor.name)
+        if name.endswith(("_proj_blocks", "_proj_scales")):
+            whole = self._of_mxfp4(name, tensor)
+            if whole is None:
+                return
+            name, tensor = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             self._attentions[match[1]].load_kv_scale(match[2] or match[3], tensor)
             return
@@ -103,6 +110,23 @@ class WeightFiller:
                     copy_shard(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
+
+    def _of_mxfp4(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor] | None:
+        """Name here and tensor of the blocks or the scales of experts in MXFP4. Where they are floats here: of both,
+        dequantized; None before the second has come, which may be in another file.
+        """
+        name, _, kind = name.rpartition("_")
+        param = self._params.get(name)
+        if param is None or not param.is_floating_point():
+            return (name if kind == "blocks" else f"{name}_scale"), tensor
+        halves = self._halves.setdefault(name, {})
+        if kind in halves:
+            return f"{name}_{kind}", tensor  # twice there
+        halves[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # of a file, or a buffer in use
+        if len(halves) == 1:
+            return None
+        del self._halves[name]
+        return name, dequantized_mxfp4(halves["blocks"], halves["scales"], param.dtype)
 
     def _whole_name(self, name: str) -> str:
         return f"model.{name}" if name.partition(".")[0] in self._parts_of_decoder else name
@@ -176,7 +200,7 @@ class WeightFiller:
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The checkpoint tensors of a parameter, with their shard ids. Those of experts have shard ids (expert, part)."""
     prefix, _, merged = name.rpartition(".experts.")
-    if prefix:
+    if prefix and not getattr(param, "is_merged", False):
         suffix = "weight_scale" if merged.endswith("_scale") else "weight"
         return [
             (f"{prefix}.experts.{expert}.{part}.{suffix}", (expert, shard_id)) for expert in range(len(param))
@@ -228,13 +252,15 @@ def _weight_files(path: Path) -> list[Path]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
 
-    FP8 weights are drawn in pieces, so that the device never holds them in another type.
+    MXFP4 ones are random bytes. FP8 weights are drawn in pieces, so that the device never holds them in another type.
     """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)
     for name, param in params:
         if "norm" in name:
             param.fill_(1.0)
+        elif param.dtype == torch.uint8:
+            param.fill_(DUMMY_MXFP4_SCALE) if name.endswith("_scale") else param.random_(generator=generator)
         elif hasattr(param, "group_size"):
             param.fill_(DUMMY_STD / DUMMY_FP8_STD)
         elif param.dtype == E4M3:

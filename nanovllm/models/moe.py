@@ -13,21 +13,28 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.kernels.moe.reference import Routing
+from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.quantization import new_weight
+from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales, new_mxfp4_weight, new_weight
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
+
+
+def new_bias(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Router(nn.Module):
     """Weights of the router, the same on every rank."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, moe: MoEConfig, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self.register_parameter("bias", new_bias(moe.num_experts) if moe.is_gpt_oss else None)
         self.register_parameter("e_score_correction_bias", None)
         if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
             bias = torch.empty(moe.num_experts, dtype=torch.float32)
@@ -43,38 +50,74 @@ class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
     A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart;
-    these may be transposed: [E, C, 2I] and [E, I, C].
+    these may be transposed: [E, C, 2I] and [E, I, C]. Of gpt-oss's the rows of gate and up take turns. MXFP4 stays what
+    it is on a GPU; on a CPU the loader dequantizes it.
+
+    Biases: [E, 2I / size] of this rank's rows, and [E, C], zeros on all ranks but the first.
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
     gate_up_proj_scale: nn.Parameter | None
     down_proj_scale: nn.Parameter | None
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.tp, self.may_be_transposed = tp, moe.may_be_transposed
+        self.tp, self.may_be_transposed, self.is_gpt_oss = tp, moe.may_be_transposed, moe.is_gpt_oss
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
-        fp8 = [config.fp8_block(layer, f"mlp.experts.{name}") for name in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj, gate_up_scale = new_weight(2 * I, C, fp8[0], E)
-        self.down_proj, down_scale = new_weight(C, I, fp8[1], E)
-        self.register_parameter("gate_up_proj_scale", gate_up_scale)
-        self.register_parameter("down_proj_scale", down_scale)
+        keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
+        for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
+            if keeps_mxfp4:
+                weight, scale = new_mxfp4_weight(num_features, num_channels, E)
+            else:
+                block = config.fp8_block(layer, f"mlp.experts.{name}")
+                weight, scale = new_weight(num_features, num_channels, block, E)
+            self.register_parameter(name, weight)
+            self.register_parameter(f"{name}_scale", scale)
+            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if moe.is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
             param.weight_loader = load  # type: ignore[attr-defined]
+            param.is_merged = moe.is_gpt_oss  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
         """``shard_id``: expert, and 0 for its gate, 1 for up, None for both, gate rows before up rows."""
-        n, (expert, part) = param.shape[1] // 2, shard_id
-        if part is None:
-            loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[1] != param.shape[2] else loaded
-            for i, rows in enumerate(split_rows(loaded, [n * self.tp.size] * 2)):
-                self.load_gate_up(param, rows, (expert, i))
-        else:
+        expert, part = shard_id
+        if part is not None:
+            n = param.shape[1] // 2
             copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
+            return
+        rows, loaded = self.in_rows(param[expert], loaded, 1)
+        if self.is_gpt_oss:
+            in_turns = torch.empty_like(rows)
+            copy_shard(in_turns, loaded, 0, self.tp.rank, self.tp.size)
+            rows.copy_(torch.cat((in_turns[::2], in_turns[1::2])))
+            return
+        parts = split_rows(loaded, [len(rows) * self.tp.size // 2] * 2)
+        for target, of_part in zip(rows.chunk(2), parts, strict=True):
+            copy_shard(target, of_part, 0, self.tp.rank, self.tp.size)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
-        loaded = loaded.transposed() if self.may_be_transposed and loaded.shape[0] != param.shape[1] else loaded
-        copy_shard(param[shard_id[0]], loaded, 1, self.tp.rank, self.tp.size)
+        rows, loaded = self.in_rows(param[shard_id[0]], loaded, 0)
+        if rows.dim() > 1:
+            copy_shard(rows, loaded, 1, self.tp.rank, self.tp.size)
+        else:  # the bias is added once, by rank 0
+            copy_shard(rows, loaded)
+            if self.tp.rank > 0:
+                rows.zero_()
+
+    def in_rows(self, param: torch.Tensor, loaded: CheckpointTensor, dim: int) -> tuple[torch.Tensor, CheckpointTensor]:
+        """An expert's part of a parameter, and its tensor, as [output features, input channels].
+
+        ``dim``: whose size is the same on all ranks, which shows whether a tensor is transposed.
+        """
+        if param.dtype == torch.uint8:
+            is_blocks = len(loaded.shape) == 3
+            return (param, mxfp4_bytes(loaded)) if is_blocks else (param.T, mxfp4_scales(loaded))
+        is_transposed = self.is_gpt_oss or (self.may_be_transposed and loaded.shape[dim] != param.shape[dim])
+        return param, loaded.transposed() if is_transposed and param.dim() > 1 else loaded
 
     def weights(self) -> tuple[Weight, Weight]:
         """Of the products with gate and up, and with down."""
@@ -105,7 +148,7 @@ class SparseMoE(nn.Module):
         moe, C = config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()
-        self.act = config.act
+        self.act, self.limit = config.act, moe.swiglu_limit
         self.routing = Routing(
             moe.top_k, moe.scoring, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
         )
@@ -120,7 +163,8 @@ class SparseMoE(nn.Module):
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
         base, is_first = None, self.tp.rank == 0
-        if self.shared_expert is not None:
+        merged = self.shared_to_merge(len(residual))
+        if self.shared_expert is not None and merged is None:
             shared = self.shared_expert(residual, norm)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
             gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
@@ -128,5 +172,21 @@ class SparseMoE(nn.Module):
         return self.ops.fused_moe(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
-            add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base,
+            add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base, biases=self.biases(),
+            limit=self.limit, shared=merged,
         )  # fmt: skip
+
+    def shared_to_merge(self, num_tokens: int) -> Shared | None:
+        """The shared expert, where few tokens take it as one more of the experts."""
+        if self.shared_expert is None:
+            return None
+        shared, (gate_up, _) = self.shared_expert, self.experts.weights()
+        of_gate_up, of_down = shared.gate_up_proj.as_weight(), shared.down_proj.as_weight()
+        if not self.ops.takes_shared_expert(num_tokens, gate_up, of_gate_up, self.routing):
+            return None
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        return Shared(of_gate_up, of_down, gate)
+
+    def biases(self) -> Biases | None:
+        router, gate_up, down = self.gate.bias, self.experts.gate_up_proj_bias, self.experts.down_proj_bias
+        return None if router is None or gate_up is None or down is None else Biases(router, gate_up, down)

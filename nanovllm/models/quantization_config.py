@@ -1,4 +1,5 @@
-"""Which weights of a model are FP8: ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``.
+"""Which weights of a model are FP8: ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``. And
+whether its experts are MXFP4.
 
 Every field that changes the numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the
 tensors.
@@ -23,8 +24,8 @@ UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_sca
 KV_SCALES = r"(.*\.self_attn)\.(?:(?:attn\.|k_proj\.|v_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)"
 SUPPORTED = (
     "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
-    "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them. Take such a checkpoint, or the 16-bit one, "
-    "which LLM(quantization='fp8') quantizes as it loads."
+    "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them, and gpt-oss's experts in MXFP4. Take such a "
+    "checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
 )
 # Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
 # llm-compressor's, and of NVIDIA's. ANY: read elsewhere, or without effect on the numbers.
@@ -47,6 +48,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "ignore": ANY, "config_groups": ANY, "kv_cache_scheme": ANY, "producer": ANY,
     },
 }  # fmt: skip
+MXFP4 = {"quant_method": ANY, "modules_to_not_convert": ANY, "dequantize": ANY}
+MXFP4_GROUP = 32  # channels of a scale
 GROUP = {"targets": (["Linear"],), "weights": ANY, "input_activations": ANY, "format": (None, *FORMATS)}
 WEIGHTS = {"strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,),
            "group_size": (None,)}  # fmt: skip
@@ -102,6 +105,8 @@ def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, li
     if not isinstance(quantization, dict):
         raise _refusal(f"{quantization!r:.100}")
     method = quantization.get("quant_method")
+    if method == "mxfp4" and family.gpt_oss_experts:
+        return None, [frozenset()] * num_layers
     if method not in tuple(FORMS):
         raise _refusal(f"quant_method={method!r:.100}")
     _check("", quantization, FORMS[method], is_closed=True)
@@ -110,18 +115,37 @@ def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, li
     in_blocks = quantization.get("weight_block_size")
     if method == "compressed-tensors":
         in_blocks = _read_group(quantization) == "block"
-    skipped = []
-    for names in filter(None, map(quantization.get, SKIPPED)):
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
-        skipped += names
-    is_skipped = _matcher(skipped, family.renamed)
+    is_skipped = _skipped(quantization, family)
     modules = linears(raw["num_experts"] if family.experts else 0, bool(family.recurrent)).items()
     layers = [
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
     return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers
+
+
+def read_mxfp4(raw: dict[str, Any], family: Family) -> bool:
+    """Whether the experts are MXFP4; CheckpointError if only some are."""
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
+        return False
+    _check("", quantization, MXFP4, is_closed=True)
+    is_skipped = _skipped(quantization, family)
+    names = [f"model.layers.{i}.mlp.experts" for i in range(raw["num_hidden_layers"])]
+    left_out = [name for name in names if is_skipped(name)]
+    if left_out:
+        raise _refusal(f"leaving out {left_out[0]}")
+    return True
+
+
+def _skipped(quantization: dict[str, Any], family: Family) -> Callable[[str], bool]:
+    """Whether a module is left out."""
+    skipped = []
+    for names in filter(None, map(quantization.get, SKIPPED)):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
+        skipped += names
+    return _matcher(skipped, family.renamed)
 
 
 def _refusal(what: str) -> CheckpointError:

@@ -2,9 +2,12 @@
 out-of-memory errors.
 """
 
+import copy
 import os
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
 from threading import Lock
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +20,14 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
 DTYPE_LOCK = Lock()
+# glibc maps tensors of 32 MiB and more afresh each time; the page faults of their first writes
+# cost 10 to 30 % of a prefill of 16,384 tokens. Smaller launches lose nothing from 512 tokens on.
+CPU_LAUNCH_TOKENS = 1024
+SLOW = 1.5  # times the fastest decode step: perhaps another process has come
+TRIAL_STEPS = 3  # on each number of threads; one is enough where it takes
+HOPELESS = 3.0  # times as long as the fastest of the trial
+GAIN = 0.9  # of a step's time, or the threads stay as many
+MIN_WAIT_S, MAX_WAIT_S = 10.0, 60.0  # between trials; doubled while they change nothing
 # Weights of a layer, on one rank, from which torch's threads pay. On two idle cores two threads gain nothing in the
 # decode steps of layers of 3.1 million, 1.9 times in their prefills; at 0.8 million (the demo model) 12 %. Where one of
 # the cores is busy they lose: a thread without a core holds up every operation, which at this size takes microseconds.
@@ -47,6 +58,16 @@ def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
     return getattr(torch, name)
 
 
+def with_fitting_launches(config: Config, device: torch.device) -> Config:
+    """The options with a ``max_num_batched_tokens`` that the device's memory likes."""
+    largest = max(CPU_LAUNCH_TOKENS, config.max_num_seqs)
+    if device.type != "cpu" or config.max_num_batched_tokens <= largest:
+        return config
+    fitting = copy.copy(config)
+    vars(fitting)["max_num_batched_tokens"] = largest  # bypasses the frozen __setattr__
+    return fitting
+
+
 def describe(config: Config, runner: "ModelRunner") -> str:
     """One line about an engine: model, device, dtype, KV cache and limits. ``config`` as it was given."""
     device, dtype, num_blocks = runner.device, runner.dtype, runner.num_kvcache_blocks
@@ -64,6 +85,8 @@ def describe(config: Config, runner: "ModelRunner") -> str:
         why = f" (torch {torch.__version__} sees no CUDA device)" if config.device == "auto" else ""
         where = f"{times or 'the '}CPU{why}"
     weights = " with FP8 weights" if config.model_config.fp8 else ""
+    if config.model_config.moe is not None and config.model_config.moe.is_mxfp4:
+        weights = " with MXFP4 experts" if device.type == "cuda" else " (MXFP4 experts dequantized)"
     model = "the demo model" if config.model is None else config.model
     adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "
@@ -75,19 +98,20 @@ def describe(config: Config, runner: "ModelRunner") -> str:
 
 
 class CPUThreads:
-    """Context of a step on the CPU: torch's operations run on ``num_threads`` threads, and then again on as many as
-    before (1 µs). While the process has another setting than at the start of the engine, it is the user's, and kept.
+    """Context of a step on the CPU: torch's operations run on some threads, ``num_threads`` at first, and then again on
+    as many as before (1 µs). While the process has another setting than at the start of the engine, it is the user's,
+    and kept.
     """
 
     def __init__(self, num_threads: int):
-        self._num_threads = num_threads
+        self.trials = ThreadTrials(num_threads)
         self._default = torch.get_num_threads()
         self._before: list[int] = []
 
     def __enter__(self) -> None:
         self._before.append(torch.get_num_threads())
         if self._before[-1] == self._default:
-            torch.set_num_threads(self._num_threads)
+            torch.set_num_threads(self.trials.num_threads)
 
     def __exit__(self, *_: object) -> None:
         before = self._before.pop()
@@ -95,18 +119,69 @@ class CPUThreads:
             torch.set_num_threads(before)
 
 
+class ThreadTrials:
+    """Finds the number of threads on which decode steps are fastest.
+
+    Where another process keeps a core busy, a thread without a core holds up every operation, and fewer are faster. A
+    trial is some steps on half, on as many and on twice the threads, in turn. There is one at the first steps, when
+    steps have become slow, and now and then while there are fewer threads than at most.
+    """
+
+    def __init__(self, most: int):
+        self.num_threads = self._most = most
+        self._num_steps = self._num_slow = 0  # of all; slow ones in a row
+        self._fastest: dict[int, float] = {}  # seconds of a step since the last trial, by its number of sequences
+        self._trial: dict[int, list[float]] = {}  # seconds by number of threads; empty: none is under way
+        self._now = most  # outside of trials
+        self._trial_seqs = 0
+        self._wait_s, self._due = MIN_WAIT_S, 0.0  # between trials; when there may be one, by perf_counter
+
+    def took(self, num_seqs: int, seconds: float) -> None:
+        """Learn the time of a decode step; the next may run on another number of threads."""
+        if self._most == 1:
+            return
+        self._num_steps += 1
+        if self._trial:
+            self._try(num_seqs, seconds)
+            return
+        fastest = self._fastest[num_seqs] = min(seconds, self._fastest.get(num_seqs, seconds))
+        self._num_slow = self._num_slow + 1 if seconds > SLOW * fastest else 0
+        has_reason = self._num_slow >= TRIAL_STEPS or self._now < self._most
+        if self._num_steps == TRIAL_STEPS or (has_reason and perf_counter() >= self._due):
+            counts = self._now // 2, self._now, min(2 * self._now, self._most)
+            self._trial, self._trial_seqs = {count: [] for count in counts if count}, num_seqs
+            self.num_threads = next(iter(self._trial))
+
+    def _try(self, num_seqs: int, seconds: float) -> None:
+        if 4 * abs(num_seqs - self._trial_seqs) > self._trial_seqs:  # not to be compared with: begin again
+            self.num_threads, self._trial, self._num_steps = self._now, {}, 0
+            return
+        self._trial[self.num_threads].append(seconds)
+        if seconds > HOPELESS * min(min(times, default=seconds) for times in self._trial.values()):
+            del self._trial[self.num_threads]
+        self.num_threads = min(self._trial, key=lambda count: len(self._trial[count]))  # in turn
+        if len(self._trial[self.num_threads]) < TRIAL_STEPS:
+            return
+        medians = {count: median(times) for count, times in self._trial.items()}
+        best = min(medians, key=lambda count: medians[count])
+        if medians[best] > GAIN * medians.get(self._now, float("inf")):
+            best = self._now
+        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S) if best == self._now else MIN_WAIT_S
+        self._fastest, self._num_slow, self._trial = {num_seqs: medians[best]}, 0, {}
+        self.num_threads, self._now, self._due = best, best, perf_counter() + self._wait_s
+
+
 def step_threads(model: ModelConfig, device: torch.device, num_ranks: int) -> AbstractContextManager[None]:
     """The context in which a rank runs its steps, for use again and again: on the CPU one thread for a small model,
-    else the rank's share of torch's threads.
+    else the rank's share of torch's threads at most.
 
-    A rule and not a measurement, because sums, and so tokens, would depend on what else ran at the start. A setting of
-    the user's counts: OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads.
+    A setting of the user's counts: OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads.
     """
     num_threads = torch.get_num_threads()
     if device.type != "cpu" or num_threads != default_num_threads():
         return nullcontext()
-    wanted = max(1, num_threads // num_ranks) if layer_weights(model) >= THREADED_LAYER_WEIGHTS * num_ranks else 1
-    return nullcontext() if wanted == num_threads else CPUThreads(wanted)
+    pays = layer_weights(model) >= THREADED_LAYER_WEIGHTS * num_ranks
+    return CPUThreads(max(1, num_threads // num_ranks) if pays else 1)
 
 
 def default_num_threads() -> int | None:

@@ -7,6 +7,7 @@ and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 
 import os
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
 from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes, verify_sizes
-from nanovllm.runner.device import select_device, select_dtype, step_threads
+from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads, with_fitting_launches
 from nanovllm.runner.inputs import decode_inputs, prefill_arrays, prefill_inputs, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.micro_batches import MicroBatches
@@ -115,6 +116,7 @@ class ModelRunner:
         self.backend = select_backend(
             config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim, model.family.sinks
         )
+        config = with_fitting_launches(config, self.device)
         self.config = config = recurrent.with_fitting_slots(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
         self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
@@ -150,7 +152,10 @@ class ModelRunner:
     def forward(self, batch: Batch) -> None:
         """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
         assert self._computed is None
+        start = perf_counter()
         self.call("run_model", batch)
+        if batch.is_decode and self.workers is None and isinstance(self.step_threads, CPUThreads):
+            self.step_threads.trials.took(batch.num_tokens, perf_counter() - start)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.

@@ -304,13 +304,11 @@ class Harness:
     def check(self):
         scheduler, config = self.scheduler, self.config
         table, running, waiting = scheduler.table, scheduler.running, scheduler.waiting
-        unsampled = [  # computed to their end by a launch in flight; they get no token
-            seq for seq in scheduler._seqs if seq is not None and not seq.is_sampled
-            and seq.num_computed_tokens == seq.num_tokens
-        ]  # fmt: skip
+        unsampled = list(scheduler._unsampled.values())  # computed to their end by a launch in flight; no token comes
+        assert all(seq.req_idx < 0 and not seq.block_table and not seq.is_sampled for seq in unsampled)
         in_flight = [batch for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)]
         assert {seq.seq_id for seq in unsampled} <= {i for batch in in_flight for i in batch.chunk_seq_ids.tolist()}
-        holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0), *unsampled]
+        holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0)]
 
         # nobody is lost, nobody is twice there
         unfinished = [seq for r in self.made.values() for seq in r.seqs if seq.status is not SequenceStatus.FINISHED]
@@ -877,6 +875,33 @@ def test_scores_beside_samples():
     assert batch.chunk_seq_ids.tolist() == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
     assert harness.outputs.keys() == {score}
     harness.run_to_end()
+
+
+@pytest.mark.parametrize("num_blocks", [6, 60])
+def test_what_samples_nothing_holds_its_slot_until_it_is_launched(num_blocks):
+    """The next launch waited for the results of the one before: short prompts left the device idle at every launch."""
+    harness = Harness(1, num_blocks=num_blocks, max_num_seqs=3, max_num_batched_tokens=12)
+    scores = [harness.add_score([1 + i % 2, 2, 1, 2, 1 + i // 2 % 2], 1) for i in range(12)]
+    for launched in range(1, 5):
+        harness.step()
+        assert harness.device.num_launches == launched
+        assert len(harness.scheduler.table.free_req_indices) == 3
+        assert harness.scheduler.block_manager.num_available == num_blocks
+        assert harness.outputs.keys() == set(scores[: 3 * (launched - 1)])
+        assert list(harness.scheduler._unsampled) == scores[3 * (launched - 1) : 3 * launched]
+    harness.run_to_end()
+    assert harness.device.num_launches == 4
+
+
+def test_aborted_after_its_last_chunk_was_launched():
+    harness = Harness(1, max_num_seqs=2, max_num_batched_tokens=3)
+    score, other = harness.add_score([1, 2, 1, 2, 2], 1), harness.add_score([2, 2, 1], 1)
+    harness.step()
+    batch = harness.step()
+    assert batch.chunk_seq_ids.tolist() == [score] and score in harness.scheduler._unsampled  # its first chunk is back
+    harness.abort(score)
+    harness.run_to_end()
+    assert harness.outputs.keys() == {other}
 
 
 def test_refusals_leave_no_trace():

@@ -20,11 +20,11 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels  # noqa: E402
 from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
 from nanovllm.kernels.fp8 import E4M3  # noqa: E402
-from nanovllm.kernels.launch import is_sm90  # noqa: E402
+from nanovllm.kernels.launch import is_sm90, launch  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens  # noqa: E402
-from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm  # noqa: E402
-from nanovllm.kernels.moe import dispatch, reference, shared_expert  # noqa: E402
-from nanovllm.kernels.moe.reference import Routing  # noqa: E402
+from nanovllm.kernels.linear.reference import Tokens, Weight, fused_linear, rms_norm  # noqa: E402
+from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert  # noqa: E402
+from nanovllm.kernels.moe.reference import Biases, Routing, Shared  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
 from nanovllm.models.config import LayerConfig, MoEConfig  # noqa: E402
 from nanovllm.models.moe import SparseMoE  # noqa: E402
@@ -487,16 +487,163 @@ def test_fp8_experts_of_tokens_of_any_size(dtype):
     problem.check(add_residual=False)
 
 
+# gpt-oss: biases, a clamped SwiGLU, MXFP4 weights.
+
+
+def mxfp4_experts(E, N, C):
+    """Random bytes; scales differ by a factor of up to 4. Their product with normal numbers is about normal."""
+    first = 125 - round(C**0.5).bit_length()
+    scale = torch.randint(first, first + 3, (E, C // 32, N), dtype=torch.uint8, device=DEVICE)
+    return Weight(torch.randint(0, 256, (E, N, C // 2), dtype=torch.uint8, device=DEVICE), scale)
+
+
+class GptOssProblem(Problem):
+    def __init__(self, num_tokens, C=96, E=16, I=64, mxfp4=True, **more):
+        super().__init__(num_tokens, C, E, 1 if mxfp4 else I, **more)
+        dtype = self.residual.dtype
+        self.weights = [Weight(self.gate_up), Weight(self.down)]
+        if mxfp4:
+            self.weights = [mxfp4_experts(E, 2 * I, C), mxfp4_experts(E, C, I)]
+        router = randn(E, scale=0.02)
+        router[3] = 7.0  # chosen by its bias alone
+        self.biases = Biases(router.to(dtype), randn(E, 2 * I, dtype=dtype), randn(E, C, dtype=dtype))
+        self.limit = 1.5  # of numbers about 1.4 in size
+
+    def run(self, op, **options):
+        options = {"biases": self.biases, "limit": self.limit, **options}
+        return op(
+            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, *self.weights, self.routing,
+            self.slots, **options,
+        )  # fmt: skip
+
+
+def test_mxfp4_twin_agrees_with_every_expert_computed():
+    T, C, E, I, problem = 9, 96, 16, 64, GptOssProblem(9, routing=Routing(3))
+    got = problem.run(reference.fused_moe, add_residual=False)
+    gate_up, down = (weight.dequantize(torch.float32) for weight in problem.weights)
+    assert gate_up.shape == (E, 2 * I, C) and 0.5 < (gate_up.std() * C**0.5) < 2
+    router, of_gate_up, of_down = problem.biases
+    x = rms_norm(problem.residual, problem.norm_weight, EPS)
+    gate, up = (torch.einsum("tc,enc->ten", x, gate_up) + of_gate_up).chunk(2, -1)
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    every = torch.einsum("tei,eci->tec", gate * torch.sigmoid(1.702 * gate) * (up + 1), down) + of_down
+    values, ids = (x @ problem.router.T + router).topk(3)
+    share = torch.zeros(T, E, device=DEVICE).scatter(1, ids, values.softmax(-1))
+    assert (ids == 3).any(1).all()
+    assert_close(got, torch.einsum("te,tec->tc", share, every))
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("num_tokens, dtype", [
+    (0, HALF), (1, HALF), (1, torch.float32), (3, torch.float32), (7, HALF), gpu_param(4, HALF), gpu_param(40, HALF),
+    gpu_param(40, torch.float32), gpu_param(300, HALF), gpu_param(3000, HALF), gpu_param(4, torch.float16),
+    gpu_param(100, torch.float16),
+])  # fmt: skip
+@pytest.mark.parametrize("C, E, I", [(96, 16, 64), (160, 12, 96), gpu_param(2880, 8, 1440)])
+def test_gpt_oss_experts(C, E, I, num_tokens, dtype, mxfp4):
+    """Channels beyond the last whole step too."""
+    padding = [1] if num_tokens > 1 else []
+    GptOssProblem(num_tokens, C, E, I, mxfp4, routing=Routing(3), dtype=dtype, padding=padding).check()
+
+
 @pytest.mark.parametrize("num_tokens", [2, 6])
-def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
-    """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once."""
+@pytest.mark.parametrize("without", ["router", "gate_up", "down", "limit"])
+def test_each_bias_and_the_limit_matter(without, num_tokens):
+    problem = GptOssProblem(num_tokens)
+    before = whole(problem.run(dispatch.fused_moe))
+    if without == "limit":
+        problem.limit = 3.0
+    else:
+        problem.biases = problem.biases._replace(**{without: torch.zeros_like(getattr(problem.biases, without))})
+    assert (whole(problem.run(dispatch.fused_moe)) - before).abs().max() > 1e-2
+    problem.check()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 6])
+def test_nan_passes_the_clamps(num_tokens):
+    """A broken model shows."""
+    problem = GptOssProblem(num_tokens)
+    problem.biases.gate_up[:] = torch.nan
+    assert whole(problem.run(dispatch.fused_moe)).isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_mxfp4_experts_after_partials(num_tokens):
+    problem = GptOssProblem(num_tokens)
+    expected = problem.run(reference.fused_moe)
+    partials = randn(3, *problem.residual.shape)
+    unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
+    got = dispatch.fused_moe(
+        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, *problem.weights, problem.routing,
+        problem.slots, allow_split_k=True, biases=problem.biases, limit=problem.limit,
+    )  # fmt: skip
+    assert_close(whole(got), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 6])
+def test_mxfp4_experts_without_tokens_are_not_read(num_tokens):
+    problem = GptOssProblem(num_tokens, padding=[0, num_tokens - 1])
+    problem.biases.router[:] = 0.0
+    logits = spread_logits(num_tokens, problem.E)
+    logits[:, 3:11] -= 20.0
+    logits[0, 5] = 8.0
+    problem.choose(logits)
+    for tensor in problem.biases[1:]:
+        tensor[3:11] = torch.nan
+    problem.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.whole_gpu  # gigabytes
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 8, 32, 127, 256, 1000, 5000])
+@pytest.mark.parametrize("E", [32, 128])
+def test_published_gpt_oss(E, num_tokens):
+    """20b and 120b."""
+    problem = GptOssProblem(num_tokens, 2880, E, 2880, routing=Routing(4), dtype=torch.bfloat16)
+    problem.limit = 7.0
+    problem.check(allow_split_k=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mxfp4_experts_of_tokens_of_any_size(dtype):
+    """Products of few tokens are in fp16, and no sum exceeds it; scales as small and as large as they may be."""
+    problem = GptOssProblem(2, 2880, 8, 2880, routing=Routing(2), dtype=dtype)
+    problem.limit = 0.0
+    problem.norm_weight *= 2.0**12
+    problem.weights[0].scale.sub_(12)
+    problem.check(add_residual=False)
+
+
+@pytest.mark.gpu
+def test_mxfp4_numbers_on_the_gpu_are_exact():
+    """One channel at a time, 64 tokens with a 1 each: the product is the weight itself, in bf16 without rounding."""
+    weight = mxfp4_experts(1, 128, 64)
+    weight.scale[:] = torch.arange(96, 129, device=DEVICE, dtype=torch.uint8)[torch.arange(256) % 33].view(1, 2, 128)
+    x = torch.eye(64, device=DEVICE, dtype=torch.bfloat16)
+    rows, counts = dispatch.group_rows(torch.zeros(64, 1, dtype=torch.int32, device=DEVICE), 1)
+    for config in ((16, 128, 128, 4, 3), (64, 128, 64, 4, 3), (128, 128, 128, 8, 3), (32, 64, 128, 4, 3)):
+        got = torch.empty(1, 64, 128, device=DEVICE)
+        ones = torch.ones(64, device=DEVICE)
+        grouped_gemm.grouped_gemm(
+            grouped_gemm.GroupedConfig(*config), Tokens(x, x.dtype), weight, rows, counts, got, 1, weights=ones
+        )
+        assert torch.equal(got[0].T, weight.dequantize(torch.float32)[0])
+
+
+@pytest.mark.parametrize("num_tokens, shared_size", [(1, 12), (2, 12), (2, 20), (6, 12), (6, 20)])
+def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
+    """The shared expert reads the residual before the experts are added; SplitKPartials are reduced once. Of the
+    experts' size, few tokens take it as one of them.
+    """
     config = SimpleNamespace(
-        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=20, has_shared_gate=True),
+        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size, has_shared_gate=True),
         fp8_block=lambda *_: None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))
     residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
-    results = []
+    results, launched = [], []
+    monkeypatch.setattr(shared_expert, "launch", lambda *args, **options: launched.append(launch(*args, **options)))
     for x, ops in (
         (residual, kernels.select("cpu")),
         (SplitKPartials(residual - partials.sum(0), partials), kernels.select("cuda")),
@@ -509,6 +656,37 @@ def test_layer_with_a_shared_expert(num_tokens, monkeypatch):
                 param.normal_(0.0, 0.3)
             results.append(whole(layer(x, norm, context)))
     assert_close(results[1], results[0])
+    assert len(launched) == (num_tokens > dispatch.MAX_TOKENS_GEMV or shared_size > 12)
+
+
+@pytest.mark.parametrize("num_tokens, dtype", [(1, HALF), (1, torch.float32), (4, HALF)])
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_shared_expert_as_one_of_the_experts(num_tokens, dtype, has_gate, fp8):
+    padding = [2] if num_tokens > 2 else []
+    C, I, routing = 96, 48, Routing(3, routed_scale=1.7)
+    if fp8:
+        problem = FP8Problem(num_tokens, C, 5, I, (32, 16), routing=routing, dtype=dtype, padding=padding)
+        gate_up, down = (quantized_experts(weight[:1], weight.shape[2] // 3).expert(0)
+                         for weight in (problem.gate_up, problem.down))  # fmt: skip
+        weights = problem.weights
+    else:
+        problem = Problem(num_tokens, C, 5, I, routing, dtype, padding)
+        gate_up, down = (Weight(randn(*weight.shape[1:], dtype=dtype, scale=weight.shape[2] ** -0.5))
+                         for weight in (problem.gate_up, problem.down))  # fmt: skip
+        weights = Weight(problem.gate_up), Weight(problem.down)
+    assert dispatch.takes_shared_expert(num_tokens, weights[0], gate_up, routing)
+    problem.check(shared=Shared(gate_up, down, randn(1, C, dtype=dtype, scale=0.3) if has_gate else None))
+
+
+def test_which_shared_experts_are_taken():
+    routing, experts = Routing(3), Weight(randn(5, 24, 32))
+    assert dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), routing)
+    assert not dispatch.takes_shared_expert(5, experts, Weight(randn(24, 32)), routing)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(48, 32)), routing)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32).to(E4M3), randn(24, 1)), routing)
+    groups = Routing(3, num_groups=5, top_groups=2)
+    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), groups)
 
 
 # The shared expert's gate and sum.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import families
 import fp8_checkpoints
+import mxfp4_checkpoints
 import pytest
 import torch
 from helpers import generate, greedy, interpret_fp8_exactly
@@ -104,3 +105,18 @@ def test_fp8_weights(tmp_path, make_llm, monkeypatch):
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(**options), prompts, greedy(3)) == expected
+
+
+@torch.inference_mode()
+def test_mxfp4_experts(tmp_path, make_llm, monkeypatch):
+    """gpt-oss: kept as they are where Triton multiplies them, dequantized for the twins."""
+    model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
+    mxfp4_checkpoints.write(tmp_path, model)
+    prompts, options = [[5, 6, 7] * 3, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
+    expected = generate(make_llm(**options), prompts, greedy(3))
+    ops = kernels.select("cuda")
+    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    llm = make_llm(**options)
+    assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
+    assert generate(llm, prompts, greedy(3)) == expected

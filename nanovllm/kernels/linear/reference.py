@@ -11,14 +11,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .. import mxfp4
 from ..fp8 import E4M3, E4M3_MAX
 
 
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
-    data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3
+    data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py)
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
+    # of MXFP4 uint8 [C / 32, N]
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
     packed: torch.Tensor | None = None  # of data without a scale, see `pack`
@@ -26,6 +28,14 @@ class Weight(NamedTuple):
     def expert(self, i):
         """The Weight of expert i; data and scale have those of all, [E, N, C] and [E, N, G]."""
         return self._replace(data=self.data[i], scale=None if self.scale is None else self.scale[i])
+
+    @property
+    def is_mxfp4(self):
+        return self.data.dtype == torch.uint8
+
+    @property
+    def num_channels(self):
+        return self.data.shape[-1] * (2 if self.is_mxfp4 else 1)
 
     def has_whole_blocks(self):
         """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
@@ -35,6 +45,8 @@ class Weight(NamedTuple):
         """[N, C] in `dtype`, of experts [E, N, C]; without a scale, `data` as it is."""
         if self.scale is None:
             return self.data
+        if self.is_mxfp4:
+            return mxfp4.dequantized(self.data, self.scale, dtype)
         groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
         return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -8,6 +8,7 @@ says what is computed.
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
+So are MXFP4 weights everywhere (W4A16).
 The references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of
 16, all experts are dequantized at each call, which is right, and slow.
 """
@@ -31,7 +32,8 @@ MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more 
 
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
-              act="silu", add_residual=True, allow_split_k=False, base=None):  # fmt: skip
+              act="silu", add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0,
+              shared=None):  # fmt: skip
     """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
 
     Rows of padding (slot -1) of the result are undefined.
@@ -39,41 +41,59 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     num_tokens, in_fp32 = len(residual), routing.scoring == "sigmoid" or correction_bias is not None
     x, residual = residual, residual.residual if isinstance(residual, SplitKPartials) else residual
     base = residual if base is None else base
+    of_router, of_gate_up, of_down = biases or (None, None, None)
     gate_up, down = usable(gate_up, residual.dtype), usable(down, residual.dtype)
     if num_tokens > 1 or in_fp32 or x is not residual or gate_up.scale is not None:
         x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
     # Sigmoid or biased scores are of fp32 logits, as in transformers.
     logits_dtype = torch.float32 if in_fp32 else residual.dtype
     if num_tokens <= MAX_TOKENS_ROUTER and norm_weight is None:
-        logits = router_partials(x, router_weight)
+        logits = router_partials(x, router_weight, of_router)
     elif in_fp32:
-        logits = F.linear(x.float(), router_weight.float())
+        logits = F.linear(x.float(), router_weight.float(), None if of_router is None else of_router.float())
     else:
-        logits = fused_linear(x, Weight(router_weight), None, norm_weight, eps)
-    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype)
+        logits = fused_linear(x, Weight(router_weight), of_router, norm_weight, eps)
+    shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype, shared_gate)
     if num_tokens <= MAX_TOKENS_GEMV:
-        h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act)
-        return down_rows(h, down, ids, weights, base if add_residual else None)
+        shared_gate_up, shared_down = (None, None) if shared is None else shared[:2]
+        h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit, shared_gate_up)
+        return down_rows(h, down, ids, weights, base if add_residual else None, of_down, shared_down)
+    assert shared is None
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up.data), routing.top_k
     rows, counts = group_rows(ids, num_experts)
-    h = torch.empty((num_tokens * top_k, down.data.shape[2]), dtype=x.dtype, device=x.device)
+    h = torch.empty((num_tokens * top_k, down.num_channels), dtype=x.dtype, device=x.device)
     x = tokens_for(x, gate_up)
-    config = grouped_config(len(h), num_experts, True, x.scale is not None)
-    grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act)
+    config = grouped_config(len(h), num_experts, True, x.scale is not None, gate_up.is_mxfp4)
+    grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
     h = tokens_for(h, down)
-    config = grouped_config(len(h.data), num_experts, False, h.scale is not None)
-    grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights)
+    config = grouped_config(len(h.data), num_experts, False, h.scale is not None, down.is_mxfp4)
+    grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if add_residual and allow_split_k:
         return SplitKPartials(base, parts)
     return sum_rows(parts, base if add_residual else None, x.dtype)
 
 
+def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
+    """See reference.takes_shared_expert. Among more tokens its product is dense, and another kernel's."""
+    like = gate_up.data.shape[1:] == shared_gate_up.data.shape and gate_up.data.dtype == shared_gate_up.data.dtype
+    scales = [None if weight.scale is None else weight.scale.shape[-2:] for weight in (gate_up, shared_gate_up)]
+    is_usable = usable(gate_up, torch.float32) is gate_up
+    has_groups = routing.top_groups < routing.num_groups
+    return num_tokens <= MAX_TOKENS_GEMV and like and scales[0] == scales[1] and is_usable and not has_groups
+
+
+def takes_mxfp4():
+    """See reference.takes_mxfp4."""
+    return True
+
+
 def usable(weight, dtype):
     """The Weight as it is if the kernels can widen it, else in `dtype`."""
-    if weight.scale is None or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):
+    if weight.scale is None or weight.is_mxfp4 or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):
         return weight
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     return Weight(dequantized(flat, dtype).data.view(weight.data.shape))

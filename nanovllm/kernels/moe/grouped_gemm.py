@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from ..linear.gemv import activate
+from ..launch import has_inline_asm, launch, launch_options, pdl_launch_dependents, pdl_wait
+from .gemv import gated
+from .unpack import unpack_tile
 
 
 @triton.jit
@@ -51,12 +52,36 @@ def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, 
         return acc + tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision=PRECISION) * scale[None, :]
 
 
+@triton.jit
+def load_mxfp4_scale(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels; zeros beyond the last."""
+    group = step // 32 + tl.arange(0, BLOCK_K // 32)
+    return tl.load(ptrs + step // 32 * NUM_FEATURES, mask=(group < K // 32)[None, :], other=0)
+
+
+@triton.jit
+def dot_mxfp4(
+    x_1, x_2, ptrs, scale, step, acc,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + x weight^T of a step's channels: x_1 and x_2 are those of the lower and the upper halves of the bytes."""
+    data = load_weight(ptrs, step // 2, tl.arange(0, BLOCK_K // 2), K // 2, BLOCK_K // 2)
+    weight_1, weight_2 = unpack_tile(data, scale, x_1.dtype, USE_ASM)
+    if SWAP_AB:
+        acc = tl.dot(weight_1, tl.trans(x_1), acc, input_precision=PRECISION)
+        return tl.dot(weight_2, tl.trans(x_2), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x_1, tl.trans(weight_1), acc, input_precision=PRECISION)
+        return tl.dot(x_2, tl.trans(weight_2), acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "split_m"])
 def grouped_gemm_kernel(
     x_ptr,  # [*, K] contiguous, written by a kernel before
     x_scale_ptr,  # fp32 [*], only where x is e4m3
-    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features
-    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], only with GROUP
+    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features; of MXFP4 bytes, K / 2
+    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 uint8 [E, K / 32, N or 2 N]; only with GROUP
+    bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
     weights_ptr,  # fp32 [T * k], not with GATED
@@ -67,16 +92,20 @@ def grouped_gemm_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
+    MXFP4: tl.constexpr,
+    USE_ASM: tl.constexpr,  # this and the next of MXFP4
+    PREFETCH: tl.constexpr,  # scales
     ACT: tl.constexpr,  # of GATED
+    LIMIT: tl.constexpr,  # of GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     pdl_launch_dependents(USE_PDL)
-    SWAP_AB: tl.constexpr = BLOCK_M < 64
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) % split_m * BLOCK_M
     n = tl.program_id(0) // split_m * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,6 +114,12 @@ def grouped_gemm_kernel(
     NUM_FEATURES: tl.constexpr = 2 * N if GATED else N
     weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
     features = expert * NUM_FEATURES + n % N
+    if MXFP4:
+        byte, group = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
+        k = byte // 16 * 32 + byte % 16  # channels of the lower halves of bytes
+        weight_ptrs = weight_ptr + features[:, None] * (K // 2) + byte[None, :]
+        scale_ptr += expert * (NUM_FEATURES * (K // 32))
+        scale_ptrs = scale_ptr + (n % N)[:, None] + group[None, :] * NUM_FEATURES
     pdl_wait(USE_PDL)
     count = tl.load(counts_ptr + expert)
     for start in range(first, count, split_m * BLOCK_M):
@@ -94,22 +129,56 @@ def grouped_gemm_kernel(
         x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
-        for step in range(0, K, BLOCK_K):
-            # Both scales here: no load moves above the wait for a product.
-            scale = load_scale(scale_ptr, features, step, K, GROUP)
+        if MXFP4:
+            scale = load_mxfp4_scale(scale_ptrs, 0, NUM_FEATURES, K, BLOCK_K)
+            up_scale = scale
             if GATED:
-                up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
-            x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
-            acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, GROUP, SWAP_AB, PRECISION)
-            if GATED:
-                weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
-                up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
+                up_scale = load_mxfp4_scale(scale_ptrs + N, 0, NUM_FEATURES, K, BLOCK_K)
+            for step in range(0, K, BLOCK_K):
+                # The next step's, where they are too few a thread for the pipeline.
+                scale_step = step + BLOCK_K if PREFETCH else step
+                next_scale = load_mxfp4_scale(scale_ptrs, scale_step, NUM_FEATURES, K, BLOCK_K)
+                if GATED:
+                    next_up_scale = load_mxfp4_scale(scale_ptrs + N, scale_step, NUM_FEATURES, K, BLOCK_K)
+                if not PREFETCH:
+                    scale = next_scale
+                    if GATED:
+                        up_scale = next_up_scale
+                inside = is_row[:, None] & (step + k < K)[None, :]
+                x_1 = tl.load(x_ptrs + step, mask=inside, other=0.0)
+                x_2 = tl.load(x_ptrs + step + 16, mask=inside, other=0.0)
+                acc = dot_mxfp4(x_1, x_2, weight_ptrs, scale, step, acc, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM)
+                if GATED:
+                    up = dot_mxfp4(
+                        x_1, x_2, weight_ptrs + N * K // 2, up_scale, step, up, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM
+                    )
+                if PREFETCH:
+                    scale = next_scale
+                    if GATED:
+                        up_scale = next_up_scale
+        else:
+            for step in range(0, K, BLOCK_K):
+                # Both scales here: no load moves above the wait for a product.
+                scale = load_scale(scale_ptr, features, step, K, GROUP)
+                if GATED:
+                    up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
+                x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
+                acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, GROUP, SWAP_AB, PRECISION)
+                if GATED:
+                    weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
+                    up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
             acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
             up *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + features).to(tl.float32)
+            acc += bias[:, None] if SWAP_AB else bias[None, :]
+            if GATED:
+                bias = tl.load(bias_ptr + features + N).to(tl.float32)
+                up += bias[:, None] if SWAP_AB else bias[None, :]
         if GATED:
-            acc = activate(acc, ACT) * up
+            acc = gated(acc, up, ACT, LIMIT)
         else:
             share = tl.load(weights_ptr + row, mask=is_row, other=0.0)
             acc *= share[None, :] if SWAP_AB else share[:, None]
@@ -156,12 +225,21 @@ class GroupedConfig(NamedTuple):
     num_stages: int
 
 
-def grouped_config(num_rows, num_experts, gated, is_fp8=False):
+def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
     """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
-    `is_fp8`: tokens and weights are e4m3; by count of bytes in flight and registers, not measured.
+    `is_fp8`: tokens and weights are e4m3; `is_mxfp4`: the weights. Both by count of bytes in flight and registers, not
+    measured.
     """
     mean = num_rows / num_experts
+    if is_mxfp4:
+        if mean <= 8:
+            return GroupedConfig(16, 128, 128, 4, 4)
+        if mean <= 24:
+            return GroupedConfig(32, 128, 128, 4, 4)
+        if mean <= 48:  # a second tile of rows would unpack all again
+            return GroupedConfig(64, 128, 128, 4, 3)
+        return GroupedConfig(128, 128, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
         if mean <= 8:
             return GroupedConfig(16, 64, 128, 4, 5)
@@ -178,14 +256,14 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False):
 
 
 def scale_group(weight):
-    """Channels of a scale of a Weight; 0: it has none."""
-    return 0 if weight.scale is None else weight.data.shape[2] // weight.scale.shape[2]
+    """Channels of a scale of a Weight; 0: it has none, or is MXFP4."""
+    return 0 if weight.scale is None or weight.is_mxfp4 else weight.num_channels // weight.scale.shape[2]
 
 
-def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None):
+def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
     """See `grouped_gemm_kernel`; gated with `act`, else scaled by `weights`. x Tokens, and a Weight."""
-    num_experts, num_features, num_channels = weight.data.shape
-    gated, group = act is not None, scale_group(weight)
+    (num_experts, num_features, _), num_channels = weight.data.shape, weight.num_channels
+    gated, group, is_mxfp4 = act is not None, scale_group(weight), weight.is_mxfp4
     num_outputs = num_features // 2 if gated else num_features
     assert x.data.is_contiguous() and weight.data.is_contiguous() and y.is_contiguous()
     assert weight.scale is None or weight.scale.is_contiguous()
@@ -196,9 +274,11 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     split_m = triton.cdiv(usual_rows, config.block_m)
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
-        x.data, x.scale, weight.data, weight.scale, rows, counts, weights, y, num_tokens, split_m,
-        TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, ACT=act, GATED=gated,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
+        TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, MXFP4=is_mxfp4,
+        USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2,
+        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(y.device),
     )  # fmt: skip

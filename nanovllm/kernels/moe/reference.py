@@ -1,6 +1,6 @@
 """PyTorch references of the mixture-of-experts kernels: the CPU backend and the oracle of the kernels' tests.
 
-Owns the meaning of each operation and the value `Routing`. Knows nothing of layers, shards or devices.
+Owns the meaning of each operation and the values `Routing` and `Biases`. Knows nothing of layers, shards or devices.
 
 T packed tokens, C channels, E experts, I intermediate units of an expert (of this rank), k experts of a token.
 """
@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..linear.reference import fused_linear, rms_norm
+from ..linear.reference import Weight, fused_linear, rms_norm
+
+SWIGLU_ALPHA = 1.702  # of `clamped_swiglu`
 
 
 class Routing(NamedTuple):
@@ -22,6 +24,22 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+
+
+class Shared(NamedTuple):
+    """The weights of a shared expert."""
+
+    gate_up: Weight  # [2I, C], gate features before up features
+    down: Weight  # [C, I]
+    gate: torch.Tensor | None  # [1, C], see `add_shared_expert`
+
+
+class Biases(NamedTuple):
+    """What is added to the products of the router and of the experts."""
+
+    router: torch.Tensor  # [E], to the logits
+    gate_up: torch.Tensor  # [E, 2I]
+    down: torch.Tensor  # [E, C]
 
 
 def route(logits, correction_bias, routing, slot_mapping):
@@ -60,7 +78,7 @@ def best(scores, count):
 
 def fused_moe(
     residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
-    add_residual=True, allow_split_k=False, base=None,
+    add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0, shared=None,
 ):  # fmt: skip
     """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
 
@@ -73,13 +91,16 @@ def fused_moe(
         down: Weight, [E, C, I].
         act: as in `act_and_mul`.
         base: [T, C], is added in place of `residual`.
+        biases: Biases, or None.
+        limit: 0, or that of `clamped_swiglu`, which takes the place of act(gate) * up.
+        shared: Shared, whose result is added, where `takes_shared_expert`; else it is in `base` already, or None.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials (linear/norm.py).
     """
     x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
     dtype = torch.float32 if routing.scoring == "sigmoid" or correction_bias is not None else x.dtype
-    logits = F.linear(x.to(dtype), router_weight.to(dtype))
+    logits = F.linear(x.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
     ids, weights = route(logits, correction_bias, routing, slot_mapping)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
@@ -88,11 +109,36 @@ def fused_moe(
     tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
     for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
         if expert >= 0:
-            hidden = fused_linear(x[rows], gate_up.expert(expert), act_mul=act)
-            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert)) * share)
+            of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
+            hidden = clamped_swiglu(hidden, limit) if limit else hidden
+            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
     total = total.to(x.dtype)
     base = residual if base is None else base
+    if shared is not None:
+        hidden = fused_linear(x, shared.gate_up, act_mul=act)
+        total += add_shared_expert(fused_linear(hidden, shared.down), residual, norm_weight, eps, shared.gate, False)
     return base + total if add_residual else total
+
+
+def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
+    """Whether `fused_moe` takes the shared expert as one more of its experts. Weights: gate_up of these, and of it."""
+    return False
+
+
+def takes_mxfp4():
+    """Whether `fused_moe` multiplies MXFP4 weights as they are. Here it would dequantize them at each call."""
+    return False
+
+
+def clamped_swiglu(x, limit):
+    """gpt-oss: x [T, 2I] -> gate * sigmoid(1.702 gate) * (up + 1), gate at most `limit`, up between -limit and limit.
+
+    The first product is rounded to x.dtype.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.float().clamp(max=limit)
+    return (gate * (SWIGLU_ALPHA * gate).sigmoid()).to(x.dtype) * (up.clamp(-limit, limit) + 1)
 
 
 def add_shared_expert(shared, residual, norm_weight, eps, gate_weight, add_residual):

@@ -21,6 +21,7 @@ LOWEST = tl.constexpr(-3e38)
 def router_kernel(
     x_ptr,  # [T, C] contiguous, written by the kernel before
     weight_ptr,  # [E, C]
+    bias_ptr,  # [E] or None
     partials_ptr,  # fp32 [SPLIT_K, T, E], written here
     num_tokens,
     NUM_EXPERTS: tl.constexpr,
@@ -46,12 +47,15 @@ def router_kernel(
         x = tl.load(x_ptrs + first, mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0)
         weight = tl.load(weight_ptrs + first, mask=(expert < NUM_EXPERTS)[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=expert < tl.where(split == 0, NUM_EXPERTS, 0), other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     offs = (split * num_tokens + token)[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(partials_ptr + offs, acc, mask=(token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :])
 
 
-def router_partials(x, weight):
-    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T, for up to 256 tokens; `route` adds them."""
+def router_partials(x, weight, bias=None):
+    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T [+ bias] for up to 256 tokens, added by `route`."""
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
     partials = torch.empty((ROUTER_SPLIT_K, num_tokens, num_experts), dtype=torch.float32, device=x.device)
@@ -59,7 +63,7 @@ def router_partials(x, weight):
     block_c = min(128, max(16, triton.next_power_of_2(split_c)))
     launch(
         router_kernel, (triton.cdiv(num_tokens, 16), triton.cdiv(num_experts, 32), ROUTER_SPLIT_K),
-        x, weight, partials, num_tokens,
+        x, weight, bias, partials, num_tokens,
         NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, SPLIT_C=split_c, BLOCK_T=16, BLOCK_E=32, BLOCK_C=block_c,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **launch_options(x.device),
     )  # fmt: skip
@@ -71,11 +75,17 @@ def route_kernel(
     logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
     bias_ptr,  # fp32 [E], only with HAS_BIAS
     slot_mapping_ptr,  # i32[T]
-    ids_ptr,  # i32[T, k], written here
-    weights_ptr,  # fp32 [T, k], written here
+    x_ptr,  # [T, C], only with SHARED, written by a kernel before
+    norm_weight_ptr, gate_ptr,  # [C] each, or None: x is normed, the shared expert has no gate
+    ids_ptr,  # i32[T, k + SHARED], written here
+    weights_ptr,  # fp32 [T, k + SHARED], written here
     num_tokens,
     routed_scale,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # a shared expert follows the chosen ones
+    EPS: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -89,7 +99,20 @@ def route_kernel(
     """One program: one token. Of equal scores the lowest expert wins."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    is_channel = offs_c < NUM_CHANNELS
+    if norm_weight_ptr is not None:
+        norm_weight = tl.load(norm_weight_ptr + offs_c, mask=is_channel, other=0.0).to(tl.float32)
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + offs_c, mask=is_channel, other=0.0).to(tl.float32)
     pdl_wait(USE_PDL)
+    share = 1.0
+    if gate_ptr is not None:
+        x = tl.load(x_ptr + token * NUM_CHANNELS + offs_c, mask=is_channel, other=0.0).to(tl.float32)
+        if norm_weight_ptr is not None:
+            rstd = tl.rsqrt(tl.sum(x * x, 0) / NUM_CHANNELS + EPS)
+            x = ((x * rstd).to(DTYPE).to(tl.float32) * norm_weight).to(DTYPE).to(tl.float32)
+        share = tl.sigmoid(tl.sum(x * gate, 0).to(DTYPE).to(tl.float32))
     is_padding = tl.load(slot_mapping_ptr + token) < 0
     offs_e, offs_k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     exists = offs_e < NUM_EXPERTS
@@ -118,28 +141,42 @@ def route_kernel(
         left = tl.where(chosen, -float("inf"), left)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    offs = token * TOP_K + offs_k
-    tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K)
-    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights * routed_scale), mask=offs_k < TOP_K)
+    weights *= routed_scale
+    if SHARED:
+        ids = tl.where(offs_k == TOP_K, NUM_EXPERTS, ids)
+        weights = tl.where(offs_k == TOP_K, share, weights)
+    offs = token * (TOP_K + SHARED) + offs_k
+    tl.store(ids_ptr + offs, tl.where(is_padding, -1, ids), mask=offs_k < TOP_K + SHARED)
+    tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights), mask=offs_k < TOP_K + SHARED)
 
 
-def route(logits, correction_bias, routing, slot_mapping, dtype=None):
-    """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`."""
+def route(logits, correction_bias, routing, slot_mapping, dtype=None, shared_gate=None):
+    """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`.
+
+    shared_gate: (x, norm_weight, eps, gate_weight) of `add_shared_expert`, both weights or None. The shared expert
+    follows as expert E, with the sigmoid of its gate as its weight, so ids and weights are [T, k + 1].
+    """
     dtype = dtype or logits.dtype
     if routing.top_groups < routing.num_groups:
+        assert shared_gate is None
         logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
         return reference.route(logits, correction_bias, routing, slot_mapping)
     *_, num_tokens, num_experts = logits.shape
     assert logits.is_contiguous()
-    ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    x, norm_weight, eps, gate_weight = shared_gate or (None, None, 0.0, None)
+    num_channels, num_chosen = 1 if gate_weight is None else x.shape[1], routing.top_k + (shared_gate is not None)
+    ids = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
     launch(
-        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, ids, weights, num_tokens,
+        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping,
+        None if gate_weight is None else x, norm_weight, gate_weight, ids, weights, num_tokens,
         float(routing.routed_scale),
-        TOP_K=routing.top_k, RENORMALIZE=routing.renormalize, SPLIT_K=len(logits) if logits.dim() == 3 else 1,
+        TOP_K=routing.top_k, SHARED=num_chosen > routing.top_k, EPS=eps, NUM_CHANNELS=num_channels,
+        BLOCK_C=triton.next_power_of_2(num_channels), RENORMALIZE=routing.renormalize,
+        SPLIT_K=len(logits) if logits.dim() == 3 else 1,
         NUM_EXPERTS=num_experts, SIGMOID=routing.scoring == "sigmoid", HAS_BIAS=correction_bias is not None,
         DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(routing.top_k), num_warps=1,
+        BLOCK_K=triton.next_power_of_2(num_chosen), num_warps=1,
         **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
