@@ -177,7 +177,8 @@ def _decode_kernel(
     REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
     ROW_HEADS: tl.constexpr = GQA_GROUP // NUM_ROWS
     # COLUMNS: query heads are the columns of the products, else the rows.
-    # V_PAIRS, only with COLUMNS: values are read two at a time, as int16. Even and odd channels have an accumulator each.
+    # V_PAIRS, only with COLUMNS: values are read two at a time, as int16. Even and odd channels have an accumulator
+    # each.
     # PREFETCH: the first tile is requested before the wait. L2 is coherent: the newest token may be there too early.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -255,8 +256,8 @@ def _decode_kernel(
             acc, acc_odd = tl.split(tl.permute(tl.reshape(acc, [BLOCK_D // 2, 2, BLOCK_H]), (0, 2, 1)))
     # One flat loop over the tiles of all sequences, so that loads run ahead across sequence borders too.
     for tile in range(begin, end):
-        # [BLOCK_D, BLOCK_H] or the reverse: the group's query heads, zero-padded to the smallest dot. Loaded for every tile (from L2),
-        # so that the load is pipelined like those of keys and values.
+        # [BLOCK_D, BLOCK_H] or the reverse: the group's query heads, zero-padded to the smallest dot. Loaded for every
+        # tile (from L2), so that the load is pipelined like those of keys and values.
         q_ptrs = q_ptr + seq * stride_q_seq + head_offs * stride_q_head
         if NUM_ROWS > 1:
             q_ptrs += of_heads(offs_h // ROW_HEADS * (stride_q_seq // NUM_ROWS), COLUMNS)
@@ -284,7 +285,10 @@ def _decode_kernel(
                 v, v_odd = widen_pairs(v_pairs)
             else:
                 v = widen(v, dtype)
-        scores = tl.dot(k, q, input_precision=PRECISION) if COLUMNS else tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if COLUMNS:
+            scores = tl.dot(k, q, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = soft_cap(scores, cap_scale) * scale_log2e
         if NUM_ROWS > 1:
             row_len_ptrs = row_lens_ptr + seq * NUM_ROWS + offs_h // ROW_HEADS
@@ -519,7 +523,8 @@ def paged_decode_attention(
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         # Two sizes up to 512, not every power of two: each is a compilation at start-up.
         BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
-        COLUMNS=config.columns, BLOCK_H=max(8 if config.columns else 16, block_g), BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
+        COLUMNS=config.columns, BLOCK_H=max(8 if config.columns else 16, block_g), BLOCK_N=config.block_n,
+        BLOCK_D=block_d, BLOCK_G=block_g,
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
