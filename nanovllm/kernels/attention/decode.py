@@ -24,9 +24,9 @@ The grid is one wave: loads run ahead of arithmetic across all of a program's ti
 In a verify step a sequence has NUM_ROWS query tokens, each with a context of its own. The heads of all of them are
 columns of the same products, so keys and values are read once.
 
-Tensor cores pad the rows of a product to 16, its columns to 8. So the query heads of a KV head are columns, tokens and
-channels rows, where arithmetic costs time: with an FP8 cache, and where a sequence has several rows. In 16 bits, bound
-by bytes alone, heads are rows, whose softmax needs no change of layout between the products.
+Tensor cores pad the rows of a product to 16, its columns to 8. So the query heads of a KV head are columns, and tokens
+and channels rows, where arithmetic costs time: with an FP8 cache, and in verify steps. In 16 bits, bound by bytes alone,
+heads are rows: probabilities then need no change of layout between the products.
 """
 
 from typing import NamedTuple
@@ -447,11 +447,13 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
     # Without barriers for the maximum of a row; fewer registers for the merge.
     one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
+    # 16-bit heads of 128 and more, and small groups, are faster as rows in an engine, though not alone.
+    columns = itemsize == 1 or num_rows > 1 or (head_bytes <= 128 and gqa_group >= 8)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else num_seqs <= 16):
+    elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else columns or num_seqs <= 16):
         config = one_warp
     elif head_bytes <= 128:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=4)
@@ -466,10 +468,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         wanted = min(gqa_group, max(config.kv_head_programs, num_programs))
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs)
-    return config._replace(
-        block_n=max(16, config.block_n * 256 // max(256, head_bytes)),  # wider heads: as many bytes
-        columns=itemsize == 1 or num_rows > 1,
-    )
+    block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: as many bytes
+    return config._replace(block_n=block_n, columns=columns)
 
 
 def paged_decode_attention(
