@@ -14,23 +14,23 @@ PACKAGE = ROOT / "nanovllm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
-    "as_vllm": 1_410,
+    "as_vllm": 1_450,
     "cli": 115,
-    "core": 390,
+    "core": 415,
     "distributed": 865,
-    "engine": 3_575,
-    "integrations": 450,
+    "engine": 4_045,
+    "integrations": 455,
     "jobs": 950,
-    "kernels": 6_995,
-    "layers": 915,
-    "models": 2_165,
-    "runner": 2_330,
+    "kernels": 7_735,
+    "layers": 1_010,
+    "models": 2_365,
+    "runner": 2_520,
     "sampling": 860,
     "utils": 180,
-    "other modules": 1_260,
+    "other modules": 1_345,
 }
-PATH_LINES = 3_450  # the reading path
-PATH_AND_IMPORTS_LINES = 9_250  # and what its files import directly, kernels apart
+PATH_LINES = 3_750  # the reading path
+PATH_AND_IMPORTS_LINES = 10_170  # and what its files import directly, kernels apart
 
 
 @cache

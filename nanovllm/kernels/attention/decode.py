@@ -25,7 +25,7 @@ In a verify step a sequence has NUM_ROWS query tokens, each with a context of it
 columns of the same products, so keys and values are read once.
 
 Tensor cores pad the rows of a product to 16, its columns to 8. So the query heads of a KV head are columns, and tokens
-and channels rows, where arithmetic costs time: with an FP8 cache, and in verify steps. In 16 bits, bound by bytes alone,
+and channels rows, where arithmetic costs time: with an FP8 cache, and in verify steps. In 16 bits, bound by bytes,
 heads are rows: probabilities then need no change of layout between the products.
 """
 
