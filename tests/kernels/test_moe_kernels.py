@@ -661,21 +661,13 @@ def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
 
 @pytest.mark.parametrize("num_tokens, dtype", [(1, HALF), (1, torch.float32), (4, HALF)])
 @pytest.mark.parametrize("has_gate", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_shared_expert_as_one_of_the_experts(num_tokens, dtype, has_gate, fp8):
+def test_shared_expert_as_one_of_the_experts(num_tokens, dtype, has_gate):
     padding = [2] if num_tokens > 2 else []
     C, I, routing = 96, 48, Routing(3, routed_scale=1.7)
-    if fp8:
-        problem = FP8Problem(num_tokens, C, 5, I, (32, 16), routing=routing, dtype=dtype, padding=padding)
-        gate_up, down = (quantized_experts(weight[:1], weight.shape[2] // 3).expert(0)
-                         for weight in (problem.gate_up, problem.down))  # fmt: skip
-        weights = problem.weights
-    else:
-        problem = Problem(num_tokens, C, 5, I, routing, dtype, padding)
-        gate_up, down = (Weight(randn(*weight.shape[1:], dtype=dtype, scale=weight.shape[2] ** -0.5))
-                         for weight in (problem.gate_up, problem.down))  # fmt: skip
-        weights = Weight(problem.gate_up), Weight(problem.down)
-    assert dispatch.takes_shared_expert(num_tokens, weights[0], gate_up, routing)
+    problem = Problem(num_tokens, C, 5, I, routing, dtype, padding)
+    gate_up, down = (Weight(randn(*weight.shape[1:], dtype=dtype, scale=weight.shape[2] ** -0.5))
+                     for weight in (problem.gate_up, problem.down))  # fmt: skip
+    assert dispatch.takes_shared_expert(num_tokens, Weight(problem.gate_up), gate_up, routing)
     problem.check(shared=Shared(gate_up, down, randn(1, C, dtype=dtype, scale=0.3) if has_gate else None))
 
 
@@ -684,7 +676,8 @@ def test_which_shared_experts_are_taken():
     assert dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), routing)
     assert not dispatch.takes_shared_expert(5, experts, Weight(randn(24, 32)), routing)
     assert not dispatch.takes_shared_expert(4, experts, Weight(randn(48, 32)), routing)
-    assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32).to(E4M3), randn(24, 1)), routing)
+    fp8 = quantized_experts(experts.data, 32)
+    assert not dispatch.takes_shared_expert(4, fp8, fp8.expert(0), routing)
     groups = Routing(3, num_groups=5, top_groups=2)
     assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), groups)
 

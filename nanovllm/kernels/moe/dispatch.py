@@ -56,7 +56,7 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
     ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype, shared_gate)
     if num_tokens <= MAX_TOKENS_GEMV:
-        shared_gate_up, shared_down = (None, None) if shared is None else shared[:2]
+        shared_gate_up, shared_down = (None, None) if shared is None else (shared.gate_up.data, shared.down.data)
         h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit, shared_gate_up)
         return down_rows(h, down, ids, weights, base if add_residual else None, of_down, shared_down)
     assert shared is None
@@ -78,12 +78,11 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
-    """See reference.takes_shared_expert. Among more tokens its product is dense, and another kernel's."""
-    like = gate_up.data.shape[1:] == shared_gate_up.data.shape and gate_up.data.dtype == shared_gate_up.data.dtype
-    scales = [None if weight.scale is None else weight.scale.shape[-2:] for weight in (gate_up, shared_gate_up)]
-    is_usable = usable(gate_up, torch.float32) is gate_up
+    """See reference.takes_shared_expert. Among more tokens its product is dense, and another kernel's; in FP8 it was no
+    faster (docs/experiments.md)."""
+    is_alike = gate_up.data.shape[1:] == shared_gate_up.data.shape and gate_up.data.dtype == shared_gate_up.data.dtype
     has_groups = routing.top_groups < routing.num_groups
-    return num_tokens <= MAX_TOKENS_GEMV and like and scales[0] == scales[1] and is_usable and not has_groups
+    return num_tokens <= MAX_TOKENS_GEMV and is_alike and gate_up.scale is None and not has_groups
 
 
 def takes_mxfp4():

@@ -2,9 +2,10 @@
 
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
-16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py). Legend: route.py; C
-channels, I intermediate units of an expert. With a shared expert of the same size, k counts it: it is expert E, the
-last of each token, and its weights are tensors of their own.
+16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py).
+
+Legend: route.py; C channels, I intermediate units of an expert. In 16 bits, with a shared expert of the same size, k
+counts it: it is expert E, the last of each token, and its weights are tensors of their own.
 """
 
 import torch
@@ -86,7 +87,7 @@ def gate_up_rows_kernel(
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
     scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
     bias_ptr,  # [E, 2 I] or None
-    shared_ptr, shared_scale_ptr,  # those of the shared expert, [2 I, ...], or None
+    shared_ptr,  # [2 I, C], the shared expert's weight, or None
     ids_ptr,  # i32[T * k], written by the kernel before
     h_ptr,  # [T * k, I], written here
     eps,
@@ -128,8 +129,6 @@ def gate_up_rows_kernel(
         scale_ptr += expert * (2 * NUM_UNITS * NUM_GROUPS)
     if shared_ptr is not None:
         weight_ptr = tl.where(expert == NUM_EXPERTS, shared_ptr, weight_ptr)
-        if NUM_GROUPS > 0:
-            scale_ptr = tl.where(expert == NUM_EXPERTS, shared_scale_ptr, scale_ptr)
     weight_ptrs = weight_ptr + offs
     acc = tl.zeros((BLOCK_C // VECTOR, 2 * BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
@@ -176,7 +175,7 @@ def down_rows_kernel(
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
     scale_ptr,  # fp32 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
     bias_ptr,  # [E, C] or None
-    shared_ptr, shared_scale_ptr,  # those of the shared expert, [C, ...], or None
+    shared_ptr,  # [C, I], the shared expert's weight, or None
     ids_ptr,  # i32[T, k]
     weights_ptr,  # fp32 [T, k]
     residual_ptr,  # [T, C] contiguous, only with HAS_RESIDUAL
@@ -215,8 +214,6 @@ def down_rows_kernel(
             expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
         if shared_ptr is not None and j == TOP_K - 1:
             expert_ptr = shared_ptr
-            if NUM_GROUPS > 0:
-                expert_scale_ptr = shared_scale_ptr
         weight_ptrs = expert_ptr + offs
         h_row_ptr = h_ptr + (token * TOP_K + j) * (NUM_UNITS // (2 if IS_PAIRS else 1))
         h_ptrs = h_row_ptr + i
@@ -267,14 +264,6 @@ def operands(x, weight):
     return x, data, scale, 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
 
 
-def operands_of_shared(weight, like):
-    """The same of a shared expert's Weight, data and scale, as those of `like`; None for none."""
-    if weight is None:
-        return None, None
-    assert weight.data.is_contiguous() and (weight.scale is None or weight.scale.is_contiguous())
-    return weight.data.view(like.dtype), weight.scale
-
-
 def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
     """(output features, channels) of a program's step, and its warps; `plain`: features and warps of 16 bits."""
     block = max(16, triton.next_power_of_2(weight.num_channels))
@@ -289,7 +278,7 @@ def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
 def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, shared=None):
     """act(gate) * up of every row, [T * k, I], of [rms_norm] (x); rows of padding are left unwritten.
 
-    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe; shared: the shared expert's Weight.
+    No norm with a scale. bias [E, 2I] or None; `limit` as in reference.fused_moe; shared: the shared expert's weight.
     """
     num_tokens, num_channels = x.shape
     num_units, top_k = weight.data.shape[1] // 2, ids.shape[1]
@@ -299,7 +288,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     block_i, block_c, num_warps = tile_and_warps(weight, (2, 8), FP8_UNITS, MXFP4_UNITS, MXFP4_BLOCKS[0])
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, bias,
-        *operands_of_shared(shared, data), ids, h, eps,
+        shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
         MXFP4=weight.is_mxfp4, HAS_NORM=norm_weight is not None, BLOCK_I=block_i, BLOCK_C=block_c, ACT=act, LIMIT=limit,
         num_warps=num_warps, **launch_options(x.device),
@@ -316,7 +305,7 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     block_n, block_i, num_warps = tile_and_warps(weight, (1, 1), FP8_CHANNELS, MXFP4_CHANNELS, MXFP4_BLOCKS[1])
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
-        h, data, scale, bias, *operands_of_shared(shared, data), ids, weights, residual, y,
+        h, data, scale, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
         HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_I=block_i,
         num_warps=num_warps, **launch_options(h.device),
