@@ -23,14 +23,14 @@ BUDGETS = {
     "jobs": 950,
     "kernels": 7_735,
     "layers": 1_010,
-    "models": 2_365,
+    "models": 2_375,
     "runner": 2_520,
     "sampling": 860,
     "utils": 180,
     "other modules": 1_345,
 }
 PATH_LINES = 3_750  # the reading path
-PATH_AND_IMPORTS_LINES = 10_170  # and what its files import directly, kernels apart
+PATH_AND_IMPORTS_LINES = 10_180  # and what its files import directly, kernels apart
 
 
 @cache

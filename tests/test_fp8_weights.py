@@ -520,6 +520,23 @@ def test_online_shards(case, size, block, tmp_path):
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=0, msg=f"{name} of rank {rank}")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_online_experts_that_are_transposed(size, tmp_path):
+    """As Qwen3-VL-MoE is published: what has a scale each is a row of the transposed tensor."""
+    path, swapped = tmp_path / "usual", tmp_path / "swapped"
+    sizes = {name: size for name, size in SIZES.items() if name != "layer_types"}
+    families.make(path, "qwen3-vl-moe", **sizes | FEW | {"num_experts": 4})
+    shutil.copytree(path, swapped)
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(tensors, swapped / "model.safetensors", {"format": "pt"})
+    config = read_model_config(str(path)).quantized()
+    for rank in range(size):
+        usual, other = (built(str(p), TPGroup(rank, size, None), config) for p in (path, swapped))
+        for (name, want), got in zip(usual.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
+
+
 def test_the_keyword_of_vllm():
     assert to_nanovllm({"quantization": "fp8"})["quantization"] == "fp8"
     assert "quantization" not in to_nanovllm({"quantization": None})

@@ -102,6 +102,8 @@ class WeightFiller:
         if ".experts." in name and shard_id is None:  # of all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:
+            if quantizes and hasattr(param, "in_rows"):  # what has a scale each
+                piece = param.in_rows(piece)
             writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
             for target, loaded in quantized(param, piece) if quantizes else writes:
                 if hasattr(target, "weight_loader"):

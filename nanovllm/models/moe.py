@@ -7,6 +7,8 @@ All ranks route alike; one all-reduce of the decoder layer sums experts, shared 
 Legend: T packed tokens, C hidden size, E experts, I intermediate size of an expert.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -80,6 +82,8 @@ class Experts(nn.Module):
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
             param.weight_loader = load  # type: ignore[attr-defined]
+            same_dim = 1 if name.startswith("gate_up") else 0
+            param.in_rows = partial(self.in_rows, param.shape[1:], same_dim)  # type: ignore[attr-defined]
             param.is_merged = moe.is_gpt_oss  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
@@ -89,7 +93,7 @@ class Experts(nn.Module):
             n = param.shape[1] // 2
             copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
             return
-        rows, loaded = self.in_rows(param[expert], loaded, 1)
+        rows, loaded = self.of_expert(param[expert], loaded, 1)
         if self.is_gpt_oss:
             in_turns = torch.empty_like(rows)
             copy_shard(in_turns, loaded, 0, self.tp.rank, self.tp.size)
@@ -100,7 +104,7 @@ class Experts(nn.Module):
             copy_shard(target, of_part, 0, self.tp.rank, self.tp.size)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
-        rows, loaded = self.in_rows(param[shard_id[0]], loaded, 0)
+        rows, loaded = self.of_expert(param[shard_id[0]], loaded, 0)
         if rows.dim() > 1:
             copy_shard(rows, loaded, 1, self.tp.rank, self.tp.size)
         else:  # the bias is added once, by rank 0
@@ -108,16 +112,20 @@ class Experts(nn.Module):
             if self.tp.rank > 0:
                 rows.zero_()
 
-    def in_rows(self, param: torch.Tensor, loaded: CheckpointTensor, dim: int) -> tuple[torch.Tensor, CheckpointTensor]:
-        """An expert's part of a parameter, and its tensor, as [output features, input channels].
-
-        ``dim``: whose size is the same on all ranks, which shows whether a tensor is transposed.
-        """
+    def of_expert(
+        self, param: torch.Tensor, loaded: CheckpointTensor, same_dim: int
+    ) -> tuple[torch.Tensor, CheckpointTensor]:
+        """An expert's part of a parameter, and its tensor, as [output features, input channels]."""
         if param.dtype == torch.uint8:
             is_blocks = len(loaded.shape) == 3
             return (param, mxfp4_bytes(loaded)) if is_blocks else (param.T, mxfp4_scales(loaded))
-        is_transposed = self.is_gpt_oss or (self.may_be_transposed and loaded.shape[dim] != param.shape[dim])
-        return param, loaded.transposed() if is_transposed and param.dim() > 1 else loaded
+        return param, self.in_rows(param.shape, same_dim, loaded)
+
+    def in_rows(self, shape: torch.Size, same_dim: int, loaded: CheckpointTensor) -> CheckpointTensor:
+        """An expert's tensor as [output features, input channels]. Dimension ``same_dim`` of its ``shape`` here is the
+        same on all ranks, which shows whether a tensor is transposed."""
+        is_transposed = self.is_gpt_oss or (self.may_be_transposed and loaded.shape[same_dim] != shape[same_dim])
+        return loaded.transposed() if is_transposed and len(shape) > 1 else loaded
 
     def weights(self) -> tuple[Weight, Weight]:
         """Of the products with gate and up, and with down."""
