@@ -96,18 +96,19 @@ def load_shared(shared_lens_ptr, seq, mask):
 
 @triton.jit
 def of_heads(x, COLUMNS: tl.constexpr):
-    """A vector of query heads, as it meets products and queries. In rows, also one of the tokens of values."""
+    """A vector of query heads, as it meets queries, scores and results; or of tokens, as it meets values."""
     return x[None, :] if COLUMNS else x[:, None]
 
 
 @triton.jit
 def of_others(x, COLUMNS: tl.constexpr):
-    """A vector of tokens or channels, as it meets products of query heads."""
+    """A vector of tokens, as it meets scores; or of channels, as it meets queries, values and results."""
     return x[:, None] if COLUMNS else x[None, :]
 
 
 @triton.jit
 def add_values(p, v, acc, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + p v, or transposed acc + v p."""
     return tl.dot(v, p, acc, input_precision=PRECISION) if COLUMNS else tl.dot(p, v, acc, input_precision=PRECISION)
 
 
@@ -447,7 +448,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
     # Without barriers for the maximum of a row; fewer registers for the merge.
     one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
-    # 16-bit heads of 128 and more, and small groups, are faster as rows in an engine, though not alone.
+    # In 16 bits rows: alone columns are no slower, but an engine with 0.6B was 2.4 % slower (docs/experiments.md).
+    # Heads of 64 in groups of 8 were measured as columns only, in an engine.
     columns = itemsize == 1 or num_rows > 1 or (head_bytes <= 128 and gqa_group >= 8)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)

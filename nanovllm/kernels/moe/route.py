@@ -1,6 +1,6 @@
 """Triton: the router's product for few tokens, its choice of experts, and the rows of each expert.
 
-Owns `router_partials`, `route` and `group_rows`.
+Owns `router_partials`, `route` and `group_rows`. Where a shared expert is one of a token's, `route` computes its gate.
 
 T tokens, E experts, k chosen experts of a token, C channels. Row t * k + j is choice j of token t.
 """
