@@ -63,8 +63,11 @@ def turn_on_gpu(run, alone):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Tests marked ``whole_gpu`` measure or fill the device's memory, which tests of other workers would change."""
-    run, alone = os.environ.get("PYTEST_XDIST_TESTRUNUID"), "whole_gpu" in item.keywords
+    """Tests marked ``whole_gpu`` measure or fill the device's memory, which tests of other workers would change; so do
+    those of several GPUs, whose ranks also wait for each other.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    alone = not {"whole_gpu", "multigpu"}.isdisjoint(item.keywords)
     with turn_on_gpu(run, alone) if HAS_GPU and run else nullcontext():
         result = yield
         if HAS_GPU and alone:

@@ -156,6 +156,9 @@ def make(path, name, seed=0, **more):
     if name == "gpt-oss-attention":
         for layer in model.model.layers:
             layer.mlp = DenseMLP(config.hidden_size, config.intermediate_size)
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":  # of transformers 5.17, which knows 7.0 only
+            module.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
     choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
     for param_name, p in [*model.named_parameters(), *choice]:

@@ -70,6 +70,16 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=atol)
 
 
+def assert_quantized_close(actual, expected):
+    """Of quantized rows. A sum that rounds otherwise can move a row's largest number, and
+    with its scale many of its numbers by a step of e4m3. That is some 4 % of this row, and few rows have it.
+    """
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    error, size = (x.float().square().mean(1) for x in (actual.float() - expected.float(), expected))
+    assert ((error / size).sqrt() < 0.06).all()
+    assert (error.mean() / size.mean()).sqrt() < 0.01
+
+
 def whole(result):
     """A result as a tensor: SplitKPartials are added up."""
     if isinstance(result, torch.Tensor):
@@ -391,7 +401,7 @@ def test_fp8_experts(shape, num_tokens, dtype):
     problem = FP8Problem(num_tokens, C, E, I, groups, routing=Routing(min(3, E)), dtype=dtype, padding=padding)
     if num_tokens > dispatch.MAX_TOKENS_GEMV and ON_HOPPER and dtype != torch.float32:
         live = problem.slots >= 0
-        assert_close(whole(problem.run(dispatch.fused_moe))[live], problem.run_w8a8()[live])
+        assert_quantized_close(whole(problem.run(dispatch.fused_moe))[live], problem.run_w8a8()[live])
     else:
         problem.check()
 
@@ -449,7 +459,7 @@ def test_quantized_rows_meet_fp8_experts(C, E, I, groups, num_tokens, monkeypatc
     live = problem.slots >= 0
     got, expected = whole(problem.run(dispatch.fused_moe))[live], problem.run_w8a8()[live]
     assert [x.data.dtype for x in seen] == [E4M3, E4M3]
-    assert_close(got, expected)
+    assert_quantized_close(got, expected)
 
 
 FP8_PUBLISHED = {  # C, E, I, routing, groups
@@ -483,7 +493,7 @@ def test_fp8_experts_of_tokens_of_any_size(dtype):
     problem = FP8Problem(2, 2048, 8, 256, (128, 128), routing=Routing(2), dtype=dtype)
     problem.norm_weight *= 2.0**12
     for weight in problem.weights:
-        weight.scale *= 2.0**-8
+        weight.scale.mul_(2.0**-8)
     problem.check(add_residual=False)
 
 
