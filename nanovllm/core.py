@@ -139,6 +139,13 @@ class Sequence:
         return self.num_prompt_tokens + self.sampling_params.max_tokens
 
     @property
+    def min_num_tokens(self) -> int:
+        """Tokens that it will have at its end, unless it fails or is aborted."""
+        params = self.sampling_params
+        may_stop = not params.ignore_eos or params.stop or params.stop_token_ids or params.structured_outputs
+        return self.num_prompt_tokens + params.min_tokens if may_stop else self.max_num_tokens
+
+    @property
     def is_sampled(self) -> bool:
         """Whether it generates anything; otherwise its prompt is computed for the log-probabilities alone."""
         return self.sampling_params.max_tokens != 0

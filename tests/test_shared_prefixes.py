@@ -220,5 +220,5 @@ def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager, num_ran
         patch.setattr(cascade.SharedPrefixes, "_find", lambda *args: grouped.append(find(*args)) or grouped[-1])
         tokens = generate(llm, prompts, params)
     assert max(map(len, grouped)) >= 2 and min(map(len, grouped)) == 0
-    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 1 << 30)
-    assert tokens == generate(make_llm(**options), prompts, params)
+    # on all ranks, each of which finds the groups itself: without the cache no two sequences have a block in common
+    assert tokens == generate(make_llm(**options, enable_prefix_caching=False), prompts, params)

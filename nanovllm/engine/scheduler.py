@@ -7,7 +7,8 @@ learnt one launch late; the surplus token sampled meanwhile is dropped.
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
 budget is computed in chunks); otherwise decode, one token for every running sequence. A prefill interrupts everybody's
 decoding, so free request slots are filled in batches: see ``_waits_for_slots``. If the KV cache runs out of blocks, the
-latest sequences are preempted: they give up their blocks and are recomputed later.
+latest sequences are preempted: they give up their blocks and are recomputed later. Where many run, nobody is admitted
+to blocks that they are sure to need: see ``_num_kept``.
 
 A step that verifies drafts (speculation.py) gives each sequence one token or more. So nothing is scheduled while one is
 in flight; and where known tokens have a draft that pays, the step in flight is waited for. Other steps run ahead.
@@ -45,6 +46,9 @@ NO_TOKEN_REASON = (
     "the sampling parameters forbid every token."
 )
 MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
+# Running sequences from which on more of them make a step longer by as much as they give. With fewer they share the
+# reading of the weights, which is worth being preempted and recomputed.
+MANY_SEQS = 256
 
 
 class SequenceTable:
@@ -55,6 +59,7 @@ class SequenceTable:
         num_tokens: int32 [R]; tokens whose ids the host knows.
         num_scheduled: int32 [R]; the same plus those in flight.
         max_tokens: int32 [R]; limit of prompt plus completion, max_model_len included.
+        min_tokens: int32 [R]; how many it will have at least at its end.
         tokens: int32 [R, max_model_len]; the OS maps its pages at the first write.
     """
 
@@ -63,6 +68,7 @@ class SequenceTable:
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_scheduled = np.zeros(max_num_seqs, np.int32)
         self.max_tokens = np.zeros(max_num_seqs, np.int32)
+        self.min_tokens = np.zeros(max_num_seqs, np.int32)
         self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
 
@@ -72,6 +78,7 @@ class SequenceTable:
         self.seq_id[req_idx] = seq.seq_id
         self.num_tokens[req_idx] = self.num_scheduled[req_idx] = n
         self.max_tokens[req_idx] = min(seq.max_num_tokens, self.tokens.shape[1])
+        self.min_tokens[req_idx] = min(seq.min_num_tokens, self.tokens.shape[1])
         self.tokens[req_idx, :n] = seq.tokens(0, n)
         seq.attach(self, req_idx)
 
@@ -179,10 +186,13 @@ class Scheduler:
         new_seqs: list[Sequence] = []
         block_copies: list[tuple[int, int]] = []
         budget, states = self.max_num_batched_tokens, self.states
+        are_many = len(self.running) >= MANY_SEQS
+        num_kept = self._num_kept() if are_many else 0
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
             if seq.req_idx < 0:
-                if not self._admit(seq):
+                num_kept += self._num_future_blocks(seq) if are_many else 0
+                if not self._admit(seq, num_kept):
                     break
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
@@ -202,6 +212,7 @@ class Scheduler:
             if states is not None:
                 states.fork(seq, siblings)
             new_seqs += siblings
+            num_kept += sum(map(self._num_future_blocks, siblings)) if are_many else 0
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
@@ -216,6 +227,22 @@ class Scheduler:
         self._running_req_indices = np.concatenate([self._running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
         return batch
+
+    def _num_future_blocks(self, seq: Sequence) -> int:
+        """Blocks that a sequence will need besides those of its known tokens."""
+        num_tokens = min(seq.min_num_tokens, self.table.tokens.shape[1]) - 1  # the last one is not computed
+        return max(-(-num_tokens // self.block_size) - seq.num_blocks, 0)
+
+    def _num_kept(self) -> int:
+        """Blocks that running sequences will take, as far as their lengths are known: at most at any time from now on,
+        and less those of sequences that are done by then. Of many times some are looked at."""
+        table, size = self.table, self.block_size
+        lengths = table.num_scheduled[self._running_req_indices] - 1
+        left = np.maximum(table.min_tokens[self._running_req_indices] - 1 - lengths, 0)
+        steps = np.unique(left)[::-1, None]  # until one of them is done
+        steps = steps[:: len(steps) // 16 + 1]
+        taken = np.where(left >= steps, -(-(lengths + steps) // size), 0) - -(-lengths // size)
+        return int(taken.sum(1).max(initial=0))
 
     def _fork_siblings(self, seq: Sequence, block_copies: list[tuple[int, int]]) -> list[Sequence]:
         """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
@@ -400,9 +427,9 @@ class Scheduler:
                 del self.running[i]
             self._running_req_indices = self._running_req_indices[~gone]
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence blocks and a request slot, if there are any."""
-        if not self.table.free_req_indices or not self.block_manager.can_allocate(seq):
+    def _admit(self, seq: Sequence, num_kept: int) -> bool:
+        """Give a waiting sequence blocks and a request slot, if there are any, and so many blocks are left."""
+        if not self.table.free_req_indices or not self.block_manager.can_allocate(seq, num_kept):
             return False
         if self.states is not None and self.states.must_wait(seq):
             return False

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
+from nanovllm.engine import scheduler as scheduler_module
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
@@ -541,11 +542,14 @@ def test_random_histories(max_in_flight, kind):
     seen = Counter(dict.fromkeys(things, 0))
 
     @settings(max_examples=500, derandomize=True, deadline=None, database=None)
-    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
-    def one(limits, caching, graphs, rows, method, arrivals):
+    @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals,
+           many=st.sampled_from([256, 1]))  # fmt: skip
+    def one(limits, caching, graphs, rows, method, arrivals, many):
         harness = Harness(max_in_flight, caching, *limits, graphs, rows, method)
-        play(harness, arrivals)
-        harness.run_to_end()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler_module, "MANY_SEQS", many)
+            play(harness, arrivals)
+            harness.run_to_end()
         seqs = harness.outputs.values()
         seen.update(harness.device.seen & things)
         seen["two or more"] += len(harness.outputs) > 1
@@ -789,6 +793,45 @@ def test_the_last_to_come_is_preempted_and_comes_back_first():
     assert harness.scheduler.num_preemptions == 1
     harness.run_to_end()
     assert list(harness.outputs) == ids
+
+
+FOUR_BLOCKS = {"max_tokens": 6, "ignore_eos": True}  # of two tokens, behind a prompt of three
+
+
+@pytest.mark.parametrize("params, num_preemptions", [
+    (FOUR_BLOCKS, 0),
+    (FOUR_BLOCKS | {"ignore_eos": False, "min_tokens": 6}, 0),
+    (FOUR_BLOCKS | {"stop_token_ids": [VOCAB - 1]}, 2),
+    (FOUR_BLOCKS | {"stop": "4000"}, 2),
+])  # fmt: skip
+def test_where_many_run_their_blocks_are_kept(params, num_preemptions, monkeypatch):
+    """Four sequences, two at a time in ten blocks; they may have the blocks of others only where these may stop."""
+    monkeypatch.setattr(scheduler_module, "MANY_SEQS", 2)
+    harness = Harness(1, caching=False, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=6)
+    ids = [harness.add([1, 2, i], **params) for i in range(4)]
+    while not harness.engine.is_finished():
+        harness.step()
+        if num_preemptions == 0:
+            assert len(harness.scheduler.running) <= 2
+    harness.run_to_end()
+    assert harness.scheduler.num_preemptions == num_preemptions and sorted(harness.outputs) == ids
+
+
+def test_blocks_are_kept_until_others_give_theirs_back(monkeypatch):
+    """The second is done, and gives back its blocks, before the first needs its last; so a third gets in beside them,
+    and a fourth, which would last as long as the first, does not.
+    """
+    monkeypatch.setattr(scheduler_module, "MANY_SEQS", 2)
+    harness = Harness(caching=False, num_blocks=9, max_num_seqs=4, max_num_batched_tokens=6, max_model_len=20)
+    ids = [harness.add([1, 2, i], max_tokens=n, ignore_eos=True) for i, n in enumerate((8, 4, 3, 8))]
+    harness.step()
+    assert [seq.seq_id for seq in harness.scheduler.running] == ids[:2]
+    harness.step()
+    assert [seq.seq_id for seq in harness.scheduler.running] == ids[:3]
+    harness.step()
+    assert [seq.seq_id for seq in harness.scheduler.running] == ids[:3]
+    harness.run_to_end()
+    assert harness.scheduler.num_preemptions == 0
 
 
 def test_preempted_sequence_finds_its_blocks_again():
