@@ -298,6 +298,17 @@ def test_a_verify_step_that_takes_too_long_is_not_repeated(monkeypatch):
     assert speculator._pays(2.0, 1, 4)  # the time was long ago
 
 
+def test_a_first_step_with_a_pause_is_not_the_last(monkeypatch):
+    """A thousand times too long, as where a kernel is compiled: it is tried again soon."""
+    clock = 0.0
+    monkeypatch.setattr(speculation, "perf_counter", lambda: clock)
+    speculator = speculator_of()
+    for rows, seconds in ((1, 1.0), (8, 1000.0)):
+        clock += seconds
+        speculator.took_in(1, rows)
+    assert sum(not speculator._pays(3.0, 1, 8) for _ in range(200)) < 100
+
+
 def test_who_drafts():
     speculator, text = speculator_of(adaptive=False), [5, 6, 7] * 8
     kinds = [{}, {"min_tokens": 3}, {"logprobs": 2}, {"stop": "a"}, {"bad_words": ["a"]}, {"repetition_penalty": 1.2},

@@ -297,6 +297,8 @@ class Speculator:
         seconds, self._last_step = now - self._last_step, now
         if is_decode and num_seqs <= MAX_VERIFIED_SEQS:
             key = size_class(num_seqs), num_rows
+            # a pause, or the first launch of a kernel: its rows would not take longer one after the other
+            seconds = min(seconds, num_rows * self._seconds.get((key[0], 1), seconds))
             self._seconds[key] = min(seconds, 1.05 * self._seconds.get(key, seconds))
 
     def verified(self, seq_ids: list[int], drafts: np.ndarray, num_accepted: np.ndarray) -> None:
