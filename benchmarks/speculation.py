@@ -34,6 +34,7 @@ from benchmarks.workloads import headline, single, write_model
 PROMPT, OUTPUT = 512, 256  # tokens of a sequence where drafts are right
 # tokens a step, that is one more than are accepted; drafted tokens
 CASES = [(3, 3), (4, 7)]
+TOKEN = 2000  # that every step without a draft samples: a word, and no end-of-sequence token
 FUNCTION = '''def moving_average(values, window):
     """The mean of the last values at each place."""
     if window < 1:
@@ -173,16 +174,20 @@ def host(batch: int = 8, num_steps: int = 300, length: int = 3) -> dict[str, flo
             self.num_steps += 1
             self.runner._computed = None
             rows = state.rows_on_host(batch)
-            self.sampled_tokens[rows[:, :-1]] = batch.drafts
-            self.sampled_tokens[rows[:, -1]] = batch.drafts[:, 0]
+            drafts = np.where(batch.drafts < 0, TOKEN, batch.drafts)
+            self.sampled_tokens[rows[:, :-1]] = drafts
+            self.sampled_tokens[rows[:, -1]] = drafts[:, 0]
             return None, None, None, None
 
     with tempfile.TemporaryDirectory() as directory:
         host_overhead.make_engine(1, directory).exit()  # the config of its model
         with LLM(directory, load_format="dummy", skip_tokenizer_init=True, device="cpu", quiet=True, max_num_seqs=16,
                  max_model_len=4096, num_kvcache_blocks=16 * 16,
-                 speculative_config={"method": "ngram", "num_speculative_tokens": length}) as llm:  # fmt: skip
+                 speculative_config={"method": "ngram", "num_speculative_tokens": length,
+                                     "adaptive": False}) as llm:  # fmt: skip
+            # else it would decode plainly in turn, as launches that return at once gain nothing
             sampler = Agrees(llm.model_runner)
+            sampler.sampled_tokens.fill(TOKEN)
             llm.model_runner.max_in_flight = 1
             params = SamplingParams(temperature=0.6, max_tokens=4096 - 700, ignore_eos=True)
             # a prompt that repeats every four tokens, as the sampled ones do

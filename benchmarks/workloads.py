@@ -218,12 +218,12 @@ def prefillshort(scale: int = 1) -> Workload:
 
 
 def embed(scale: int = 1) -> Workload:
-    """The prompts of ``prefill``."""
+    """Prompts like those of ``prefill``."""
     return as_embedding(prefill(scale), "embed")
 
 
 def embedshort(scale: int = 1) -> Workload:
-    """The prompts of ``prefillshort``."""
+    """Prompts like those of ``prefillshort``."""
     return as_embedding(prefillshort(scale), "embedshort")
 
 
@@ -245,7 +245,9 @@ def published(prompt_tokens: int, output_tokens: int, scale: int = 1) -> Workloa
 
 
 def as_embedding(workload: Workload, name: str) -> Workload:
-    return replace(workload, name=name, max_tokens=[0] * len(workload.prompts), embeds=True)
+    """The same lengths with other tokens: the prefix cache may hold the prompts."""
+    prompts = [[(token + 500) % 10_001 for token in prompt] for prompt in workload.prompts]
+    return replace(workload, name=name, prompts=prompts, max_tokens=[0] * len(prompts), embeds=True)
 
 
 GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
