@@ -25,7 +25,7 @@ from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.sampling.feature import SamplingState
 from nanovllm.sampling.logprobs import unpack_logprobs
-from nanovllm.sampling.penalties import AdjustmentTable
+from nanovllm.sampling.penalties import PenaltyTable
 
 TOKENS = [1, 8, 64, 256, 16384]
 LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
@@ -176,21 +176,21 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
     req_indices = torch.arange(batch_size, device="cuda", dtype=torch.int32)
     ones = torch.ones_like(req_indices)
     state = replace(
-        make_sampling_state(batch_size), is_masked=ones, is_adjusted=ones, repetition_penalty=ones * 1.1,
+        make_sampling_state(batch_size), is_masked=ones, is_penalized=ones, repetition_penalty=ones * 1.1,
         frequency_penalty=ones * 0.3, presence_penalty=ones * 0.2,
     )  # fmt: skip
     token_mask = torch.randint(-(2**31), 2**31 - 1, (batch_size, VOCAB_SIZE // 32), device="cuda", dtype=torch.int32)
     ids = torch.randperm(VOCAB_SIZE, device="cuda")[: 2 * num_entries].int().repeat(batch_size, 1)
-    table = AdjustmentTable(ones * num_entries, ones * 4, ids, ids % 5 - 1, torch.zeros_like(ids, dtype=torch.float32))
+    table = PenaltyTable(ones * num_entries, ones * 4, ids, ids % 5 - 1, torch.zeros_like(ids, dtype=torch.float32))
     tokens, size = ones * 7, logits.numel() * 2
     if batch_size <= 64:
         masked, expected = logits.clone(), logits.clone()
         ops.apply_token_mask(masked, req_indices, state, token_mask)
         twins.apply_token_mask(expected, req_indices, state, token_mask)
         check("apply_token_mask", masked.clamp(min=-99), expected.clamp(min=-99))
-        twin_table = AdjustmentTable(*(getattr(table, field.name).clone() for field in fields(table)))
-        expected = twins.adjust_logits(logits, req_indices, state, tokens, twin_table)
-        check("adjust_logits", ops.adjust_logits(logits, req_indices, state, tokens, table), expected, 1e-5)
+        twin_table = PenaltyTable(*(getattr(table, field.name).clone() for field in fields(table)))
+        expected = twins.apply_penalties(logits, req_indices, state, tokens, twin_table)
+        check("apply_penalties", ops.apply_penalties(logits, req_indices, state, tokens, table), expected, 1e-5)
         for num_top in (0, 5, 20):
             actual = unpack_logprobs(ops.token_logprobs(logits, tokens, num_top))
             for a, b in zip(actual, unpack_logprobs(twins.token_logprobs(logits, tokens, num_top)), strict=True):
@@ -198,7 +198,7 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
     masked = logits.clone()
     return {
         "apply_token_mask": (lambda: ops.apply_token_mask(masked, req_indices, state, token_mask), 2 * size),
-        "adjust_logits": (lambda: ops.adjust_logits(logits, req_indices, state, tokens, table), 3 * size),
+        "apply_penalties": (lambda: ops.apply_penalties(logits, req_indices, state, tokens, table), 3 * size),
         **{
             f"token_logprobs, {k}": (lambda k=k: ops.token_logprobs(logits, tokens, k), size) for k in (0, 1, 5, 20)
         },

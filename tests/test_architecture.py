@@ -16,9 +16,9 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 BUDGETS = {
     "as_vllm": 1_450,
     "cli": 115,
-    "core": 415,
+    "core": 420,
     "distributed": 865,
-    "engine": 4_045,
+    "engine": 4_070,
     "integrations": 455,
     "jobs": 950,
     "kernels": 7_735,
@@ -29,8 +29,8 @@ BUDGETS = {
     "utils": 180,
     "other modules": 1_345,
 }
-PATH_LINES = 3_750  # the reading path
-PATH_AND_IMPORTS_LINES = 10_180  # and what its files import directly, kernels apart
+PATH_LINES = 3_780  # the reading path
+PATH_AND_IMPORTS_LINES = 10_215  # and what its files import directly, kernels apart
 
 
 @cache

@@ -179,11 +179,11 @@ def test_ranks_add_up(family, size):
     residual, norm, context = problem(21)
     want = residual + block(norm(residual)[None])[0]
     for merged in (True, False):
-        summands = [
+        partial_sums = [
             our_layer(family, block, merged, TPGroup(rank, size))(residual.clone(), norm, context)
             for rank in range(size)
         ]  # fmt: skip
-        assert relative_error(sum(summands), want) < 2e-6
+        assert relative_error(sum(partial_sums), want) < 2e-6
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Sums over two ranks that run beside other work: each rank's summand is copied to the other by a copy engine.
+"""Sums over two ranks that run beside other work: each rank's partial sum is copied to the other by a copy engine.
 
 Owns the receive buffers in peer memory, the stream of the copies, and the order of both. NCCL's kernels need SMs, which
 the persistent kernels of a prefill keep to themselves until they end; copy engines need none.
@@ -8,12 +8,13 @@ A micro-batch h counts its sums n = 0, 1, 2, ... Sum n of a rank goes through sl
     main stream   product -> own | other micro-batch's work ........ | wait for own's copy, then for the flag | sum
     copy stream                  | own -> peer's slot, epoch -> its flag |
 
-Why two slots per micro-batch are enough: rank r writes its summand of n + 2 into the slot of n. Before, in the order of
-its streams, it has waited for the other rank's n + 1, since the product of n + 2 reads the sum of n + 1. The other rank
-sent its n + 1 after its product, which reads its sum of n: by then it had read the slot. This holds across prefills and
-whatever number of sums they have, as every sum that was begun is waited for before the next one of its micro-batch.
+Why two slots per micro-batch are enough: rank r writes its partial sum of n + 2 into the slot of n. Before, in the
+order of its streams, it has waited for the other rank's n + 1, since the product of n + 2 reads the sum of n + 1. The
+other rank sent its n + 1 after its product, which reads its sum of n: by then it had read the slot. This holds across
+prefills and whatever number of sums they have, as every sum that was begun is waited for before the next one of its
+micro-batch.
 
-No order of the two hosts ends in a deadlock: a summand is sent before it, and what depends on it, is waited for.
+No order of the two hosts ends in a deadlock: a partial sum is sent before it, and what depends on it, is waited for.
 
 A flag equals the epoch of what is in its slot. It stays until the next but one sum of the micro-batch, so that an epoch
 has to differ from that of two sums before only.
@@ -46,7 +47,7 @@ class Slot:
     flag: torch.Tensor  # i64 [1]
     remote: torch.Tensor
     remote_flag: torch.Tensor
-    computed: torch.cuda.Event  # the summand is complete
+    computed: torch.cuda.Event  # the partial sum is complete
     sent: torch.cuda.Event  # it has been copied
 
 
@@ -81,7 +82,7 @@ class PushedSums:
         self._slots = slots[:SLOTS], slots[SLOTS:]  # of each micro-batch
 
     def begin(self, x: torch.Tensor, half: int) -> "PendingSum":
-        """Send this rank's summand [T, C] of micro-batch 0 or 1; it must stay as it is until it is waited for."""
+        """Send this rank's partial sum [T, C] of micro-batch 0 or 1; it must stay as it is until it is waited for."""
         assert x.is_contiguous() and x.nbytes <= self.max_bytes, x.shape
         if self._compile_only.get():  # its product is not launched either
             return PendingSum(self, self._slots[half][0], 1, x)
@@ -98,7 +99,7 @@ class PushedSums:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum that was begun. It keeps the summand's memory from being used for something else."""
+    """A sum that was begun. It keeps the partial sum's memory from being used for something else."""
 
     sums: PushedSums
     slot: Slot
@@ -106,7 +107,7 @@ class PendingSum:
     own: torch.Tensor  # [T, C]
 
     def wait(self) -> Any:
-        """``SplitKPartials`` of both summands, which the next RMSNorm adds up in fp32 and rounds once.
+        """``SplitKPartials`` of both partial sums, which the next RMSNorm adds up in fp32 and rounds once.
 
         Ranks get the same bits, because a + b = b + a. The device waits, the host does not.
         """

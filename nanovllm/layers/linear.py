@@ -181,7 +181,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(ReplicatedLinear):
-    """Input features sharded over ranks: this rank holds ``input_size / size`` of them, and computes its summand.
+    """Input features sharded over ranks: this rank holds ``input_size / size`` of them, and computes its partial sum.
 
     Bias and residual are rank 0's. ``scale`` multiplies weight and bias at load. ``head_order``: of the input features
     of a head, see ``HeadOrders.v``.

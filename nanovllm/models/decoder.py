@@ -5,7 +5,7 @@ tokens see each other; layers of one kind have the same. Some families also have
 one. Differences that need no arithmetic of their own (the order of rotated dimensions, factors, offsets) are folded
 into the weights when they are loaded.
 
-Mixer and MLP return this rank's summand, and the decoder layer sums up over ranks.
+Mixer and MLP return this rank's partial sum, and the decoder layer sums up over ranks.
 
 A residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
 
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's summand of [residual +] attention(norm(residual)), [T, C] or [N, C].
+        """residual [T, C] -> this rank's partial sum of [residual +] attention(norm(residual)), [T, C] or [N, C].
 
         Only q comes back from the product of Q, K and V. It normalises and rotates q and k, and writes k and v to the
         slots of the KV cache, all in one kernel where there is one.
@@ -131,7 +131,7 @@ class MLP(nn.Module):
         self.adds_residual = not config.family.post_norm
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's summand of [residual +] mlp(norm(residual)), [T, C]."""
+        """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""
         gated = self.gate_up_proj(residual, norm=norm, act=self.act)
         return self.down_proj(gated, residual=residual if self.adds_residual else None)
 

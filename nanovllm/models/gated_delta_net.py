@@ -120,7 +120,7 @@ class GatedDeltaNet(nn.Module):
         copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's summand of residual + mixer(norm(residual)), [T, C] or [N, C]."""
+        """residual [T, C] -> this rank's partial sum of residual + mixer(norm(residual)), [T, C] or [N, C]."""
         u = self.in_proj(residual, norm)
         if self.in_proj_ba is not None:
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor

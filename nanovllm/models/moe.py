@@ -133,7 +133,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token passes. Its result, without the residual, is this rank's summand."""
+    """An MLP that every token passes. Its result, without the residual, is this rank's partial sum."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
@@ -166,7 +166,7 @@ class SparseMoE(nn.Module):
         self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if moe.has_shared_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's summand of residual + moe(norm(residual)), [T, C]."""
+        """residual [T, C] -> this rank's partial sum of residual + moe(norm(residual)), [T, C]."""
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]

@@ -36,7 +36,7 @@ class SamplingState:
     length: torch.Tensor  # i32[R], 0 = padding request slot
     # Read only by the features that a batch uses, so a caller without these may leave them out.
     is_masked: torch.Tensor | None = None  # i32[R], 0 = every token is allowed
-    is_adjusted: torch.Tensor | None = None  # i32[R], 0 = neither bias nor penalty
+    is_penalized: torch.Tensor | None = None  # i32[R], 0 = neither bias nor penalty
     presence_penalty: torch.Tensor | None = None  # f32[R], 0 = off, once for every token generated
     frequency_penalty: torch.Tensor | None = None  # f32[R], 0 = off, times how often it was generated
     repetition_penalty: torch.Tensor | None = None  # f32[R], > 0, 1 = off, for tokens of prompt and output

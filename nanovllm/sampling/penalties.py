@@ -18,7 +18,7 @@ BIAS_ONLY = -1  # count of an entry that has a bias and is no token of the reque
 
 
 @dataclass(frozen=True)
-class AdjustmentTable:
+class PenaltyTable:
     """Per request slot the distinct tokens whose logits change, in no order; strided views are fine.
 
     W is large enough for every token that a request biases, was prompted with or generates. Every tensor-parallel rank
@@ -39,7 +39,7 @@ class Penalties(Feature):
         "presence_penalty": np.float32,
         "frequency_penalty": np.float32,
         "repetition_penalty": np.float32,
-        "is_adjusted": np.int32,
+        "is_penalized": np.int32,
     }
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, last_token: torch.Tensor):
@@ -48,12 +48,12 @@ class Penalties(Feature):
         self._capacity = min(max_model_len + MAX_LOGIT_BIAS, vocab_size)
         self._shape = max_num_seqs + 1, 2 + 3 * self._capacity  # two sizes; ids, counts and biases
         self._buffer: torch.Tensor | None = None
-        self.table: AdjustmentTable | None = None  # views of the buffer
+        self.table: PenaltyTable | None = None  # views of the buffer
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         rows["repetition_penalty"] = 1.0
         used = [params.has_penalties or params.logit_bias is not None for params in new.params]
-        rows["is_adjusted"] = used
+        rows["is_penalized"] = used
         indices, values = [], []
         for i in np.flatnonzero(used).tolist():
             params, row, W = new.params[i], rows[i], self._capacity
@@ -75,11 +75,11 @@ class Penalties(Feature):
             self._buffer = torch.zeros(R * width, dtype=torch.int32, device=self._last_token.device)
             rows = self._buffer.view(R, width)
             ids, counts, bias = rows[:, 2:].view(R, 3, W).unbind(1)
-            self.table = AdjustmentTable(rows[:, 0], rows[:, 1], ids, counts, bias.view(torch.float32))
+            self.table = PenaltyTable(rows[:, 0], rows[:, 1], ids, counts, bias.view(torch.float32))
         self._buffer.index_copy_(0, tensors["penalty_indices"].long(), tensors["penalty_values"])
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
-        return logits._replace(values=self.ops.adjust_logits(
+        return logits._replace(values=self.ops.apply_penalties(
             logits.values, req_indices, self.state, self._last_token, self.table, logits.vocab_start
         ))  # fmt: skip
 
@@ -103,22 +103,22 @@ def entries(params: SamplingParams, history: np.ndarray | None,
     return num_counted, ids, counts, bias
 
 
-def adjust_logits(logits, req_indices, state, last_token, table, vocab_start=0):
+def apply_penalties(logits, req_indices, state, last_token, table, vocab_start=0):
     """fp32 logits [B, V] with bias and penalties; -inf and NaN stay. First counts the last token, if it is not yet.
 
     Bias first, then the penalties in the order repetition, frequency, presence. Repetition divides positive logits and
-    multiplies the others. Requests without `state.is_adjusted` get a plain copy.
+    multiplies the others. Requests without `state.is_penalized` get a plain copy.
 
     Args:
         last_token: i32[R], the last of the `state.length` tokens of each sequence.
-        table: AdjustmentTable, counted in here.
+        table: PenaltyTable, counted in here.
         vocab_start: id of column 0 of `logits` [B, V]; ids outside of its V columns are counted all the same.
     """
-    adjusted = logits.to(torch.float32, copy=True)
+    penalized = logits.to(torch.float32, copy=True)
     slots = req_indices.long()
-    changed = ((state.is_adjusted[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
+    changed = ((state.is_penalized[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
     if len(changed) == 0:
-        return adjusted
+        return penalized
     slots = slots[changed]
     uncounted = slots[table.num_counted[slots] < state.length[slots]]
     if len(uncounted) > 0:
@@ -131,15 +131,15 @@ def adjust_logits(logits, req_indices, state, last_token, table, vocab_start=0):
     counts, bias = table.counts[slots, :width], table.bias[slots, :width]
     present = torch.arange(width, device=logits.device) < num_entries
     present &= (columns >= 0) & (columns < logits.shape[1])
-    x = adjusted[changed].gather(1, columns.masked_fill(~present, 0)) + bias
+    x = penalized[changed].gather(1, columns.masked_fill(~present, 0)) + bias
     repetition = state.repetition_penalty[slots].unsqueeze(1)
     penalized = torch.where(x > 0, x / repetition, x * repetition)
     penalized = penalized - state.frequency_penalty[slots].unsqueeze(1) * counts
     penalized = penalized - state.presence_penalty[slots].unsqueeze(1) * (counts > 0)
     x = torch.where(counts >= 0, penalized, x)
     sequence, entry = present.nonzero(as_tuple=True)
-    adjusted[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
-    return adjusted
+    penalized[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
+    return penalized
 
 
 def count_tokens(tokens, slots, table):

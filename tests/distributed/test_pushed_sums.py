@@ -7,7 +7,7 @@ import torch
 import worker_mains
 from helpers import gpu_param, interpret_fp8_exactly
 from test_peer_memory import run_ranks
-from worker_mains import NUM_SUMS, SUM_BYTES, halves, sum_halves, summand
+from worker_mains import NUM_SUMS, SUM_BYTES, halves, partial_sum, sum_halves
 
 from nanovllm.distributed.pushed_sums import FLAG_BYTES, PushedSums, region_bytes
 
@@ -18,7 +18,7 @@ def check(results):
     numbers = [n for _, n, begins in halves() if not begins]
     assert len(numbers) == NUM_SUMS
     for n, total, other in zip(numbers, *results, strict=True):
-        expected = sum(summand(n, rank).float() for rank in range(WORLD)).to(summand(n, 0).dtype)
+        expected = sum(partial_sum(n, rank).float() for rank in range(WORLD)).to(partial_sum(n, 0).dtype)
         assert torch.equal(torch.as_tensor(total), expected.float()), n
         assert torch.equal(torch.as_tensor(other), torch.as_tensor(total)), n
 
@@ -40,11 +40,12 @@ def test_between_streams():
     abort_flags = [torch.ones(1, dtype=torch.int64).pin_memory() for _ in range(WORLD)]
     sums = [PushedSums(regions[rank], regions[1 - rank], abort_flags[rank]) for rank in range(WORLD)]
     streams = [torch.cuda.Stream() for _ in range(WORLD)]
-    summands = [[summand(n, rank).cuda() for n in range(NUM_SUMS)] for rank in range(WORLD)]  # waits if it is copied
+    # waits if it is copied
+    partial_sums = [[partial_sum(n, rank).cuda() for n in range(NUM_SUMS)] for rank in range(WORLD)]
 
     def run(rank):
         with torch.cuda.stream(streams[rank]):
-            return sum_halves(sums[rank], summands[rank], lambda: torch.cuda._sleep(100_000))
+            return sum_halves(sums[rank], partial_sums[rank], lambda: torch.cuda._sleep(100_000))
 
     for rank in range(WORLD):  # aborted: nothing waits while kernels are loaded
         run(rank)
@@ -58,7 +59,7 @@ def test_between_streams():
 
     with torch.cuda.stream(streams[0]):
         for _ in range(3):
-            sums[0].begin(summands[0][1].clone(), 0).wait()
+            sums[0].begin(partial_sums[0][1].clone(), 0).wait()
     time.sleep(0.05)
     assert not streams[0].query()  # it waits for rank 1
     abort_flags[0].fill_(1)
@@ -73,7 +74,7 @@ def test_between_gpus(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, gpu_param(torch.bfloat16), torch.float32])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_norm_adds_summands(dtype, quantized, monkeypatch):
+def test_the_norm_adds_partial_sums(dtype, quantized, monkeypatch):
     """Rounded once, the same bits whichever rank's is its own; nothing beyond the tokens is read."""
     pytest.importorskip("triton")
     from nanovllm.kernels.linear.norm import SplitKPartials, rms_norm

@@ -111,7 +111,7 @@ NUM_SUMS, SUM_CHANNELS = 90, 16
 SUM_BYTES = 4 * SUM_CHANNELS * 12
 
 
-def summand(n, rank):
+def partial_sum(n, rank):
     """Of sum n: [T, SUM_CHANNELS] in bf16 or fp32, 1 to 12 tokens."""
     import torch
 
@@ -135,13 +135,13 @@ def halves():
     yield from ((half, number, False) for half, number in enumerate(pending))
 
 
-def sum_halves(sums, summands, jitter):
+def sum_halves(sums, partial_sums, jitter):
     """Run ``halves`` on a ``PushedSums``; returns the sums in the order of their ends."""
     pending, results = {}, []
     for half, n, begins in halves():
         jitter()
         if begins:
-            pending[half] = sums.begin(summands[n].clone(), half)
+            pending[half] = sums.begin(partial_sums[n].clone(), half)
         else:
             partials = pending.pop(half).wait()
             jitter()
@@ -177,8 +177,8 @@ def push_halves(rank, regions, pipe):
     torch.cuda.stream = contextlib.nullcontext
     sums = PushedSums(regions[rank], regions[1 - rank], torch.zeros(1, dtype=torch.int64))
     rng = random.Random(rank)
-    summands = [summand(n, rank) for n in range(NUM_SUMS)]
-    for total in sum_halves(sums, summands, lambda: time.sleep(rng.choice((0, 0, 0, 1e-3, 5e-3)))):
+    partial_sums = [partial_sum(n, rank) for n in range(NUM_SUMS)]
+    for total in sum_halves(sums, partial_sums, lambda: time.sleep(rng.choice((0, 0, 0, 1e-3, 5e-3)))):
         pipe.send(total.float().numpy())
 
 
@@ -195,7 +195,7 @@ def push_halves_on_gpus(rank, directory, pipe):
     tp = TPGroup.connect(rank, 2, device, directory, 60.0, SUM_BYTES)
     tp.join()
     assert tp.peers is not None and tp.peers.sums is not None
-    summands = [summand(n, rank).to(device) for n in range(NUM_SUMS)]
+    partial_sums = [partial_sum(n, rank).to(device) for n in range(NUM_SUMS)]
     rng, x = random.Random(rank), torch.randn(2048, 2048, device=device)
 
     def jitter():
@@ -205,7 +205,7 @@ def push_halves_on_gpus(rank, directory, pipe):
             torch.mm(x, x)
 
     for _ in range(3):  # the first time kernels are loaded, and the ranks wait for each other
-        results = sum_halves(tp.peers.sums, summands, jitter)
+        results = sum_halves(tp.peers.sums, partial_sums, jitter)
     for total in results:
         pipe.send(total.float().cpu().numpy())
     tp.close()

@@ -365,8 +365,8 @@ class FP8Problem(Problem):
         )  # fmt: skip
 
     def run_w8a8(self):
-        """In fp32, with x and h quantized row by row where a scale is of whole steps of 32 channels; rows of padding get
-        the residual."""
+        """In fp32, with x and h quantized row by row where scales are of whole steps of 32 channels; rows of padding
+        get the residual."""
         dtype, (gate_up, down) = self.residual.dtype, self.weights
         x = rms_norm(self.residual, self.norm_weight, EPS)
         ids, weights = reference.route(F.linear(x, self.router), self.bias, self.routing, self.slots)

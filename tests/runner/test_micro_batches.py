@@ -220,7 +220,7 @@ def test_small_models_and_other_numbers_of_ranks_run_whole(make_checkpoint, tmp_
 
 
 def test_a_worker_that_is_killed_in_a_split_prefill(start, make_checkpoint):
-    """Rank 0 waits for a summand that does not come; nothing hangs."""
+    """Rank 0 waits for a partial sum that does not come; nothing hangs."""
     llm, prefills = start(make_checkpoint())
     worker = llm.model_runner.workers.processes[1]
     killer = threading.Timer(0.5, worker.kill)

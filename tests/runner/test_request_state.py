@@ -46,7 +46,7 @@ def test_a_slot_holds_what_the_request_asked_for():
         ("frequency_penalty", -0.25), ("repetition_penalty", 1.5),
     ):  # fmt: skip
         assert getattr(sampling, name)[2] == torch.tensor(expected, dtype=torch.float32)
-    assert sampling.top_k[2] == 11 and sampling.is_adjusted[2] and not sampling.is_masked[2]
+    assert sampling.top_k[2] == 11 and sampling.is_penalized[2] and not sampling.is_masked[2]
     assert sampling.seed[2].numpy().view(np.uint64).item() == seed
     assert sampling.min_len[2] == 3 + 6
     assert sampling.stop_ids[2].tolist() == [1, 3] + [-1] * 14

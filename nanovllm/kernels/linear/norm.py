@@ -125,7 +125,7 @@ class SplitKPartials:
     """
 
     residual: torch.Tensor  # [T, C]
-    partials: torch.Tensor  # [S, T, C], fp32; or of the residual's dtype: another rank's summand
+    partials: torch.Tensor  # [S, T, C], fp32; or of the residual's dtype: another rank's partial sum
 
     def __len__(self):
         return len(self.residual)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from nanovllm.sampling.penalties import AdjustmentTable
+from nanovllm.sampling.penalties import PenaltyTable
 
 from .sampling_state import BOTH, DEVICE, KERNELS, every_request, make_state, reference
 
@@ -93,7 +93,7 @@ def make_table(prompts, biases, width):
     """What the host writes for prompts (lists of ids) and biases (dicts id -> bias); views of one integer tensor."""
     num_requests = len(prompts)
     words = torch.full((num_requests, 3 * width + 4), -99, dtype=torch.int32, device=DEVICE)
-    table = AdjustmentTable(
+    table = PenaltyTable(
         words[:, 0], words[:, 2], words[:, 3 : 3 + width], words[:, 3 + width : 3 + 2 * width],
         words.view(torch.float32)[:, 3 + 2 * width : 3 + 3 * width],
     )  # fmt: skip
@@ -106,7 +106,7 @@ def make_table(prompts, biases, width):
     return table, words
 
 
-def adjusted_by_definition(logits, prompt, output, bias, repetition_penalty, frequency_penalty, presence_penalty):
+def penalized_by_definition(logits, prompt, output, bias, repetition_penalty, frequency_penalty, presence_penalty):
     """One sequence's logits, a list of floats."""
     result = []
     for id, x in enumerate(logits):
@@ -120,7 +120,7 @@ def adjusted_by_definition(logits, prompt, output, bias, repetition_penalty, fre
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adjustments_over_a_generation(ops, dtype):
+def test_penalties_over_a_generation(ops, dtype):
     """Five requests and a padding slot generate for six steps, mostly ids below 10, so that many repeat."""
     vocab_size, width = 60, 80
     prompts = [[], [7], [3, 3, 9], list(range(0, 60, 2)), [5, 5, 5, 1], []]
@@ -128,7 +128,7 @@ def test_adjustments_over_a_generation(ops, dtype):
     penalties = [*PENALTIES, NO_PENALTIES]
     state = make_state(6, length=[max(1, len(prompt)) for prompt in prompts])
     state.length[5] = 0
-    state = with_columns(state, is_adjusted=int32([1, 0, 1, 1, 1, 1]), **penalty_columns(penalties))
+    state = with_columns(state, is_penalized=int32([1, 0, 1, 1, 1, 1]), **penalty_columns(penalties))
     table, words = make_table(prompts, biases, width)
     last_token = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE)[:, 1]
     outputs = [[] for _ in prompts]
@@ -138,13 +138,13 @@ def test_adjustments_over_a_generation(ops, dtype):
         logits = (torch.randn(6, vocab_size + 3, device=DEVICE) * 3).to(dtype)[:, 1:-2]
         logits[:, 8], logits[:, 9] = -torch.inf, torch.nan
         before = logits.clone()
-        adjusted = ops.adjust_logits(logits, req_indices, state, last_token, table)
+        adjusted = ops.apply_penalties(logits, req_indices, state, last_token, table)
         assert adjusted.dtype == torch.float32 and adjusted.is_contiguous()
         assert torch.equal(logits.nan_to_num(nan=77), before.nan_to_num(nan=77))
         for row, slot in enumerate(req_indices.tolist()):
             expected = logits[row].float().cpu()
             if slot not in (1, 5):
-                expected = adjusted_by_definition(
+                expected = penalized_by_definition(
                     expected.tolist(), prompts[slot], outputs[slot], biases[slot], **penalties[slot]
                 )
             torch.testing.assert_close(adjusted[row].cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -165,11 +165,11 @@ def test_adjustments_over_a_generation(ops, dtype):
 
 @BOTH
 def test_a_token_is_counted_once(ops):
-    state = with_columns(make_state(1, length=3), is_adjusted=1, **penalty_columns([PENALTIES[4]]))
+    state = with_columns(make_state(1, length=3), is_penalized=1, **penalty_columns([PENALTIES[4]]))
     table, _ = make_table([[1, 2]], [{}], 8)
     last_token, logits = int32([6]), torch.randn(1, 20, device=DEVICE)
-    first = ops.adjust_logits(logits, every_request(state), state, last_token, table)
-    again = ops.adjust_logits(logits, every_request(state), state, last_token, table)
+    first = ops.apply_penalties(logits, every_request(state), state, last_token, table)
+    again = ops.apply_penalties(logits, every_request(state), state, last_token, table)
     assert torch.equal(first, again) and table.counts[0, :3].tolist() == [0, 0, 1] and table.num_counted[0] == 3
 
 
@@ -179,10 +179,10 @@ def test_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(4, 300) * 4
     penalties = torch.tensor([1.3, 0.7, 1.0, 3.0])
     columns = penalty_columns([NO_PENALTIES] * 4) | dict(repetition_penalty=penalties)
-    state = with_columns(make_state(4, length=50), is_adjusted=1, **columns)
+    state = with_columns(make_state(4, length=50), is_penalized=1, **columns)
     table, _ = make_table([row.tolist() for row in sequences], [{}] * 4, 60)
     last_token = int32([0] * 4)
-    actual = reference.adjust_logits(logits.to(DEVICE), every_request(state), state, last_token, table).cpu()
+    actual = reference.apply_penalties(logits.to(DEVICE), every_request(state), state, last_token, table).cpu()
     for row, penalty in enumerate(penalties.tolist()):
         processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
         torch.testing.assert_close(actual[row : row + 1], processor(sequences[row : row + 1], logits[row : row + 1]))
@@ -192,12 +192,12 @@ def copies(table):
     return replace(table, **{field.name: getattr(table, field.name).clone() for field in fields(table)})
 
 
-def random_adjustments(num_requests, vocab_size, width):
+def random_penalties(num_requests, vocab_size, width):
     """A state, its last tokens and its table, with up to `width` - 1 entries each: several blocks of the kernel."""
     penalties = [PENALTIES[i % len(PENALTIES)] for i in range(num_requests)]
     state = make_state(num_requests, length=torch.randint(3, 6, (num_requests,)))
-    is_adjusted = int32([i % 5 != 1 for i in range(num_requests)])
-    state = with_columns(state, is_adjusted=is_adjusted, **penalty_columns(penalties))
+    is_penalized = int32([i % 5 != 1 for i in range(num_requests)])
+    state = with_columns(state, is_penalized=is_penalized, **penalty_columns(penalties))
     state.length[2] = 0
     table, _ = make_table([[]] * num_requests, [{}] * num_requests, width)
     table.num_counted[:] = torch.randint(3, 6, (num_requests,))
@@ -215,36 +215,36 @@ def random_adjustments(num_requests, vocab_size, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size, width", [(40, 7), (7001, 2600)])
-def test_triton_adjusts_as_the_twin(vocab_size, width, dtype):
-    state, last_token, table = random_adjustments(11, vocab_size, width)
+def test_triton_penalizes_as_the_twin(vocab_size, width, dtype):
+    state, last_token, table = random_penalties(11, vocab_size, width)
     twin_table = copies(table)
     req_indices = torch.randperm(11, device=DEVICE)[:9].int()
     logits = (torch.randn(9, vocab_size + 3, device=DEVICE) * 3).to(dtype)[:, :vocab_size]
     logits[3, ::2], logits[4, ::3] = -torch.inf, torch.nan
-    expected = reference.adjust_logits(logits, req_indices, state, last_token, twin_table)
-    actual = KERNELS.adjust_logits(logits, req_indices, state, last_token, table)
+    expected = reference.apply_penalties(logits, req_indices, state, last_token, twin_table)
+    actual = KERNELS.apply_penalties(logits, req_indices, state, last_token, table)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert (expected != logits.float()).any(1).sum() >= 5
     for field in fields(table):
         used = torch.arange(width, device=DEVICE) < table.num_entries[:, None]
         pair = [getattr(t, field.name) for t in (table, twin_table)]
         assert torch.equal(*(x[used] if x.dim() == 2 else x for x in pair)), field.name
-    KERNELS.adjust_logits(logits[:0], req_indices[:0], state, last_token, table)
+    KERNELS.apply_penalties(logits[:0], req_indices[:0], state, last_token, table)
 
 
 @BOTH
-def test_ranks_adjust_their_part_of_the_vocabulary(ops):
+def test_ranks_penalize_their_part_of_the_vocabulary(ops):
     """Together they are the whole, and every rank's table counts every token."""
-    state, last_token, table = random_adjustments(7, 500, 90)
+    state, last_token, table = random_penalties(7, 500, 90)
     for slot, index in ((4, 0), (3, -1)):  # an uncounted token that is new to the table, on the first or last rank
         new_ids = sorted(set(range(500)) - set(table.token_ids[slot].tolist()))
         last_token[slot], table.num_counted[slot] = new_ids[index], 0
     logits = torch.randn(7, 500, device=DEVICE)
     shards = [(0, 170), (170, 171), (171, 500)]
     tables = [copies(table) for _ in shards]
-    whole = ops.adjust_logits(logits, every_request(state), state, last_token, table)
+    whole = ops.apply_penalties(logits, every_request(state), state, last_token, table)
     parts = [
-        ops.adjust_logits(logits[:, a:b], every_request(state), state, last_token, t, a)
+        ops.apply_penalties(logits[:, a:b], every_request(state), state, last_token, t, a)
         for (a, b), t in zip(shards, tables, strict=True)
     ]
     assert torch.equal(torch.cat(parts, 1), whole) and not torch.equal(whole, logits)
