@@ -138,6 +138,7 @@ class Scheduler:
         self.running: deque[Sequence] = deque()
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
+        self._extended: list[int] = []  # batch positions of the sequences whose drafts in flight have further blocks
         self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         # computed to their end by a launch in flight, and nothing to sample: without request slot and blocks; by seq_id
@@ -315,7 +316,8 @@ class Scheduler:
         self.speculator.is_verifying = True
         num_drafted, new_blocks = (drafts >= 0).sum(1), []
         ends = lengths - 1 + num_drafted  # positions of their last tokens
-        for i in np.flatnonzero(ends // self.block_size > (lengths - 1) // self.block_size).tolist():
+        self._extended = np.flatnonzero(ends // self.block_size > (lengths - 1) // self.block_size).tolist()
+        for i in self._extended:
             seq = self._seqs[req_indices[i]]
             assert seq is not None
             for position in range(int(lengths[i]), int(ends[i]) + 1):
@@ -338,13 +340,10 @@ class Scheduler:
         assert self.speculator is not None and batch.drafts is not None
         table, req_indices, num_accepted = self.table, batch.req_indices, batch.num_accepted(token_ids)
         self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
-        num_computed, ends = batch.lengths + num_accepted, batch.lengths + (batch.drafts >= 0).sum(1)
-        alive = table.seq_id[req_indices] == batch.seq_ids
-        has_block = (ends - 1) // self.block_size > (num_computed - 1) // self.block_size  # that it needs no more
-        for i in np.flatnonzero(alive & has_block).tolist():
-            seq = self._seqs[req_indices[i]]
-            assert seq is not None
-            self.block_manager.trim(seq, int(num_computed[i]))
+        num_computed, alive = batch.lengths + num_accepted, table.seq_id[req_indices] == batch.seq_ids
+        for i in self._extended:
+            if alive[i] and (seq := self._seqs[req_indices[i]]) is not None:
+                self.block_manager.trim(seq, int(num_computed[i]))
         table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
         columns, rows = np.nonzero(np.arange(token_ids.shape[1])[:, None] <= num_accepted)
         tokens = token_ids[rows, columns]

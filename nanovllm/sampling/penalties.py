@@ -114,11 +114,11 @@ def apply_penalties(logits, req_indices, state, last_token, table, vocab_start=0
         table: PenaltyTable, counted in here.
         vocab_start: id of column 0 of `logits` [B, V]; ids outside of its V columns are counted all the same.
     """
-    penalized = logits.to(torch.float32, copy=True)
+    out = logits.to(torch.float32, copy=True)
     slots = req_indices.long()
     changed = ((state.is_penalized[slots] != 0) & (state.length[slots] > 0)).nonzero().squeeze(1)
     if len(changed) == 0:
-        return penalized
+        return out
     slots = slots[changed]
     uncounted = slots[table.num_counted[slots] < state.length[slots]]
     if len(uncounted) > 0:
@@ -131,15 +131,15 @@ def apply_penalties(logits, req_indices, state, last_token, table, vocab_start=0
     counts, bias = table.counts[slots, :width], table.bias[slots, :width]
     present = torch.arange(width, device=logits.device) < num_entries
     present &= (columns >= 0) & (columns < logits.shape[1])
-    x = penalized[changed].gather(1, columns.masked_fill(~present, 0)) + bias
+    x = out[changed].gather(1, columns.masked_fill(~present, 0)) + bias
     repetition = state.repetition_penalty[slots].unsqueeze(1)
     penalized = torch.where(x > 0, x / repetition, x * repetition)
     penalized = penalized - state.frequency_penalty[slots].unsqueeze(1) * counts
     penalized = penalized - state.presence_penalty[slots].unsqueeze(1) * (counts > 0)
     x = torch.where(counts >= 0, penalized, x)
     sequence, entry = present.nonzero(as_tuple=True)
-    penalized[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
-    return penalized
+    out[changed[sequence], columns[sequence, entry]] = x[sequence, entry]
+    return out
 
 
 def count_tokens(tokens, slots, table):
