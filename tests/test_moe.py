@@ -307,8 +307,8 @@ def test_model_on_the_gpu(case, models, make_llm):
 )
 def test_bf16(case, device, models, make_llm):
     """A token's RMS error against fp32 is that of transformers' own bf16, at the first quartile: rounding changes the
-    experts of other tokens, of up to half of them, and then their logits by more. With the sinks of gpt-oss it depends on
-    the seed: 0.96 to 1.45 of three on the CPU.
+    experts of other tokens, of up to half of them, and then their logits by more. That of gpt-oss depends on the seed:
+    0.96 to 1.45 of transformers' with three on the CPU.
     """
     model, path = models(case)
     options = {"num_kvcache_blocks": 200, "enforce_eager": True} if device == "cuda" else {}

@@ -542,7 +542,7 @@ def test_random_histories(max_in_flight, kind):
     # thing -> histories; they differ with hypothesis's version, and with the modules in which it finds constants
     seen = Counter(dict.fromkeys(things, 0))
 
-    @settings(max_examples=500, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=600, derandomize=True, deadline=None, database=None)
     @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
     def one(limits, caching, graphs, rows, method, arrivals):
         harness = Harness(max_in_flight, caching, *limits, graphs, rows, method)
