@@ -309,6 +309,21 @@ def test_a_first_step_with_a_pause_is_not_the_last(monkeypatch):
     assert sum(not speculator._pays(3.0, 1, 8) for _ in range(200)) < 100
 
 
+def test_steps_may_become_slower(monkeypatch):
+    """As contexts grow. A plain step of twice the time is believed after some, and drafts that did not pay do."""
+    clock = 0.0
+    monkeypatch.setattr(speculation, "perf_counter", lambda: clock)
+    speculator = speculator_of()
+    for rows, seconds in [(1, 1.0), (4, 3.0)]:
+        clock += seconds
+        speculator.took_in(1, rows)
+    assert not speculator._pays(1.0, 1, 4)
+    for _ in range(20):
+        clock += 2.0
+        speculator.took_in(1, 1)
+    assert speculator._pays(1.0, 1, 4)
+
+
 def test_who_drafts():
     speculator, text = speculator_of(adaptive=False), [5, 6, 7] * 8
     kinds = [{}, {"min_tokens": 3}, {"logprobs": 2}, {"stop": "a"}, {"bad_words": ["a"]}, {"repetition_penalty": 1.2},

@@ -297,9 +297,9 @@ class Speculator:
         seconds, self._last_step = now - self._last_step, now
         if is_decode and num_seqs <= MAX_VERIFIED_SEQS:
             key = size_class(num_seqs), num_rows
-            # a pause, or the first launch of a kernel: its rows would not take longer one after the other
-            seconds = min(seconds, num_rows * self._seconds.get((key[0], 1), seconds))
-            self._seconds[key] = min(seconds, 1.05 * self._seconds.get(key, seconds))
+            # At first there may be a pause, or a kernel to load: its rows would not take longer one after the other.
+            most = 1.05 * self._seconds.get(key, num_rows * self._seconds.get((key[0], 1), seconds))
+            self._seconds[key] = min(seconds, most)
 
     def verified(self, seq_ids: list[int], drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         """The launch in flight is taken in. ``drafts`` [B, Q - 1] as proposed; ``num_accepted`` [B]."""
