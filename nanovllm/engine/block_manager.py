@@ -97,9 +97,9 @@ class BlockManager:
                 del found[self.snapshots.longest(seq.block_hashes, len(found), self.block_size) :]
         return found
 
-    def can_allocate(self, seq: Sequence, num_kept: int = 0) -> bool:
+    def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Whether ``allocate(seq)`` would find enough blocks, and leave so many."""
-        num_available = self.num_available - num_kept
+        num_available = self.num_available - num_reserved
         if seq.num_blocks <= num_available:
             return True
         prefix = self.find_prefix(seq)

@@ -8,7 +8,7 @@ The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`
 budget is computed in chunks); otherwise decode, one token for every running sequence. A prefill interrupts everybody's
 decoding, so free request slots are filled in batches: see ``_waits_for_slots``. If the KV cache runs out of blocks, the
 latest sequences are preempted: they give up their blocks and are recomputed later. Where many run, nobody is admitted
-to blocks that they are sure to need: see ``_num_kept``.
+to blocks that they are sure to need: see ``_num_reserved``.
 
 A step that verifies drafts (speculation.py) gives each sequence one token or more. So nothing is scheduled while one is
 in flight; and where known tokens have a draft that pays, the step in flight is waited for. Other steps run ahead.
@@ -188,12 +188,12 @@ class Scheduler:
         block_copies: list[tuple[int, int]] = []
         budget, states = self.max_num_batched_tokens, self.states
         are_many = len(self.running) >= MANY_SEQS
-        num_kept = self._num_kept() if are_many else 0
+        num_reserved = self._num_reserved() if are_many else 0
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
+            num_reserved += self._num_future_blocks(seq) if are_many else 0
             if seq.req_idx < 0:
-                num_kept += self._num_future_blocks(seq) if are_many else 0
-                if not self._admit(seq, num_kept):
+                if not self._admit(seq, num_reserved):
                     break
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
@@ -213,7 +213,7 @@ class Scheduler:
             if states is not None:
                 states.fork(seq, siblings)
             new_seqs += siblings
-            num_kept += sum(map(self._num_future_blocks, siblings)) if are_many else 0
+            num_reserved += sum(map(self._num_future_blocks, siblings)) if are_many else 0
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
@@ -234,9 +234,9 @@ class Scheduler:
         num_tokens = min(seq.min_num_tokens, self.table.tokens.shape[1]) - 1  # the last one is not computed
         return max(-(-num_tokens // self.block_size) - seq.num_blocks, 0)
 
-    def _num_kept(self) -> int:
-        """Blocks that running sequences will take, as far as their lengths are known: at most at any time from now on,
-        and less those of sequences that are done by then. Of many times some are looked at."""
+    def _num_reserved(self) -> int:
+        """Blocks that running sequences will take, as far as their lengths are known: the most at any time from now on,
+        less those of sequences that are done by then. Of many times some are looked at."""
         table, size = self.table, self.block_size
         lengths = table.num_scheduled[self._running_req_indices] - 1
         left = np.maximum(table.min_tokens[self._running_req_indices] - 1 - lengths, 0)
@@ -426,9 +426,9 @@ class Scheduler:
                 del self.running[i]
             self._running_req_indices = self._running_req_indices[~gone]
 
-    def _admit(self, seq: Sequence, num_kept: int) -> bool:
+    def _admit(self, seq: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence blocks and a request slot, if there are any, and so many blocks are left."""
-        if not self.table.free_req_indices or not self.block_manager.can_allocate(seq, num_kept):
+        if not self.table.free_req_indices or not self.block_manager.can_allocate(seq, num_reserved):
             return False
         if self.states is not None and self.states.must_wait(seq):
             return False

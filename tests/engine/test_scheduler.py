@@ -804,7 +804,7 @@ FOUR_BLOCKS = {"max_tokens": 6, "ignore_eos": True}  # of two tokens, behind a p
     (FOUR_BLOCKS | {"stop_token_ids": [VOCAB - 1]}, 2),
     (FOUR_BLOCKS | {"stop": "4000"}, 2),
 ])  # fmt: skip
-def test_where_many_run_their_blocks_are_kept(params, num_preemptions, monkeypatch):
+def test_where_many_run_their_blocks_are_reserved(params, num_preemptions, monkeypatch):
     """Four sequences, two at a time in ten blocks; they may have the blocks of others only where these may stop."""
     monkeypatch.setattr(scheduler_module, "MANY_SEQS", 2)
     harness = Harness(1, caching=False, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=6)
@@ -817,7 +817,7 @@ def test_where_many_run_their_blocks_are_kept(params, num_preemptions, monkeypat
     assert harness.scheduler.num_preemptions == num_preemptions and sorted(harness.outputs) == ids
 
 
-def test_blocks_are_kept_until_others_give_theirs_back(monkeypatch):
+def test_blocks_are_reserved_until_others_give_theirs_back(monkeypatch):
     """The second is done, and gives back its blocks, before the first needs its last; so a third gets in beside them,
     and a fourth, which would last as long as the first, does not.
     """
