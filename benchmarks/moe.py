@@ -3,8 +3,8 @@
 Times are medians of CUDA graph replays over the experts of several layers, so that the L2 cache does not hold them.
 
     python benchmarks/moe.py [--shape 30b-a3b] [--bandwidth 4.3e12]
-    python benchmarks/moe.py --sweep    # tilings of the FP8 kernels, the fastest first
-    python benchmarks/moe.py --shape gpt-oss-20b --precision MXFP4 [--sweep --tokens 1 256]
+    python benchmarks/moe.py --precision FP8 --sweep [--tokens 1 256]    # tilings, the fastest first
+    python benchmarks/moe.py --shape gpt-oss-20b --precision MXFP4
 """
 
 import argparse
@@ -22,6 +22,7 @@ from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import parallel_compile
 from nanovllm.kernels.linear.reference import Weight
 from nanovllm.kernels.moe import dispatch, gemv
+from nanovllm.kernels.moe.gemv import RowsConfig
 from nanovllm.kernels.moe.grouped_gemm import GroupedConfig, grouped_config, grouped_gemm
 from nanovllm.kernels.moe.reference import Routing
 
@@ -98,63 +99,51 @@ def time_all(shape, layers, precision, bandwidth, tokens):
             print(f"{precision:12}{name:10}{num_tokens:>8}{time:>10.1f}{limit:>10.1f}", flush=True)
 
 
-def sweep_mxfp4(shape, layers, tokens):
-    """Rows by themselves, by the output features and channels of a program's step; grouped rows, by tiles."""
+def grouped_choices(products, gated, is_mxfp4):
+    """Tiles for the mean number of rows of an expert that fit the shared memory and the registers."""
+    mean = products.num_rows / products.num_experts
+    sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
+    stages = (2, 3, 4) if is_mxfp4 else (3, 4, 5, 6)
+    for tile in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), stages):
+        m, n, k, num_warps, num_stages = tile
+        features = n * (2 if gated else 1)
+        if is_mxfp4:  # tiles of the weights are unpacked
+            num_bytes = (2 * m + features / 2) * k * num_stages + 2 * features * k
+            fits = m * features <= 8192 * num_warps
+        else:
+            num_bytes, fits = (m + features) * k * num_stages, m * n <= 16384
+        if num_bytes <= 220 << 10 and fits:
+            yield GroupedConfig(*tile)
+
+
+def sweep(shape, layers, bits, tokens):
+    """Rows by themselves, by the features and vectors of a program's step; grouped rows, by tiles."""
     for num_tokens in tokens:
         products = Products(shape, layers, num_tokens)
         products.gate_up()
-        mean = products.num_rows / products.num_experts
-        sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
-        for name, gated in (("gate_up", 2), ("down", 1)):
+        for name, gated in (("gate_up", True), ("down", False)):
             run = getattr(products, name)
             if num_tokens <= dispatch.MAX_TOKENS_GEMV:
-                choices = list(itertools.product((1, 2, 4, 8), (1024, 2048, 4096)))
+                sizes = itertools.product((1, 2, 4, 8), (32, 64, 128, 256, 512), (1, 2, 4, 8))
+                choices = [size for size in sizes if 32 * size[2] <= size[1] <= 128 * size[2]]
             else:
-                choices = [
-                    GroupedConfig(m, n, k, w, s)
-                    for m, n, k, w, s in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (2, 3, 4))
-                    if (2 * m + n * gated / 2) * k * s + 2 * n * k * gated < 220 << 10 and m * n * gated <= 128 * 64 * w
-                ]
+                choices = list(grouped_choices(products, gated, bits == 4))
+            plain = gemv.CONFIGS[bits]
 
-            def attempt(choice, run=run):
+            def attempt(choice, run=run, gated=gated, plain=plain):
                 if isinstance(choice, GroupedConfig):
                     run(choice)
                 else:
-                    gemv.MXFP4_UNITS = gemv.MXFP4_CHANNELS = choice[0]
-                    gemv.MXFP4_BLOCKS = choice[1], choice[1]
+                    gemv.CONFIGS[bits] = RowsConfig(*choice, *plain[3:]) if gated else RowsConfig(*plain[:3], *choice)
                     run()
 
             with parallel_compile(torch.device("cuda", torch.cuda.current_device())):
                 for choice in choices:
                     attempt(choice)
             found = sorted((microseconds(partial(attempt, choice)) / LAYERS, choice) for choice in choices)
+            gemv.CONFIGS[bits] = plain
             for time, choice in found[:4]:
                 print(f"{num_tokens} tokens, {name}: {time:.1f} {tuple(choice)}", flush=True)
-
-
-def sweep(shape, layers):
-    """Rows by themselves, by the output features of a program; grouped rows, by tiles."""
-    for num_tokens in (1, 4):
-        products = Products(shape, layers, num_tokens)
-        for size in (2, 4, 8, 16):
-            gemv.FP8_UNITS = gemv.FP8_CHANNELS = size
-            times = [microseconds(run) / LAYERS for run in (products.gate_up, products.down)]
-            print(f"{num_tokens} tokens, {size:>3} a program: gate_up {times[0]:.1f}, down {times[1]:.1f}", flush=True)
-    for num_tokens in SWEPT_TOKENS:
-        products = Products(shape, layers, num_tokens)
-        products.gate_up()
-        mean = products.num_rows / products.num_experts
-        sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
-        for name in ("gate_up", "down"):
-            found = []
-            for tile in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), (3, 4, 5, 6)):
-                config = GroupedConfig(*tile)
-                rows = (config.block_m + config.block_n * (2 if name == "gate_up" else 1)) * config.block_k
-                if rows * config.num_stages > 220 << 10 or config.block_m * config.block_n > 16384:
-                    continue
-                found.append((microseconds(partial(getattr(products, name), config)) / LAYERS, config))
-            for time, config in sorted(found)[:4]:
-                print(f"{num_tokens} tokens, {name}: {time:.1f} {tuple(config)}", flush=True)
 
 
 def main():
@@ -163,7 +152,7 @@ def main():
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
     parser.add_argument("--precision", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--sweep", action="store_true", help="tilings of the last --precision")
-    parser.add_argument("--tokens", nargs="+", type=int, help="numbers of tokens (of a sweep, with MXFP4 only)")
+    parser.add_argument("--tokens", nargs="+", type=int, help="numbers of tokens")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it needs a CUDA device")
@@ -179,10 +168,9 @@ def main():
             (make_weight(experts, 2 * units, hidden, group), make_weight(experts, hidden, units, group))
             for _ in range(LAYERS)
         ]
-        if options.sweep and precision == "MXFP4":
-            sweep_mxfp4(shape, layers, options.tokens or [1, 4, *SWEPT_TOKENS])
-        elif options.sweep:
-            sweep(shape, layers)
+        if options.sweep:
+            bits = {"16 bits": 16, "MXFP4": 4}.get(precision, 8)
+            sweep(shape, layers, bits, options.tokens or [1, 4, *SWEPT_TOKENS])
         else:
             time_all(shape, layers, precision, options.bandwidth, options.tokens or TOKENS)
 

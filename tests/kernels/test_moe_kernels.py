@@ -478,6 +478,7 @@ FP8_PUBLISHED = {  # C, E, I, routing, groups
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu  # gigabytes
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 8, 32, 127, 256, 1000])
 @pytest.mark.parametrize("shape", FP8_PUBLISHED)
 def test_fp8_experts_of_published_shapes(shape, num_tokens):

@@ -8,21 +8,34 @@ Legend: route.py; C channels, I intermediate units of an expert. In 16 bits, wit
 counts it: it is expert E, the last of each token, and its weights are tensors of their own.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from ..linear.gemv import activate, dot_fp8, load_group_scale, load_pairs, multiplies_in_fp16, unpack
+from ..linear.gemv import activate, dot_fp8, load_pairs, multiplies_in_fp16, unpack
 from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 
-# Of a program where weights are e4m3: units of gate and up, channels of down. By the bytes in flight; not measured.
-FP8_UNITS = 4
-FP8_CHANNELS = 4
-# Where they are MXFP4; and channels (units) of a step, 32 of which a thread loads at once.
-MXFP4_UNITS = 4
-MXFP4_CHANNELS = 4
-MXFP4_BLOCKS = 1024, 4096  # of gate and up, of down
+
+class RowsConfig(NamedTuple):
+    """How the products are cut into programs; changes only the order of summation."""
+
+    units: int  # of a program of the first product
+    vectors: int  # of a step, of each of a unit's two rows: 8 channels in 16 bits, 16 in FP8, 32 in MXFP4
+    warps: int
+    channels: int  # of a program of the second product
+    down_vectors: int  # of a step, of each of its channels
+    down_warps: int
+
+
+# By bits of a weight's number; tuned in engines of Qwen3-30B-A3B and gpt-oss-20b on an H100 (docs/experiments.md).
+CONFIGS = {
+    16: RowsConfig(2, 256, 8, 8, 256, 4),
+    8: RowsConfig(1, 128, 4, 2, 256, 2),
+    4: RowsConfig(4, 32, 1, 4, 128, 4),
+}
 
 
 @triton.jit
@@ -37,33 +50,11 @@ def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def tile_of(weight_ptr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """BLOCK channels as vectors that a thread loads at once: channels to compare with their number, and the offsets
-    [V, n] of loaded numbers in a row of the weight.
-
-    Vectors are the first dimension, so that neighbouring threads hold neighbouring vectors of x and of the weight.
+def dot_fours(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
+    """Dot products fp32 [V, N] of vectors of 16 channels: x of pairs, from the even channels [V, 1] on where mask
+    [V, 1], and e4m3 weight, int32 [V, N, 4] of fours.
     """
-    if VECTOR == 32 and weight_ptr.dtype.element_ty == tl.uint8:
-        vector = tl.arange(0, BLOCK // 32)[:, None]
-        return vector * 32, vector * 16 + tl.arange(0, 16)[None, :]
-    elif VECTOR == 32:
-        vector = tl.arange(0, BLOCK // 32)[:, None]
-        return vector * 32, vector * 4 + tl.arange(0, 4)[None, :]
-    elif weight_ptr.dtype.element_ty == tl.int32:
-        vector = tl.arange(0, BLOCK // 16)[:, None]
-        return vector * 16, vector * 4 + tl.arange(0, 4)[None, :]
-    else:
-        c = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        return c, c
-
-
-@triton.jit
-def dot_fours(x_ptr, num_channels, weight, IS_BF16: tl.constexpr):
-    """Dot products fp32 [V, N] of vectors of 16 channels: x of pairs, of which num_channels are left, and e4m3 weight,
-    int32 [V, N, 4] of fours.
-    """
-    vector = tl.arange(0, weight.shape[0])[:, None]
-    pairs_1, pairs_2 = load_pairs(x_ptr, vector * 8 + tl.arange(0, 4)[None, :], vector * 16 < num_channels)
+    pairs_1, pairs_2 = load_pairs(x_ptr, channel // 2 + tl.arange(0, 4)[None, :], mask)
     x_0, x_1 = unpack(pairs_1, IS_BF16)
     x_2, x_3 = unpack(pairs_2, IS_BF16)
     dot, grow = dot_fp8(x_0, x_1, x_2, x_3, weight)
@@ -71,13 +62,22 @@ def dot_fours(x_ptr, num_channels, weight, IS_BF16: tl.constexpr):
 
 
 @triton.jit
-def load_mxfp4_scale(
-    scale_ptr, features, exists, first_c, num_channels, NUM_FEATURES: tl.constexpr, BLOCK_C: tl.constexpr
+def load_scale(
+    scale_ptr, features, mask, channel,
+    NUM_FEATURES: tl.constexpr, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
-    """Scales fp32 [BLOCK_C / 32, BLOCK_N] of the vectors from channel first_c on."""
-    c = first_c + tl.arange(0, BLOCK_C // 32) * 32
-    mask = (c < num_channels)[:, None] & exists[None, :]
-    return e8m0(tl.load(scale_ptr + (c // 32)[:, None] * NUM_FEATURES + features[None, :], mask=mask, other=0))
+    """Scales fp32 [V, N] of features [1, N] and of the vectors that begin at channel [V, 1]; of one expert, or with
+    scale_ptr [V, 1] of an expert a vector. [1, N] of one expert with one group, where [V, N] would take a layout that
+    has to be converted."""
+    if MXFP4:
+        mask &= channel < NUM_CHANNELS
+        return e8m0(tl.load(scale_ptr + (channel // 32 * NUM_FEATURES + features), mask=mask, other=0))
+    elif NUM_GROUPS == 1:
+        return tl.load(scale_ptr + features, mask=mask, other=0.0)
+    else:
+        mask &= channel < NUM_CHANNELS
+        GROUP: tl.constexpr = NUM_CHANNELS // NUM_GROUPS
+        return tl.load(scale_ptr + (features * NUM_GROUPS + channel // GROUP), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -107,19 +107,20 @@ def gate_up_rows_kernel(
     """One program: BLOCK_I units of one row, all channels."""
     pdl_launch_dependents(USE_PDL)
     IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    IS_FOURS: tl.constexpr = IS_PAIRS and not MXFP4
-    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_FOURS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_FOURS else 8
+    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_PAIRS else 8
+    IS_BF16: tl.constexpr = h_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(1)
     local = tl.arange(0, 2 * BLOCK_I)
     unit = tl.program_id(0) * BLOCK_I + local % BLOCK_I
     feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then as many of up
     exists = unit < NUM_UNITS
-    c, offs_c = tile_of(weight_ptr, BLOCK_C, VECTOR)
-    # [BLOCK_C / VECTOR, 2 BLOCK_I, n]
-    offs = feature.to(tl.int64)[None, :, None] * (NUM_CHANNELS // PACK) + offs_c[:, None, :]
+    channel = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR  # of vectors, the first dimension; see linear/gemv.py
+    lane = tl.arange(0, VECTOR // PACK)[None, :]
+    c = channel + lane if PACK == 1 else channel
+    # [BLOCK_C / VECTOR, 2 BLOCK_I, VECTOR / PACK]
+    offs = feature[None, :, None] * (NUM_CHANNELS // PACK) + (channel // PACK + lane)[:, None, :]
     x_ptr += (row // TOP_K).to(tl.int64) * (NUM_CHANNELS // (2 if IS_PAIRS else 1))
-    x_ptrs = x_ptr + c
     pdl_wait(USE_PDL)
     expert = tl.load(ids_ptr + row).to(tl.int64)
     if expert < 0:
@@ -135,22 +136,21 @@ def gate_up_rows_kernel(
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
         inside = first + c < NUM_CHANNELS
         weight = tl.load(weight_ptrs + first // PACK, mask=exists[None, :, None] & inside[:, None, :], other=0.0)
-        if MXFP4:
-            scale = load_mxfp4_scale(scale_ptr, feature, exists, first, NUM_CHANNELS, 2 * NUM_UNITS, BLOCK_C)
-        elif NUM_GROUPS > 0:
-            scale = load_group_scale(
-                scale_ptr, feature, exists, first, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
+        if NUM_GROUPS > 0:
+            scale = load_scale(
+                scale_ptr, feature[None, :], exists[None, :], first + channel,
+                2 * NUM_UNITS, NUM_CHANNELS, NUM_GROUPS, MXFP4,
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
         if MXFP4 and IS_PAIRS:
-            dot = dot_mxfp4(x_ptr + first // 2, NUM_CHANNELS - first, weight, h_ptr.dtype.element_ty == tl.bfloat16)
+            dot = dot_mxfp4(x_ptr, first + channel, inside, weight, IS_BF16)
         elif MXFP4:
-            dot = dot_mxfp4_plain(x_ptr + first, NUM_CHANNELS - first, weight)
-        elif IS_FOURS:
-            dot = dot_fours(x_ptr + first // 2, NUM_CHANNELS - first, weight, h_ptr.dtype.element_ty == tl.bfloat16)
+            dot = dot_mxfp4_plain(x_ptr, first + channel, inside, weight)
+        elif IS_PAIRS:
+            dot = dot_fours(x_ptr, first + channel, inside, weight, IS_BF16)
         else:
-            x = tl.load(x_ptrs + first, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
             if HAS_NORM:
                 squares += tl.sum(x * x, axis=1)
                 x *= tl.load(norm_weight_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
@@ -186,93 +186,84 @@ def down_rows_kernel(
     NUM_GROUPS: tl.constexpr,  # of units with a scale; 0: no scales
     MXFP4: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N channels of one token, all its experts, all their units."""
+    """One program: BLOCK_N channels of one token. Its experts' units lie end to end, BLOCK_V vectors of them a step, so
+    that the loads of all experts are in flight together."""
     pdl_launch_dependents(USE_PDL)
     IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    IS_FOURS: tl.constexpr = IS_PAIRS and not MXFP4
-    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_FOURS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_FOURS else 8
+    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_PAIRS else 8
+    VECTORS: tl.constexpr = (NUM_UNITS + VECTOR - 1) // VECTOR  # of an expert
+    IS_BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < NUM_CHANNELS
-    i, offs_i = tile_of(weight_ptr, BLOCK_I, VECTOR)
-    # [BLOCK_I / VECTOR, BLOCK_N, n]
-    offs = n.to(tl.int64)[None, :, None] * (NUM_UNITS // PACK) + offs_i[:, None, :]
+    lane = tl.arange(0, VECTOR // PACK)[None, :]
+    h_ptr += token * (TOP_K * NUM_UNITS // (2 if IS_PAIRS else 1))
+    ids_ptr += token * TOP_K
+    weights_ptr += token * TOP_K
     pdl_wait(USE_PDL)
-    y = tl.zeros((BLOCK_I // VECTOR, BLOCK_N), tl.float32)
-    if bias_ptr is not None:
-        biases = tl.zeros((BLOCK_N,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + j).to(tl.int64)
-        share = tl.load(weights_ptr + token * TOP_K + j)
+    acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+    for first in tl.static_range(0, TOP_K * VECTORS, BLOCK_V):
+        vector = first + tl.arange(0, BLOCK_V)[:, None]
+        choice, unit = vector // VECTORS, vector % VECTORS * VECTOR  # [BLOCK_V, 1]
+        expert = tl.load(ids_ptr + choice, mask=choice < TOP_K, other=-1).to(tl.int64)
+        share = tl.load(weights_ptr + choice, mask=choice < TOP_K, other=0.0)
         expert_ptr = weight_ptr + expert * (NUM_CHANNELS * NUM_UNITS // PACK)
+        if shared_ptr is not None:
+            expert_ptr = tl.where(choice == TOP_K - 1, shared_ptr, expert_ptr)
+        inside = (expert >= 0) & ((unit + lane if PACK == 1 else unit) < NUM_UNITS)
+        # [BLOCK_V, BLOCK_N, VECTOR / PACK]
+        offs = n[None, :, None] * (NUM_UNITS // PACK) + (unit // PACK + lane)[:, None, :]
+        weight = tl.load(expert_ptr[:, None, :] + offs, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
         if NUM_GROUPS > 0:
             expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
-        if shared_ptr is not None and j == TOP_K - 1:
-            expert_ptr = shared_ptr
-        weight_ptrs = expert_ptr + offs
-        h_row_ptr = h_ptr + (token * TOP_K + j) * (NUM_UNITS // (2 if IS_PAIRS else 1))
-        h_ptrs = h_row_ptr + i
-        for first in tl.static_range(0, NUM_UNITS, BLOCK_I):
-            num_left = tl.where(expert >= 0, NUM_UNITS - first, 0)
-            inside = i < num_left
-            weight = tl.load(weight_ptrs + first // PACK, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
-            if MXFP4:
-                scale = load_mxfp4_scale(
-                    expert_scale_ptr, n, exists, first, num_left + first, NUM_CHANNELS, BLOCK_I
-                )  # fmt: skip
-            elif NUM_GROUPS > 0:
-                is_scaled = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
-                scale = load_group_scale(
-                    expert_scale_ptr, n, is_scaled, first, NUM_UNITS, NUM_GROUPS, BLOCK_I, VECTOR
-                )  # fmt: skip
-            pdl_wait(USE_PDL)  # as above
-            if MXFP4 and IS_PAIRS:
-                dot = dot_mxfp4(h_row_ptr + first // 2, num_left, weight, y_ptr.dtype.element_ty == tl.bfloat16)
-            elif MXFP4:
-                dot = dot_mxfp4_plain(h_row_ptr + first, num_left, weight)
-            elif IS_FOURS:
-                dot = dot_fours(h_row_ptr + first // 2, num_left, weight, y_ptr.dtype.element_ty == tl.bfloat16)
-            else:
-                h = tl.load(h_ptrs + first, mask=inside, other=0.0).to(tl.float32)
-                dot = tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2)
-            if NUM_GROUPS > 0:
-                dot *= scale
-            y += dot * share
-        if bias_ptr is not None:
-            has_bias = n < tl.where(expert >= 0, NUM_CHANNELS, 0)
-            bias = tl.load(bias_ptr + expert * NUM_CHANNELS + n, mask=has_bias, other=0.0)
-            biases += bias.to(tl.float32) * share
-    total = tl.sum(y, axis=0)
+            scale = load_scale(
+                expert_scale_ptr, n[None, :], (expert >= 0) & exists[None, :], unit,
+                NUM_CHANNELS, NUM_UNITS, NUM_GROUPS, MXFP4,
+            )  # fmt: skip
+        pdl_wait(USE_PDL)  # as above
+        in_h = choice * NUM_UNITS + unit
+        if MXFP4 and IS_PAIRS:
+            dot = dot_mxfp4(h_ptr, in_h, inside, weight, IS_BF16)
+        elif MXFP4:
+            dot = dot_mxfp4_plain(h_ptr, in_h, inside, weight)
+        elif IS_PAIRS:
+            dot = dot_fours(h_ptr, in_h, inside, weight, IS_BF16)
+        else:
+            h = tl.load(h_ptr + in_h + lane, mask=inside, other=0.0).to(tl.float32)
+            dot = tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2)
+        if NUM_GROUPS > 0:
+            dot *= scale
+        acc += dot * share
+    total = tl.sum(acc, axis=0)
     if bias_ptr is not None:
-        total += biases
+        choice = tl.arange(0, BLOCK_K)[:, None]
+        expert = tl.load(ids_ptr + choice, mask=choice < TOP_K, other=-1).to(tl.int64)
+        share = tl.load(weights_ptr + choice, mask=choice < TOP_K, other=0.0)
+        bias = tl.load(
+            bias_ptr + expert * NUM_CHANNELS + n[None, :], mask=(expert >= 0) & exists[None, :], other=0.0
+        )  # fmt: skip
+        total += tl.sum(bias.to(tl.float32) * share, axis=0)
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=n < NUM_CHANNELS, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=n < NUM_CHANNELS)
+        total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=exists, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=exists)
 
 
 def operands(x, weight):
-    """x and the data of a Weight as the kernels take them, the scale, and the number of its groups."""
+    """x and the data of a Weight as the kernels take them, the scale, the number of its groups, channels of a vector,
+    and the config."""
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
+    num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
+    config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
     if multiplies_in_fp16(x, weight, None):
-        x, data = x.view(torch.int32), data.view(torch.int32)
-    return x, data, scale, 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
-
-
-def tile_and_warps(weight, plain, features, mxfp4_features, mxfp4_block):
-    """(output features, channels) of a program's step, and its warps; `plain`: features and warps of 16 bits."""
-    block = max(16, triton.next_power_of_2(weight.num_channels))
-    # A thread holds a vector of 16 or 32 of a step's channels: so x and a weight with scales have one layout.
-    if weight.is_mxfp4:
-        block = max(32, min(block, mxfp4_block))
-        return mxfp4_features, block, max(1, block // 1024)
-    block = min(block, 2048)
-    return (plain[0], block, plain[1]) if weight.scale is None else (features, block, max(1, block // 512))
+        return x.view(torch.int32), data.view(torch.int32), scale, num_groups, 32 if weight.is_mxfp4 else 16, config
+    return x, data, scale, num_groups, 32 if weight.is_mxfp4 else 8, config
 
 
 def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, shared=None):
@@ -284,14 +275,14 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     num_units, top_k = weight.data.shape[1] // 2, ids.shape[1]
     assert (weight.scale is None or norm_weight is None) and num_channels == weight.num_channels
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
-    x, data, scale, num_groups = operands(x, weight)
-    block_i, block_c, num_warps = tile_and_warps(weight, (2, 8), FP8_UNITS, MXFP4_UNITS, MXFP4_BLOCKS[0])
+    x, data, scale, num_groups, vector, config = operands(x, weight)
+    num_vectors = min(config.vectors, triton.next_power_of_2(triton.cdiv(num_channels, vector)))
     launch(
-        gate_up_rows_kernel, (triton.cdiv(num_units, block_i), len(h)), x, norm_weight, data, scale, bias,
+        gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale, bias,
         shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, HAS_NORM=norm_weight is not None, BLOCK_I=block_i, BLOCK_C=block_c, ACT=act, LIMIT=limit,
-        num_warps=num_warps, **launch_options(x.device),
+        MXFP4=weight.is_mxfp4, HAS_NORM=norm_weight is not None, BLOCK_I=config.units, BLOCK_C=num_vectors * vector,
+        ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
     return h
 
@@ -301,13 +292,18 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     (num_tokens, top_k), num_channels, num_units = ids.shape, weight.data.shape[1], weight.num_channels
     assert residual is None or residual.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=h.dtype, device=h.device)
-    h, data, scale, num_groups = operands(h, weight)
-    block_n, block_i, num_warps = tile_and_warps(weight, (1, 1), FP8_CHANNELS, MXFP4_CHANNELS, MXFP4_BLOCKS[1])
+    h, data, scale, num_groups, vector, config = operands(h, weight)
+    num_vectors = min(config.down_vectors, triton.next_power_of_2(top_k * triton.cdiv(num_units, vector)))
     launch(
-        down_rows_kernel, (triton.cdiv(num_channels, block_n), num_tokens),
+        down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
         h, data, scale, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_I=block_i,
-        num_warps=num_warps, **launch_options(h.device),
+        HAS_RESIDUAL=residual is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels,
+        BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip
     return y
+
+
+def fitting_warps(num_warps, num_vectors):
+    """At most one thread for each vector of a step."""
+    return max(1, min(num_warps, num_vectors // 32))

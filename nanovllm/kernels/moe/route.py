@@ -13,7 +13,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from . import reference
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-ROUTER_SPLIT_K = 8  # few experts occupy few programs, so these share the channels of the router's product
+ROUTER_CHANNELS = 256  # of a program of the router's product: few experts would occupy few programs
 LOWEST = tl.constexpr(-3e38)
 
 
@@ -26,45 +26,44 @@ def router_kernel(
     num_tokens,
     NUM_EXPERTS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
-    SPLIT_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """One program: BLOCK_C channels of BLOCK_E experts and BLOCK_T tokens. Weights are loaded before the wait."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     split = tl.program_id(2)
-    c = split * SPLIT_C + tl.arange(0, BLOCK_C)
+    c = split * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (c < NUM_CHANNELS)[None, :]
     weight_ptrs = weight_ptr + expert[:, None] * NUM_CHANNELS + c[None, :]
-    x_ptrs = x_ptr + token[:, None] * NUM_CHANNELS + c[None, :]
+    weight = tl.load(weight_ptrs, mask=(expert < NUM_EXPERTS)[:, None] & inside, other=0.0)
     acc = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    pdl_wait(USE_PDL)
-    for first in range(0, SPLIT_C, BLOCK_C):
-        inside = (first + tl.arange(0, BLOCK_C) < SPLIT_C) & (first + c < NUM_CHANNELS)
-        x = tl.load(x_ptrs + first, mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_ptrs + first, mask=(expert < NUM_EXPERTS)[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=expert < tl.where(split == 0, NUM_EXPERTS, 0), other=0.0)
         acc += bias.to(tl.float32)[None, :]
+    pdl_wait(USE_PDL)
+    x_ptrs = x_ptr + token[:, None] * NUM_CHANNELS + c[None, :]
+    x = tl.load(x_ptrs, mask=(token < num_tokens)[:, None] & inside, other=0.0)
+    acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
     offs = (split * num_tokens + token)[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(partials_ptr + offs, acc, mask=(token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :])
 
 
 def router_partials(x, weight, bias=None):
-    """Partial sums fp32 [ROUTER_SPLIT_K, T, E] of x [T, C] weight^T [+ bias] for up to 256 tokens, added by `route`."""
+    """Partial sums fp32 [SPLIT_K, T, E] of x [T, C] weight^T [+ bias] for up to 256 tokens, added by `route`."""
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
-    partials = torch.empty((ROUTER_SPLIT_K, num_tokens, num_experts), dtype=torch.float32, device=x.device)
-    split_c = triton.cdiv(num_channels, ROUTER_SPLIT_K)
-    block_c = min(128, max(16, triton.next_power_of_2(split_c)))
+    block_c = min(ROUTER_CHANNELS, max(16, triton.next_power_of_2(num_channels)))
+    split_k = triton.cdiv(num_channels, block_c)
+    partials = torch.empty((split_k, num_tokens, num_experts), dtype=torch.float32, device=x.device)
     launch(
-        router_kernel, (triton.cdiv(num_tokens, 16), triton.cdiv(num_experts, 32), ROUTER_SPLIT_K),
+        router_kernel, (triton.cdiv(num_tokens, 16), triton.cdiv(num_experts, 32), split_k),
         x, weight, bias, partials, num_tokens,
-        NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, SPLIT_C=split_c, BLOCK_T=16, BLOCK_E=32, BLOCK_C=block_c,
+        NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, BLOCK_T=16, BLOCK_E=32, BLOCK_C=block_c,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return partials

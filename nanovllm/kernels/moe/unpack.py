@@ -124,12 +124,12 @@ def pack_quads(quads, shrink):
 
 
 @triton.jit
-def dot_mxfp4(x_ptr, num_channels, weight, IS_BF16: tl.constexpr):
-    """Dot products fp32 [V, N] of vectors of 32 channels: x of pairs, of which num_channels are left, and e2m1 weight,
-    int32 [V, N, 4] of eights. In fp16; each vector of x has a power of two of its own, as in linear/gemv.py.
+def dot_mxfp4(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
+    """Dot products fp32 [V, N] of vectors of 32 channels: x of pairs, from the even channels [V, 1] on where mask
+    [V, 1], and e2m1 weight, int32 [V, N, 4] of eights. In fp16; each vector of x has a power of two of its own, as in
+    linear/gemv.py.
     """
-    vector = tl.arange(0, weight.shape[0])[:, None]
-    mask, offs = vector * 32 < num_channels, vector * 16 + tl.arange(0, 4)[None, :]
+    offs = channel // 2 + tl.arange(0, 4)[None, :]
     a = load_quads(x_ptr, offs, mask, IS_BF16)
     b = load_quads(x_ptr, offs + 4, mask, IS_BF16)
     c = load_quads(x_ptr, offs + 8, mask, IS_BF16)
@@ -155,10 +155,10 @@ def dot_mxfp4(x_ptr, num_channels, weight, IS_BF16: tl.constexpr):
 
 
 @triton.jit
-def dot_mxfp4_plain(x_ptr, num_channels, weight):
-    """The same of x [..., C] as it is and bytes [V, N, 16], in fp32."""
-    c = tl.arange(0, weight.shape[0])[:, None] * 32 + tl.arange(0, 16)[None, :]
-    lower = tl.load(x_ptr + c, mask=c < num_channels, other=0.0).to(tl.float32)
-    upper = tl.load(x_ptr + c + 16, mask=c < num_channels, other=0.0).to(tl.float32)
+def dot_mxfp4_plain(x_ptr, channel, mask, weight):
+    """The same of x as it is and bytes [V, N, 16], in fp32."""
+    c = channel + tl.arange(0, 16)[None, :]
+    lower = tl.load(x_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    upper = tl.load(x_ptr + c + 16, mask=mask, other=0.0).to(tl.float32)
     products = lower[:, None, :] * widen(weight & 15).to(tl.float32)
     return tl.sum(products + upper[:, None, :] * widen(weight >> 4).to(tl.float32), axis=2) * 16384.0
