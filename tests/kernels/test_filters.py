@@ -107,12 +107,13 @@ def test_triton_masks_the_stop_ids_that_the_twin_masks():
     assert torch.equal(actual, logits) and logits.isinf().any(1).sum() > 1
 
 
-@pytest.mark.parametrize("spread", [0.01, 3])
-def test_thresholds_beyond_the_largest_candidates(spread):
-    """The reference looks at 1,024 logits first; flat rows, large k and ties with the k-th need the others too."""
+@pytest.mark.parametrize("spread", [0.01, 3, 300])
+def test_thresholds_by_the_largest_logits(spread):
+    """The reference sorts as many logits as bins tell it to. Flat rows, large k, ties with the k-th and logits far
+    below the largest need many of them, or all."""
     settings = [
         dict(top_k=1024), dict(top_k=1023, top_p=0.5), dict(top_k=2000), dict(top_p=0.9), dict(min_p=0.9),
-        dict(top_k=5, top_p=0.5),
+        dict(top_p=0.99),        dict(top_k=5, top_p=0.5),
     ]  # fmt: skip
     for setting in settings:  # alone: one row that needs all logits sorts those of all rows
         full = dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **setting)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..fp8 import E4M3
 
-ROWS_AT_ONCE = 128  # queries whose scores are in memory at once, where they are at all
+ROWS_AT_ONCE = 256  # queries that share a mask; keys behind the last one's are left out
 SHARED_TOKENS = 128  # shared prefixes are multiples of it, and it of every tile of the decode kernel
 
 
@@ -161,32 +161,36 @@ def paged_prefill_attention(
     max_seqlen_q: most query tokens of one sequence, for the kernel. The rest as in `paged_decode_attention`.
     """
     out = torch.empty_like(q)
-    bounds = cu_seqlens_q.tolist()
+    bounds, is_plain = cu_seqlens_q.tolist(), sinks is None and not softcap
+    of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
+    gqa_group = q.shape[1] // k_cache.shape[2]
     for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
-        begin, end, context, mask = bounds[i], bounds[i + 1], k.shape[2], None
-        if begin == end:
-            continue
+        begin, end, context = bounds[i], bounds[i + 1], k.shape[2]
         num_cached = context - (end - begin)
-        is_plain = sinks is None and not softcap
-        # is_causal aligns the mask with the first key, not the last
-        if num_cached or 0 < window < context or not is_plain:
-            mask = torch.ones(end - begin, context, dtype=torch.bool, device=q.device).tril(num_cached)
-            if window:
-                mask = mask.triu(num_cached - window + 1)
-        if is_plain:
-            attended = F.scaled_dot_product_attention(
-                q[begin:end].transpose(0, 1).unsqueeze(0), k, v, mask, is_causal=mask is None, scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
-            out[begin:end] = attended.transpose(1, 2)[0]
+        if is_plain and not num_cached and not 0 < window < context:
+            rows = q[begin:end].transpose(0, 1)[None]
+            # is_causal aligns the mask with the first key, not the last
+            attended = F.scaled_dot_product_attention(rows, k, v, is_causal=True, scale=scale, enable_gqa=gqa_group > 1)
+            out[begin:end] = attended[0].transpose(0, 1)
             continue
-        assert mask is not None
-        of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        for first in range(0, end - begin, ROWS_AT_ONCE):
-            rows = slice(begin + first, min(begin + first + ROWS_AT_ONCE, end))
-            q_rows, mask_rows = q[rows].transpose(0, 1)[None], mask[first : first + ROWS_AT_ONCE]
-            out[rows] = _attend(q_rows, k, v, scale, mask_rows, of_heads, softcap)[0].transpose(0, 1)
+        if not is_plain:
+            k, v = (x.repeat_interleave(gqa_group, 1) for x in (k, v))
+        for first in range(begin, end, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, end)
+            stop = num_cached + last - begin
+            start = max(0, stop - (last - first) - window + 1) if window else 0
+            rows, keys, values = q[first:last].transpose(0, 1)[None], k[:, :, start:stop], v[:, :, start:stop]
+            mask = torch.ones(last - first, stop - start, dtype=torch.bool, device=q.device)
+            mask = mask.tril(stop - start - (last - first))
+            if window:
+                mask = mask.triu(stop - start - (last - first) - window + 1)
+            if is_plain:
+                attended = F.scaled_dot_product_attention(
+                    rows, keys, values, mask, scale=scale, enable_gqa=gqa_group > 1
+                )  # fmt: skip
+            else:
+                attended = _attend(rows, keys, values, scale, mask, of_heads, softcap)
+            out[first:last] = attended[0].transpose(0, 1)
     return out
 
 

