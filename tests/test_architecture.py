@@ -18,19 +18,19 @@ BUDGETS = {
     "cli": 115,
     "core": 420,
     "distributed": 865,
-    "engine": 4_070,
+    "engine": 4_080,
     "integrations": 455,
     "jobs": 950,
     "kernels": 7_735,
     "layers": 1_010,
     "models": 2_375,
     "runner": 2_520,
-    "sampling": 860,
-    "utils": 180,
+    "sampling": 880,
+    "utils": 220,
     "other modules": 1_345,
 }
 PATH_LINES = 3_780  # the reading path
-PATH_AND_IMPORTS_LINES = 10_215  # and what its files import directly, kernels apart
+PATH_AND_IMPORTS_LINES = 10_240  # and what its files import directly, kernels apart
 
 
 @cache

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.engine import tokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 128, "quiet": True}
@@ -107,6 +108,20 @@ def test_unknown_arguments(demo, name, hint):
 def test_template_variables_that_are_no_dictionary(demo):
     with refuses("chat_template_kwargs must be a dict or None, not 'no_think'."):
         demo.chat(HI, use_tqdm=False, chat_template_kwargs="no_think")
+
+
+def test_a_template_that_explodes(demo, monkeypatch):
+    """Nested loops ran for hours; a text of gigabytes was tokenized."""
+    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.3)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with refuses("the model's chat template takes more than 0.3 s for these messages: one of its loops"):
+        demo.chat(HI, use_tqdm=False, chat_template=loops)
+    assert prompt_of(demo, HI, chat_template=THINKING) == "<user>hi<a>"
+    monkeypatch.setattr(tokenizer, "MAX_CHARACTERS", 1000)
+    with refuses("the text has 5,000 characters; allowed are 1,000."):
+        demo.chat(HI, use_tqdm=False, chat_template="{{ 'x' * 5000 }}")
+    with refuses("prompt 1: the text has 1,001 characters; allowed are 1,000."):
+        demo.generate(["x", "x" * 1001], use_tqdm=False)
 
 
 # ---------------------------------------------------------------- messages

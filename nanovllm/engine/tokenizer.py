@@ -16,8 +16,11 @@ from nanovllm.engine.detokenizer import decode
 from nanovllm.engine.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
+MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
 LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 
 
@@ -79,10 +82,12 @@ class AsyncTokenizer:
             return []
         tokenizer = self._required()
         for i, text in enumerate(texts, first):
+            which = f"prompt {i}: " if first + len(texts) > 1 else ""
+            if text and len(text) > MAX_CHARACTERS:
+                raise RequestError(f"{which}the text has {len(text):,} characters; allowed are {MAX_CHARACTERS:,}.")
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
-                which = f"prompt {i}: " if first + len(texts) > 1 else ""
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
         # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
@@ -100,7 +105,13 @@ class AsyncTokenizer:
             )
         messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+            with time_limit(TEMPLATE_SECONDS):
+                return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+        except TimeLimitError:
+            raise RequestError(
+                f"the model's chat template takes more than {TEMPLATE_SECONDS:g} s for these messages: one of its "
+                "loops may be endless. Give another chat_template."
+            ) from None
         except Exception as error:  # a template may raise anything
             why = str(error) or type(error).__name__  # a MemoryError says nothing
             raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
