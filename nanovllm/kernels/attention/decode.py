@@ -424,7 +424,7 @@ def _merge_partials(
     tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
 
 
-MAX_ACCUMULATED = 4096  # fp32 elements of a program's accumulator in a verify step: 64 registers of each thread
+MAX_HEAD_PROGRAMS = 8  # of a KV head in a verify step, each with some of its query heads
 
 
 class DecodeConfig(NamedTuple):
@@ -465,11 +465,9 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         config = one_warp
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
-    if num_rows > 1:
-        num_programs = -(-num_rows * gqa_group * block_d // MAX_ACCUMULATED)
-        wanted = min(gqa_group, max(config.kv_head_programs, num_programs))
-        programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
-        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs)
+    if num_rows > 1:  # partial results have all rows; merging those of many heads takes longer than their tiles
+        programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
+        config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: as many bytes
     return config._replace(block_n=block_n, columns=columns)
 
