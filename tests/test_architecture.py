@@ -24,13 +24,13 @@ BUDGETS = {
     "kernels": 7_735,
     "layers": 1_010,
     "models": 2_375,
-    "runner": 2_520,
+    "runner": 2_530,
     "sampling": 880,
     "utils": 220,
     "other modules": 1_345,
 }
 PATH_LINES = 3_780  # the reading path
-PATH_AND_IMPORTS_LINES = 10_240  # and what its files import directly, kernels apart
+PATH_AND_IMPORTS_LINES = 10_250  # and what its files import directly, kernels apart
 
 
 @cache

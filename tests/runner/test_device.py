@@ -257,6 +257,20 @@ def test_line_at_start(device, options, where, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_fast", "is_large", "says"),
+    [("auto", True, True, True), ("float32", True, True, False), ("auto", False, True, False),
+     ("auto", True, False, False)],
+)  # fmt: skip
+def test_line_at_start_says_where_bfloat16_is_faster(dtype, is_fast, is_large, says, monkeypatch):
+    """float32 is the default on a CPU, and half as fast where it multiplies bfloat16; nothing said so."""
+    monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(device_module, "THREADED_LAYER_WEIGHTS", 1 if is_large else 1 << 40)
+    line = line_of(Config(dtype=dtype), CPU, torch.float32, 100)
+    assert (', float32 (dtype="bfloat16" is faster on this CPU); KV cache' in line) == says
+    assert says or ", float32; KV cache" in line
+
+
 def test_line_at_start_of_fp8_weights():
     line = line_of(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
     assert line.startswith("nanovllm: the demo model on the CPU (torch") and ", bfloat16 with FP8 weights; KV " in line
