@@ -67,7 +67,7 @@ def _num_deciding(wide, temperature, top_k, top_p):
     counts, probs = sums.cumsum(-1)
     has_k = (top_k > 0) & (top_k < vocab_size)
     # with a margin for sums in another order
-    is_short = torch.where(has_k, counts < top_k, (probs < top_p * (1 + 1e-6) * probs[:, -1:]) & (top_p < 1))
+    is_short = torch.where(has_k, counts < top_k, (probs < top_p * (1 + 1e-5) * probs[:, -1:]) & (top_p < 1))
     last = is_short.sum(1, keepdim=True).clamp(max=BINS - 1)
     return int(counts.gather(1, last).amax())
 
@@ -81,10 +81,11 @@ def _cuts(wide, ordered, temperature, top_k, top_p):
     vocab_size, size = wide.shape[1], ordered.shape[1]
     has_k = (top_k > 0) & (top_k < vocab_size)
     kth = ordered.gather(1, (top_k - 1).clamp(0, size - 1)).where(has_k, -torch.inf)
-    scores = (ordered.double() / temperature).masked_fill(ordered < kth, -torch.inf)
+    largest = ordered[:, :1]  # in fp32 a total of scores far from 0 would be too coarse
+    scores = ((ordered - largest).double() / temperature).masked_fill(ordered < kth, -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if size < vocab_size and not has_k.all():
-        total = torch.where(has_k, total, (wide / temperature).logsumexp(-1, keepdim=True))
+        total = torch.where(has_k, total, ((wide - largest) / temperature).logsumexp(-1, keepdim=True))
     probs = (scores - total).exp()
     kept = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)
     kept[:, 0] = True

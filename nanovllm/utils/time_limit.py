@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class TimeLimitError(Exception):
-    """The code within ``time_limit`` took longer."""
+class TimeLimitError(BaseException):
+    """The code within ``time_limit`` took longer. Its ``except Exception`` does not stop this."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeLimitError`` in the code within, in this thread, ``seconds`` after its start."""
+    """Raise ``TimeLimitError`` in the code within, in this thread, ``seconds`` after its start. Not to be nested."""
     lock, is_over = threading.Lock(), False
     thread = ctypes.c_ulong(threading.get_ident())
     interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -27,8 +27,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     watch = threading.Timer(seconds, expire)
     watch.daemon = True
-    watch.start()
     try:
+        watch.start()
         yield
     finally:
         with lock:

@@ -113,7 +113,8 @@ def test_thresholds_by_the_largest_logits(spread):
     below the largest need many of them, or all."""
     settings = [
         dict(top_k=1024), dict(top_k=1023, top_p=0.5), dict(top_k=2000), dict(top_p=0.9), dict(min_p=0.9),
-        dict(top_p=0.99),        dict(top_k=5, top_p=0.5),
+        dict(top_p=0.99),
+        dict(top_k=5, top_p=0.5),
     ]  # fmt: skip
     for setting in settings:  # alone: one row that needs all logits sorts those of all rows
         full = dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **setting)
@@ -123,3 +124,12 @@ def test_thresholds_by_the_largest_logits(spread):
             threshold = float(reference.filter_thresholds(values, every_request(state), state)[0])
             row = values[0].double().tolist()
             assert {i for i, value in enumerate(row) if value >= threshold} == kept_ids(row, **full), setting
+
+
+def test_a_threshold_does_not_depend_on_the_other_rows():
+    """Far from 0 the total in fp32 was too coarse, and all logits that were sorted for another row counted."""
+    logits = torch.cat([torch.randn(1, 20_000), torch.randn(1, 20_000) * 3 + 4490]).to(DEVICE)
+    state = make_state(2, temperature=[1.5, 0.001], top_p=[0.9, 0.999], top_k=[0, 0], min_p=[0.0, 0.0])
+    together = reference.filter_thresholds(logits, every_request(state), state)
+    alone = reference.filter_thresholds(logits[1:], every_request(state)[1:], state)
+    assert torch.equal(together[1:], alone) and float(alone[0]) == float(logits[1].max())

@@ -271,6 +271,11 @@ def test_line_at_start_says_where_bfloat16_is_faster(dtype, is_fast, is_large, s
     assert says or ", float32; KV cache" in line
 
 
+def test_what_torch_is_asked_about_bfloat16_is_there():
+    """Private functions, without which it would be said to be slow everywhere."""
+    assert hasattr(torch.cpu, "_is_avx512_bf16_supported") and hasattr(torch.cpu, "_is_amx_tile_supported")
+
+
 def test_line_at_start_of_fp8_weights():
     line = line_of(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
     assert line.startswith("nanovllm: the demo model on the CPU (torch") and ", bfloat16 with FP8 weights; KV " in line

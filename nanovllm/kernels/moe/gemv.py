@@ -23,7 +23,7 @@ class RowsConfig(NamedTuple):
     """How the products are cut into programs; changes only the order of summation."""
 
     units: int  # of a program of the first product
-    vectors: int  # of a step, of each of a unit's two rows: 8 channels in 16 bits, 16 in FP8, 32 in MXFP4
+    vectors: int  # of a step, of each of a unit's two rows; of 8 channels, with products in fp16 16, of MXFP4 32
     warps: int
     channels: int  # of a program of the second product
     down_vectors: int  # of a step, of each of its channels
@@ -261,9 +261,11 @@ def operands(x, weight):
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
     config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
+    vector = 32 if weight.is_mxfp4 else 8
     if multiplies_in_fp16(x, weight, None):
-        return x.view(torch.int32), data.view(torch.int32), scale, num_groups, 32 if weight.is_mxfp4 else 16, config
-    return x, data, scale, num_groups, 32 if weight.is_mxfp4 else 8, config
+        x, data, vector = x.view(torch.int32), data.view(torch.int32), max(vector, 16)
+    assert num_groups <= 1 or weight.num_channels // num_groups % vector == 0  # a vector has one scale
+    return x, data, scale, num_groups, vector, config
 
 
 def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, shared=None):
