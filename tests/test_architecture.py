@@ -26,11 +26,11 @@ BUDGETS = {
     "models": 2_375,
     "runner": 2_530,
     "sampling": 880,
-    "utils": 220,
+    "utils": 225,
     "other modules": 1_345,
 }
 PATH_LINES = 3_780  # the reading path
-PATH_AND_IMPORTS_LINES = 10_250  # and what its files import directly, kernels apart
+PATH_AND_IMPORTS_LINES = 10_255  # and what its files import directly, kernels apart
 
 
 @cache

@@ -113,8 +113,7 @@ def test_thresholds_by_the_largest_logits(spread):
     below the largest need many of them, or all."""
     settings = [
         dict(top_k=1024), dict(top_k=1023, top_p=0.5), dict(top_k=2000), dict(top_p=0.9), dict(min_p=0.9),
-        dict(top_p=0.99),
-        dict(top_k=5, top_p=0.5),
+        dict(top_p=0.99), dict(top_k=5, top_p=0.5),
     ]  # fmt: skip
     for setting in settings:  # alone: one row that needs all logits sorts those of all rows
         full = dict(dict(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), **setting)
