@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.kernels import microseconds
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import parallel_compile
-from nanovllm.kernels.linear.reference import Weight
+from nanovllm.kernels.linear.reference import Tokens, Weight
 from nanovllm.kernels.moe import dispatch, gemv
 from nanovllm.kernels.moe.gemv import RowsConfig
 from nanovllm.kernels.moe.grouped_gemm import GroupedConfig, grouped_config, grouped_gemm
 from nanovllm.kernels.moe.reference import Routing
+from nanovllm.kernels.moe.unpack import padded
 
 SHAPES = {  # hidden size, experts, intermediate size of an expert, experts of a token
     "30b-a3b": (2048, 128, 768, 8), "qwen3.6-35b-a3b": (2048, 256, 512, 8), "glm-4.5-air": (4096, 128, 1408, 8),
@@ -68,12 +69,13 @@ class Products:
         return grouped_config(self.num_rows, self.num_experts, gated, tokens.scale is not None, is_mxfp4)
 
     def gate_up(self, config=None):
-        for (weight, _), (ids, _), (rows, counts) in zip(self.layers, self.routes, self.groups, strict=True):
+        for (weight, down), (ids, _), (rows, counts) in zip(self.layers, self.routes, self.groups, strict=True):
             if len(self.x) <= dispatch.MAX_TOKENS_GEMV:
                 h = gemv.gate_up_rows(self.x, None, 0.0, weight, ids, "silu")
                 continue
             x = dispatch.tokens_for(self.x, weight)
-            h = torch.empty((self.num_rows, weight.data.shape[1] // 2), dtype=torch.bfloat16, device="cuda")
+            num_units = padded(down.num_channels) if down.is_mxfp4 else down.num_channels
+            h = torch.empty((self.num_rows, num_units), dtype=torch.bfloat16, device="cuda")
             grouped_gemm(config or self.config(True, x), x, weight, rows, counts, h, self.top_k, "silu")
         self.h = h
 
@@ -82,7 +84,7 @@ class Products:
             if len(self.x) <= dispatch.MAX_TOKENS_GEMV:
                 gemv.down_rows(self.h, weight, ids, shares, None)
                 continue
-            h = dispatch.tokens_for(self.h, weight)
+            h = Tokens(self.h, self.h.dtype) if weight.is_mxfp4 else dispatch.tokens_for(self.h, weight)
             dtype = torch.float32 if len(self.x) <= dispatch.MAX_TOKENS_FP32 else torch.bfloat16
             parts = torch.empty((self.top_k, *self.x.shape), dtype=dtype, device="cuda")
             grouped_gemm(config or self.config(False, h), h, weight, rows, counts, parts, self.top_k, weights=shares)
@@ -103,13 +105,12 @@ def grouped_choices(products, gated, is_mxfp4):
     """Tiles for the mean number of rows of an expert that fit the shared memory and the registers."""
     mean = products.num_rows / products.num_experts
     sizes = [m for m in (16, 32, 64, 128) if (m <= max(16, 2 * mean) and mean <= 4 * m) or m == 128 < mean]
-    stages = (2, 3, 4) if is_mxfp4 else (3, 4, 5, 6)
-    for tile in itertools.product(sizes, (64, 128, 256), (64, 128), (4, 8), stages):
+    widths, depths = ((128, 256) if gated else (64, 128, 256), (128,)) if is_mxfp4 else ((64, 128, 256), (64, 128))
+    for tile in itertools.product(sizes, widths, depths, (4, 8), (2, 3, 4, 5, 6)):
         m, n, k, num_warps, num_stages = tile
         features = n * (2 if gated else 1)
-        if is_mxfp4:  # tiles of the weights are unpacked
-            num_bytes = (2 * m + features / 2) * k * num_stages + 2 * features * k
-            fits = m * features <= 8192 * num_warps
+        if is_mxfp4:  # tiles of the weights lie in registers
+            num_bytes, fits = (2 * m + features / 2) * k * num_stages, m * features <= 4096 * num_warps <= 256 * n
         else:
             num_bytes, fits = (m + features) * k * num_stages, m * n <= 16384
         if num_bytes <= 220 << 10 and fits:

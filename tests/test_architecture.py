@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 4_080,
     "integrations": 455,
     "jobs": 950,
-    "kernels": 7_735,
+    "kernels": 7_760,
     "layers": 1_010,
     "models": 2_375,
     "runner": 2_530,

@@ -1,9 +1,9 @@
 """MXFP4, the 4-bit format of experts (OCP Microscaling Formats 1.0): e2m1 numbers, 32 channels of a row with one scale.
 
 e2m1 is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is e8m0: a byte b is
-2 ** (b - 127). Of the 16 bytes of 32 channels, byte j has channel j in its lower half and channel 16 + j in its upper
-half: so the halves of a tile of bytes are tiles of channels that lie together in memory. Scales are transposed, those
-of 32 channels of all rows together: so a tile's are loaded many at once.
+2 ** (b - 127). A word of 32 bits has 8 channels that lie together: channel 2i is number i, counted from its lowest bit,
+and channel 2i + 1 number 4 + i, so that one shift brings a pair to the same place of both half words. Scales are
+transposed, those of 32 channels of all rows together: so a tile's are loaded many at once.
 """
 
 import torch
@@ -15,16 +15,17 @@ MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 
 def repacked(blocks):
     """Bytes [..., 16] of 32 channels in this order, from published ones: byte j has channels 2j and 2j + 1."""
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., 32]
-    return codes[..., :16] | codes[..., 16:] << 4
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1).unflatten(-2, (4, 4))  # [..., word, i, 2]
+    codes = pairs.mT.flatten(-3)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def dequantized(data, scale, dtype):
     """[..., N, C] in `dtype` of uint8 data [..., N, C / 2] and scales [..., C / 32, N]."""
     wide = torch.float32 if dtype == torch.float16 else dtype  # in bf16 products are exact
     numbers = torch.tensor([sign * x for sign in (1, -1) for x in MAGNITUDES], dtype=wide, device=data.device)
-    groups = data.unflatten(-1, (-1, GROUP // 2))
-    codes = torch.cat((groups & 15, groups >> 4), -1)  # [..., N, C / 32, 32]
+    words = torch.stack((data & 15, data >> 4), -1).flatten(-2).unflatten(-1, (-1, 2, 4))  # [..., N, C / 8, 2, i]
+    codes = words.mT.flatten(-3).unflatten(-1, (-1, GROUP))  # [..., N, C / 32, 32]
     values = numbers.index_select(0, codes.flatten().int()).view(codes.shape)
     scale = scale.mT.int() - 127
     factors = torch.ldexp(torch.ones(scale.shape, device=data.device), scale)

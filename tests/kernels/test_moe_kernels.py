@@ -22,7 +22,7 @@ from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
 from nanovllm.kernels.fp8 import E4M3  # noqa: E402
 from nanovllm.kernels.launch import is_sm90, launch  # noqa: E402
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens  # noqa: E402
-from nanovllm.kernels.linear.reference import Tokens, Weight, fused_linear, rms_norm  # noqa: E402
+from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm  # noqa: E402
 from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert  # noqa: E402
 from nanovllm.kernels.moe.reference import Biases, Routing, Shared  # noqa: E402
 from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
@@ -638,12 +638,11 @@ def test_mxfp4_numbers_on_the_gpu_are_exact():
     weight.scale[:] = torch.arange(96, 129, device=DEVICE, dtype=torch.uint8)[torch.arange(256) % 33].view(1, 2, 128)
     x = torch.eye(64, device=DEVICE, dtype=torch.bfloat16)
     rows, counts = dispatch.group_rows(torch.zeros(64, 1, dtype=torch.int32, device=DEVICE), 1)
-    for config in ((16, 128, 128, 4, 3), (64, 128, 64, 4, 3), (128, 128, 128, 8, 3), (32, 64, 128, 4, 3)):
+    for config in ((16, 128, 128, 4, 3), (64, 64, 128, 4, 3), (128, 128, 128, 8, 3), (32, 64, 128, 4, 3)):
         got = torch.empty(1, 64, 128, device=DEVICE)
         ones = torch.ones(64, device=DEVICE)
-        grouped_gemm.grouped_gemm(
-            grouped_gemm.GroupedConfig(*config), Tokens(x, x.dtype), weight, rows, counts, got, 1, weights=ones
-        )
+        config, tokens = grouped_gemm.GroupedConfig(*config), dispatch.tokens_for(x, weight)
+        grouped_gemm.grouped_gemm(config, tokens, weight, rows, counts, got, 1, weights=ones)
         assert torch.equal(got[0].T, weight.dequantize(torch.float32)[0])
 
 

@@ -24,6 +24,7 @@ from ..linear.reference import Tokens, Weight
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
 from .route import group_rows, route, router_partials
+from .unpack import padded, reordered
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
@@ -63,13 +64,14 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     num_channels = residual.shape[1]
     num_experts, top_k = len(gate_up.data), routing.top_k
     rows, counts = group_rows(ids, num_experts)
-    h = torch.empty((num_tokens * top_k, down.num_channels), dtype=x.dtype, device=x.device)
+    num_units = padded(down.num_channels) if down.is_mxfp4 else down.num_channels
+    h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x = tokens_for(x, gate_up)
     config = grouped_config(len(h), num_experts, True, x.scale is not None, gate_up.is_mxfp4)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
-    h = tokens_for(h, down)
+    h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # that is in order already
     config = grouped_config(len(h.data), num_experts, False, h.scale is not None, down.is_mxfp4)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if add_residual and allow_split_k:
@@ -99,6 +101,9 @@ def usable(weight, dtype):
 
 
 def tokens_for(x, weight):
-    """Tokens of x as `grouped_gemm` multiplies them: in e4m3 where its tensor cores do, else in x's dtype."""
+    """Tokens of x as `grouped_gemm` multiplies them: in e4m3 where its tensor cores do, else in x's dtype; with MXFP4
+    in the order of its tiles."""
+    if weight.is_mxfp4:
+        return Tokens(reordered(x), x.dtype)
     in_fp8 = is_sm90(x.device) and x.element_size() == 2 and scale_group(weight) % 32 == 0 < scale_group(weight)
     return quantize_tokens(x) if in_fp8 else Tokens(x, x.dtype)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..launch import has_inline_asm, launch, launch_options, pdl_launch_dependents, pdl_wait
 from .gemv import gated
-from .unpack import unpack_tile
+from .unpack import column_of, in_order, load_scales, place_in_tile, unpack_tile
 
 
 @triton.jit
@@ -53,55 +53,43 @@ def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, 
 
 
 @triton.jit
-def load_mxfp4_scale(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels; zeros beyond the last."""
-    group = step // 32 + tl.arange(0, BLOCK_K // 32)
-    return tl.load(ptrs + step // 32 * NUM_FEATURES, mask=(group < K // 32)[None, :], other=0)
-
-
-@triton.jit
 def dot_mxfp4(
-    x_1, x_2, ptrs, scale, step, acc,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr,
+    x, words, scale, acc, WARPS: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr
 ):  # fmt: skip
-    """acc + x weight^T of a step's channels: x_1 and x_2 are those of the lower and the upper halves of the bytes."""
-    data = load_weight(ptrs, step // 2, tl.arange(0, BLOCK_K // 2), K // 2, BLOCK_K // 2)
-    weight_1, weight_2 = unpack_tile(data, scale, x_1.dtype, USE_ASM)
-    if SWAP_AB:
-        acc = tl.dot(weight_1, tl.trans(x_1), acc, input_precision=PRECISION)
-        return tl.dot(weight_2, tl.trans(x_2), acc, input_precision=PRECISION)
-    else:
-        acc = tl.dot(x_1, tl.trans(weight_1), acc, input_precision=PRECISION)
-        return tl.dot(x_2, tl.trans(weight_2), acc, input_precision=PRECISION)
+    """acc + weight x^T of a step's channels, [BLOCK_N, BLOCK_M]: the unpacked weight stays in registers."""
+    weight = in_order(unpack_tile(words, scale, x.dtype, USE_ASM), WARPS)
+    return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "split_m"])
 def grouped_gemm_kernel(
-    x_ptr,  # [*, K] contiguous, written by a kernel before
+    x_ptr,  # [*, X_CHANNELS] contiguous, written by a kernel before
     x_scale_ptr,  # fp32 [*], only where x is e4m3
-    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features; of MXFP4 bytes, K / 2
-    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 uint8 [E, K / 32, N or 2 N]; only with GROUP
+    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features; of MXFP4 int32, K / 8
+    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 int32 [E, K / 32, N / 4 or N / 2]; only with GROUP
     bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
     weights_ptr,  # fp32 [T * k], not with GATED
-    y_ptr,  # with GATED [T * k, N], else [k, T, N]; written here
+    y_ptr,  # with GATED [T * k, Y_CHANNELS], else [k, T, N]; written here
     num_tokens,
     split_m,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    X_CHANNELS: tl.constexpr,  # K; of MXFP4 see `reordered`
+    Y_CHANNELS: tl.constexpr,  # N; of MXFP4, with GATED, likewise
     GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
     MXFP4: tl.constexpr,
-    USE_ASM: tl.constexpr,  # this and the next of MXFP4
-    PREFETCH: tl.constexpr,  # scales
+    USE_ASM: tl.constexpr,  # of MXFP4
     ACT: tl.constexpr,  # of GATED
     LIMIT: tl.constexpr,  # of GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr,
+    SWAP_AB: tl.constexpr,  # always of MXFP4
+    WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -115,47 +103,32 @@ def grouped_gemm_kernel(
     weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
     features = expert * NUM_FEATURES + n % N
     if MXFP4:
-        byte, group = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // 32)
-        k = byte // 16 * 32 + byte % 16  # channels of the lower halves of bytes
-        weight_ptrs = weight_ptr + features[:, None] * (K // 2) + byte[None, :]
-        scale_ptr += expert * (NUM_FEATURES * (K // 32))
-        scale_ptrs = scale_ptr + (n % N)[:, None] + group[None, :] * NUM_FEATURES
+        word, group = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
+        first_n = tl.program_id(0) // split_m * BLOCK_N
+        feature = (first_n + place_in_tile(tl.arange(0, BLOCK_N), WARPS)) % N
+        fours = (first_n + place_in_tile(tl.arange(0, BLOCK_N // 4) * 4, WARPS)) % N // 4
+        weight_ptrs = weight_ptr + (expert * NUM_FEATURES + feature)[:, None] * (K // 8) + word[None, :]
+        scale_ptr += expert * (NUM_FEATURES // 4 * (K // 32))
+        scale_ptrs = scale_ptr + fours[:, None] + group[None, :] * (NUM_FEATURES // 4)
     pdl_wait(USE_PDL)
     count = tl.load(counts_ptr + expert)
     for start in range(first, count, split_m * BLOCK_M):
         is_row = start + offs_m < count
         row = tl.load(rows_ptr + expert * num_tokens + start + offs_m, mask=is_row, other=0)
         x_row = row // TOP_K if GATED else row
-        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+        x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * X_CHANNELS + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
         if MXFP4:
-            scale = load_mxfp4_scale(scale_ptrs, 0, NUM_FEATURES, K, BLOCK_K)
-            up_scale = scale
-            if GATED:
-                up_scale = load_mxfp4_scale(scale_ptrs + N, 0, NUM_FEATURES, K, BLOCK_K)
             for step in range(0, K, BLOCK_K):
-                # The next step's, where they are too few a thread for the pipeline.
-                scale_step = step + BLOCK_K if PREFETCH else step
-                next_scale = load_mxfp4_scale(scale_ptrs, scale_step, NUM_FEATURES, K, BLOCK_K)
+                scale = load_scales(scale_ptrs, step, NUM_FEATURES, K, BLOCK_K)
+                x = tl.load(x_ptrs + step)  # padded with zeros; rows that are none hold another's
+                words = load_weight(weight_ptrs, step // 8, word, K // 8, BLOCK_K // 8)
+                acc = dot_mxfp4(x, words, scale, acc, WARPS, PRECISION, USE_ASM)
                 if GATED:
-                    next_up_scale = load_mxfp4_scale(scale_ptrs + N, scale_step, NUM_FEATURES, K, BLOCK_K)
-                if not PREFETCH:
-                    scale = next_scale
-                    if GATED:
-                        up_scale = next_up_scale
-                inside = is_row[:, None] & (step + k < K)[None, :]
-                x_1 = tl.load(x_ptrs + step, mask=inside, other=0.0)
-                x_2 = tl.load(x_ptrs + step + 16, mask=inside, other=0.0)
-                acc = dot_mxfp4(x_1, x_2, weight_ptrs, scale, step, acc, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM)
-                if GATED:
-                    up = dot_mxfp4(
-                        x_1, x_2, weight_ptrs + N * K // 2, up_scale, step, up, K, BLOCK_K, SWAP_AB, PRECISION, USE_ASM
-                    )
-                if PREFETCH:
-                    scale = next_scale
-                    if GATED:
-                        up_scale = next_up_scale
+                    scale = load_scales(scale_ptrs + N // 4, step, NUM_FEATURES, K, BLOCK_K)
+                    words = load_weight(weight_ptrs + N * (K // 8), step // 8, word, K // 8, BLOCK_K // 8)
+                    up = dot_mxfp4(x, words, scale, up, WARPS, PRECISION, USE_ASM)
         else:
             for step in range(0, K, BLOCK_K):
                 # Both scales here: no load moves above the wait for a product.
@@ -184,8 +157,12 @@ def grouped_gemm_kernel(
             acc *= share[None, :] if SWAP_AB else share[:, None]
         y = tl.trans(acc) if SWAP_AB else acc
         y_row = row if GATED else row % TOP_K * num_tokens + row // TOP_K
-        y_ptrs = y_ptr + y_row.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
+        column, exists = n, n < N
+        if MXFP4 and GATED:
+            y = tl.where(exists[None, :], y, 0.0)
+            column, exists = column_of(n), n < Y_CHANNELS
+        y_ptrs = y_ptr + y_row.to(tl.int64)[:, None] * Y_CHANNELS + column[None, :]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & exists[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -228,18 +205,18 @@ class GroupedConfig(NamedTuple):
 def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
     """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
-    `is_fp8`: tokens and weights are e4m3; `is_mxfp4`: the weights. Both by count of bytes in flight and registers, not
-    measured.
+    `is_fp8`: tokens and weights are e4m3, by count of bytes in flight; a sweep on an H100 found no better. `is_mxfp4`:
+    the weights, swept on an H100 with gpt-oss-20b's.
     """
     mean = num_rows / num_experts
     if is_mxfp4:
         if mean <= 8:
-            return GroupedConfig(16, 128, 128, 4, 4)
-        if mean <= 24:
-            return GroupedConfig(32, 128, 128, 4, 4)
-        if mean <= 48:  # a second tile of rows would unpack all again
-            return GroupedConfig(64, 128, 128, 4, 3)
-        return GroupedConfig(128, 128, 128, 8, 3) if gated else GroupedConfig(128, 128, 128, 4, 3)
+            return GroupedConfig(16, 128, 128, 4, 3 if gated else 4)
+        if mean <= 64:
+            return GroupedConfig(32, 128, 128, 4, 3 if gated else 4)
+        if gated:
+            return GroupedConfig(128, 128, 128, 8, 4)
+        return GroupedConfig(64, 128, 128, 4, 4) if mean <= 256 else GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
         if mean <= 8:
             return GroupedConfig(16, 64, 128, 4, 5)
@@ -269,19 +246,22 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     assert weight.scale is None or weight.scale.is_contiguous()
     # a step may reach beyond the channels, but not into another group
     block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
+    data, scale = weight.data, weight.scale
+    if is_mxfp4:  # whole tiles of x, and with a gate of y
+        assert config.block_k == 128 and (not gated or config.block_n % 128 == 0)
+        data, scale = data.view(torch.int32), scale.view(torch.int32)
     num_tokens = rows.shape[1]  # of which an expert has each at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
     num_stages = config.num_stages if x.data.element_size() < 4 else 2  # of fp32, shared memory holds one step's tiles
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
-        x.data, x.scale, weight.data, weight.scale, bias, rows, counts, weights, y, num_tokens, split_m,
-        TOP_K=top_k, N=num_outputs, K=num_channels, GROUP=group, MXFP4=is_mxfp4,
-        USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2,
-        PREFETCH=config.block_n * block_k < 4096 * config.num_warps, ACT=act, LIMIT=limit, GATED=gated,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SWAP_AB=config.block_m < 64,
-        PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
+        x.data, x.scale, data, scale, bias, rows, counts, weights, y, num_tokens, split_m,
+        TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
+        MXFP4=is_mxfp4, USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2, ACT=act,
+        LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        SWAP_AB=is_mxfp4 or config.block_m < 64, PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
+        WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
     )  # fmt: skip
     return y
 

@@ -5,10 +5,12 @@ the other bias: 2^14 in fp16, 2^126 in bf16. On NVIDIA GPUs that is PTX on two n
 order of the bytes.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from ..linear.gemv import pack, unpack
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..linear.gemv import pack, split_four, unpack
 
 
 def move_asm(source, target, shift, places):
@@ -21,27 +23,20 @@ def move_asm(source, target, shift, places):
 
 
 def unpack_asm(places, multiply):
-    """$0, $1 and $2, $3: the lower and the upper e2m1 of the 4 bytes of $4, times their factors in $5, $6."""
-    lines = [".reg .b32 a, b, t, r, z;", "mov.b32 z, 0x80008000;"]  # z: -0, twice
-    lines += ["prmt.b32 a, $4, 0, 0x1404;", "prmt.b32 b, $4, 0, 0x3424;"]  # a byte in the upper half of each half word
-    for i, (source, shift, factor) in enumerate((("a", 4, "$5"), ("b", 4, "$6"), ("a", 0, "$5"), ("b", 0, "$6"))):
-        lines += [*move_asm(source, "r", shift, places), multiply.format(f"${i}", "r", factor)]
+    """$0 to $3: the pairs of the word $4, times their factor, twice in $5."""
+    lines = [".reg .b32 t, r, z;", "mov.b32 z, 0x80008000;"]  # z: -0, twice
+    for i in range(4):
+        lines += [*move_asm("$4", "r", 12 - 4 * i, places), multiply.format(f"${i}", "r", "$5")]
     return "{" + "\n".join(lines) + "}"
 
 
 def dot_asm():
-    """$0 = the dot product of 32 e2m1, 8 in each of $1 to $4, times 2^-14, with 32 fp16, 2 in each of $5 to $20.
-
-    Word i has channels 4i to 4i + 3 and as many from 16 + 4i on. Of these $5 + i has channels 4i and 4i + 2, $9 + i
-    4i + 1 and 4i + 3, and $13 + i and $17 + i those 16 above.
-    """
+    """$0 = the dot product of 32 e2m1, the words $1 to $4, times 2^-14, with 32 fp16, the pairs $5 to $20."""
     lines = [".reg .b16 l, h;", ".reg .b32 r, t, s0, s1;", ".reg .f32 f, g;"]
-    for word in range(4):
-        for sum_, shift, first in (("s0", 12, 5), ("s1", 8, 13), ("s0", 4, 9), ("s1", 0, 17)):
-            lines += move_asm(f"${word + 1}", "r", shift, 3)
-            is_first = word == 0 and first in (5, 13)
-            x = f"${first + word}"
-            lines += [f"mul.rn.f16x2 {sum_}, r, {x};" if is_first else f"fma.rn.f16x2 {sum_}, r, {x}, {sum_};"]
+    for pair in range(16):
+        lines += move_asm(f"${pair // 4 + 1}", "r", 12 - 4 * (pair % 4), 3)
+        sum_, x = f"s{pair % 2}", f"${pair + 5}"
+        lines += [f"mul.rn.f16x2 {sum_}, r, {x};" if pair < 2 else f"fma.rn.f16x2 {sum_}, r, {x}, {sum_};"]
     lines += ["mov.b32 {l, h}, s0;", "cvt.f32.f16 f, l;", "cvt.f32.f16 g, h;", "add.f32 f, f, g;"]
     lines += ["mov.b32 {l, h}, s1;", "cvt.f32.f16 g, l;", "add.f32 f, f, g;", "cvt.f32.f16 g, h;", "add.f32 $0, f, g;"]
     return "{" + "\n".join(lines) + "}"
@@ -59,68 +54,128 @@ def e8m0(scale):
 
 
 @triton.jit
-def scale_factors(scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
-    """By what `unpack_tile` multiplies: 2 ** (scale - 127) and the difference of the biases, in DTYPE."""
+def scale_factors(scale, DTYPE: tl.constexpr):
+    """2 ** (scale - 127) and the difference of the biases as the bits of 16: by what `unpack_tile` multiplies."""
     scale = scale.to(tl.int32)
     if DTYPE == tl.float16:  # 2 ** (scale - 113)  # noqa: SIM300
-        return (tl.maximum(scale - 98, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
-    elif USE_ASM:  # 2 ** (scale - 1)
-        return ((scale + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return ((scale + 14) << 23).to(tl.float32, bitcast=True).to(DTYPE)
+        return tl.maximum(scale - 98, 0) << 10
+    else:  # 2 ** (scale - 1)
+        return (scale + 126) << 7
 
 
 @triton.jit
 def widen(codes):
-    """e2m1 in the lower half of bytes as fp16, times 2^-14."""
+    """e2m1 as fp16, times 2^-14."""
     codes = codes.to(tl.int16)
     return (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def unpack_tile(data, scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
-    """The lower and the upper numbers of bytes [N, B], times their scales e8m0 [N, B / 16], in DTYPE [N, B] each.
+def unpack_tile(words, scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
+    """Numbers [N, 8 W] of words int32 [N, W], times their scales e8m0 [N, W / 4], in DTYPE.
 
     USE_ASM: in 16 bits on NVIDIA GPUs.
     """
-    B: tl.constexpr = data.shape[1]
-    factor = scale_factors(scale, DTYPE, USE_ASM)[:, :, None].broadcast_to((data.shape[0], B // 16, 16))
-    factor = factor.reshape((data.shape[0], B))
-    if not USE_ASM:
-        return widen(data & 15).to(DTYPE) * factor, widen(data >> 4).to(DTYPE) * factor
-    elif DTYPE == tl.bfloat16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            UNPACK_BF16, "=r,=r,=r,=r,r,r,r", [data, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    if USE_ASM:
+        factor = scale_factors(scale, DTYPE) * 65537
+        factor = factor[:, :, None].broadcast_to((N, W // 4, 4)).reshape((N, W))
+        ASM: tl.constexpr = UNPACK_BF16 if DTYPE == tl.bfloat16 else UNPACK_FP16  # noqa: SIM300
+        pairs = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r", [words, factor], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
+        pairs = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        return tl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)).reshape((N, 8 * W))
     else:
-        return tl.inline_asm_elementwise(
-            UNPACK_FP16, "=r,=r,=r,=r,r,r,r", [data, factor], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
+        channel = tl.arange(0, 8)
+        codes = words[:, :, None] >> (channel // 2 * 4 + channel % 2 * 16)[None, None, :]
+        factor = ((scale.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True).to(DTYPE)
+        factor = factor[:, :, None].broadcast_to((N, W // 4, 32)).reshape((N, 8 * W))
+        return widen(codes & 15).reshape((N, 8 * W)).to(DTYPE) * factor
 
 
 @triton.jit
-def load_quads(ptr, offs, mask, IS_BF16: tl.constexpr):
-    """8 channels of each vector, of pairs, in fp32 [V, 2] each: channels 0 and 4, 2 and 6, 1 and 5, 3 and 7."""
-    even, odd = unpack(tl.load(ptr + offs, mask=mask, other=0), IS_BF16)
-    even_0, even_2 = tl.split(even.reshape(even.shape[0], 2, 2))
-    odd_1, odd_3 = tl.split(odd.reshape(odd.shape[0], 2, 2))
-    return even_0, even_2, odd_1, odd_3
+def load_scales(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels, zeros beyond the last: words of four features, for
+    Triton's pipeline takes no load below 4 bytes."""
+    group = step // 32 + tl.arange(0, BLOCK_K // 32)
+    words = tl.load(ptrs + step // 32 * (NUM_FEATURES // 4), mask=(group < K // 32)[None, :], other=0)
+    four = words[:, None, :] >> (tl.arange(0, 4) * 8)[None, :, None]
+    return (four & 255).reshape((4 * words.shape[0], words.shape[1]))
 
 
 @triton.jit
-def largest_of(quads):
-    even_0, even_2, odd_1, odd_3 = quads
-    largest = tl.maximum(tl.maximum(tl.abs(even_0), tl.abs(even_2)), tl.maximum(tl.abs(odd_1), tl.abs(odd_3)))
-    return tl.max(largest, axis=1)
+def place_in_tile(i, WARPS: tl.constexpr):
+    """Row of a weight's tile that row i of the loaded tile is: see `in_order`."""
+    return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
 
 
 @triton.jit
-def pack_quads(quads, shrink):
-    """As pairs of fp16, int32 [V, 1] each: of channels 0 and 2, 4 and 6, 1 and 3, 5 and 7."""
-    even_0, even_2, odd_1, odd_3 = quads
-    e_0, e_1 = tl.split(pack(even_0 * shrink, even_2 * shrink)[:, None, :])
-    o_0, o_1 = tl.split(pack(odd_1 * shrink, odd_3 * shrink)[:, None, :])
-    return e_0, e_1, o_0, o_1
+def channel_of(k):
+    """Channel that column k of a weight's tile is: see `in_order`."""
+    return k // 128 * 128 + k // 2 % 4 * 32 + k // 16 % 8 * 4 + k // 8 % 2 * 2 + k % 2
+
+
+@triton.jit
+def column_of(channel):
+    """The inverse of `channel_of`."""
+    return channel // 128 * 128 + channel // 4 % 8 * 16 + channel // 2 % 2 * 8 + channel // 32 % 4 * 2 + channel % 2
+
+
+@triton.jit
+def in_order(tile, WARPS: tl.constexpr):
+    """The tile [N, K] of a weight that wgmma takes from registers, from the one that was loaded and unpacked.
+
+    A thread loads 32 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them if
+    rows and channels are counted otherwise: no number moves, but x has its channels in another order (`reordered`), and
+    rows are loaded in one (`place_in_tile`).
+    """
+    N: tl.constexpr = tile.shape[0]
+    K: tl.constexpr = tile.shape[1]
+    tile = tile.reshape((N // (16 * WARPS), 2, WARPS, 8, K // 128, 4, 8, 2, 2))
+    return tile.permute((0, 2, 1, 3, 4, 6, 7, 5, 8)).reshape((N, K))
+
+
+@triton.jit
+def reorder_kernel(
+    x_ptr,  # [*, K] contiguous, written by the kernel before
+    y_ptr,  # [*, K_PADDED] contiguous, written here
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program: one row, as products with `in_order` tiles take it."""
+    pdl_launch_dependents(USE_PDL)
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
+    channel = channel_of(k)
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + row * K + channel, mask=channel < K, other=0.0)
+    tl.store(y_ptr + row * K_PADDED + k, x, mask=k < K_PADDED)
+
+
+def padded(num_channels):
+    """Of rows in the order of `channel_of`, which end with zeros."""
+    return triton.cdiv(num_channels, 128) * 128
+
+
+def reordered(x):
+    """x [*, K] with channels in the order of `channel_of`, [*, padded(K)]."""
+    num_rows, num_channels = x.shape
+    y = torch.empty((num_rows, padded(num_channels)), dtype=x.dtype, device=x.device)
+    block_k = triton.next_power_of_2(y.shape[1])
+    launch(
+        reorder_kernel, (num_rows,), x, y, K=num_channels, K_PADDED=y.shape[1], BLOCK_K=block_k,
+        num_warps=min(8, max(1, block_k // 512)), **launch_options(x.device),
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def largest_of(pairs):
+    return tl.max(tl.maximum(tl.abs(pairs[0]), tl.abs(pairs[1])), axis=1)
 
 
 @triton.jit
@@ -130,25 +185,22 @@ def dot_mxfp4(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
     linear/gemv.py.
     """
     offs = channel // 2 + tl.arange(0, 4)[None, :]
-    a = load_quads(x_ptr, offs, mask, IS_BF16)
-    b = load_quads(x_ptr, offs + 4, mask, IS_BF16)
-    c = load_quads(x_ptr, offs + 8, mask, IS_BF16)
-    d = load_quads(x_ptr, offs + 12, mask, IS_BF16)
+    a = unpack(tl.load(x_ptr + offs, mask=mask, other=0), IS_BF16)
+    b = unpack(tl.load(x_ptr + offs + 4, mask=mask, other=0), IS_BF16)
+    c = unpack(tl.load(x_ptr + offs + 8, mask=mask, other=0), IS_BF16)
+    d = unpack(tl.load(x_ptr + offs + 12, mask=mask, other=0), IS_BF16)
     largest = tl.maximum(tl.maximum(largest_of(a), largest_of(b)), tl.maximum(largest_of(c), largest_of(d)))
     # The largest becomes 2^13 to 2^14, so sums of 16 products with numbers up to 6 * 2^-14 are below 96.
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 17 << 23)
     shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 8192.0
-    ea_0, ea_1, oa_0, oa_1 = pack_quads(a, shrink)
-    eb_0, eb_1, ob_0, ob_1 = pack_quads(b, shrink)
-    ec_0, ec_1, oc_0, oc_1 = pack_quads(c, shrink)
-    ed_0, ed_1, od_0, od_1 = pack_quads(d, shrink)
-    w_02, w_13 = tl.split(weight.reshape(weight.shape[0], weight.shape[1], 2, 2))
-    w_0, w_2 = tl.split(w_02)
-    w_1, w_3 = tl.split(w_13)
+    a_0, a_1, a_2, a_3 = split_four(pack(a[0] * shrink, a[1] * shrink)[:, None, :])
+    b_0, b_1, b_2, b_3 = split_four(pack(b[0] * shrink, b[1] * shrink)[:, None, :])
+    c_0, c_1, c_2, c_3 = split_four(pack(c[0] * shrink, c[1] * shrink)[:, None, :])
+    d_0, d_1, d_2, d_3 = split_four(pack(d[0] * shrink, d[1] * shrink)[:, None, :])
+    w_0, w_1, w_2, w_3 = split_four(weight)
     dot = tl.inline_asm_elementwise(
         DOT_ASM, "=f" + ",r" * 20,
-        [w_0, w_1, w_2, w_3, ea_0, ea_1, eb_0, eb_1, oa_0, oa_1, ob_0, ob_1,
-         ec_0, ec_1, ed_0, ed_1, oc_0, oc_1, od_0, od_1],
+        [w_0, w_1, w_2, w_3, a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3, c_0, c_1, c_2, c_3, d_0, d_1, d_2, d_3],
         dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
     return dot * (exponent.to(tl.float32, bitcast=True)[:, None] * 2.0)
@@ -157,8 +209,9 @@ def dot_mxfp4(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
 @triton.jit
 def dot_mxfp4_plain(x_ptr, channel, mask, weight):
     """The same of x as it is and bytes [V, N, 16], in fp32."""
-    c = channel + tl.arange(0, 16)[None, :]
+    byte = tl.arange(0, 16)[None, :]
+    c = channel + byte // 4 * 8 + byte % 2 * 4 + byte // 2 % 2
     lower = tl.load(x_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    upper = tl.load(x_ptr + c + 16, mask=mask, other=0.0).to(tl.float32)
+    upper = tl.load(x_ptr + c + 2, mask=mask, other=0.0).to(tl.float32)
     products = lower[:, None, :] * widen(weight & 15).to(tl.float32)
     return tl.sum(products + upper[:, None, :] * widen(weight >> 4).to(tl.float32), axis=2) * 16384.0
