@@ -331,14 +331,16 @@ class PrefillBatch:
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
     new: NewSequences  # admitted by this batch
-    block_copies: np.ndarray  # int32 [n, 2], from and to: after the forward pass
+    prefix_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to before the forward pass
+    block_copies: np.ndarray  # the same, after it
     targets: Targets | None
     states: StateMoves | None = None  # None without recurrent layers
     pooled: Pooled | None = None
 
     @classmethod
     def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
-           block_copies: list[tuple[int, int]], state_moves: tuple | None = None) -> "PrefillBatch":
+           prefix_copies: list[tuple[int, int]], block_copies: list[tuple[int, int]],
+           state_moves: tuple | None = None) -> "PrefillBatch":
         """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one.
 
         ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
@@ -356,6 +358,7 @@ class PrefillBatch:
             _int32(stop for _, _, stop, _ in chunks),
             np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),
             NewSequences.of(new),
+            np.array(prefix_copies, np.int32).reshape(-1, 2),
             np.array(block_copies, np.int32).reshape(-1, 2),
             Targets.of(chunk[:3] for chunk in chunks),
             None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),

@@ -176,7 +176,7 @@ def running(prompt, req_idx=0, block_table=(), completion=(), seed=0, stop_ids=(
     return seq
 
 
-def prefill_batch(*chunks, num_sampled=None, num_targets=(), block_copies=()):
+def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), block_copies=()):
     """A batch that computes tokens [start, stop) of one sequence per chunk, all of them sampled or the first ones.
 
     Token ids are 100 * sequence + position, request slots 5, 4, ..., blocks of 4 tokens 10 * sequence and up.
@@ -196,7 +196,7 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), block_copies=()):
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        np.array(block_copies, np.int32).reshape(-1, 2), Targets.of(parts),
+        *(np.array(copies, np.int32).reshape(-1, 2) for copies in (prefix_copies, block_copies)), Targets.of(parts),
     )  # fmt: skip
 
 

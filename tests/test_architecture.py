@@ -16,21 +16,21 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 BUDGETS = {
     "as_vllm": 1_450,
     "cli": 115,
-    "core": 420,
+    "core": 425,
     "distributed": 865,
-    "engine": 4_080,
+    "engine": 4_160,
     "integrations": 455,
     "jobs": 950,
     "kernels": 7_760,
     "layers": 1_010,
     "models": 2_375,
-    "runner": 2_530,
+    "runner": 2_540,
     "sampling": 880,
     "utils": 225,
     "other modules": 1_345,
 }
-PATH_LINES = 3_780  # the reading path
-PATH_AND_IMPORTS_LINES = 10_255  # and what its files import directly, kernels apart
+PATH_LINES = 3_870  # the reading path
+PATH_AND_IMPORTS_LINES = 10_345  # and what its files import directly, kernels apart
 
 
 @cache

@@ -4,8 +4,11 @@ Knows nothing of devices; compares tokens, but never interprets them. Every bloc
 (invariant 1):
 
     free     its contents cannot be found                    ``free_block_ids``, used last taken first
-    cached   unreferenced, contents findable by hash         ``cached_block_ids``, least recently used first
+    cached   unreferenced, contents can be found             ``cached_block_ids``, least recently used first
     used     in ``ref_count >= 1`` block tables              the rest
+
+Full blocks are found by their hash, and shared. Where copying a block is cheaper than computing a few tokens, on a CPU,
+the beginning of one is found as well, and copied: blocks that a sequence has left, its partly filled *tail* among them.
 """
 
 from collections import OrderedDict
@@ -17,32 +20,38 @@ from nanovllm.core import Sequence
 from nanovllm.engine.snapshots import Snapshots
 
 NO_PARENT = -1  # parent hash of a sequence's first block
+MAX_TAILS = 16  # of finished sequences; the blocks of older ones are free
 
 
 class Block:
-    """One KV block. ``hash`` and ``token_ids`` are set while the prefix cache knows it."""
+    """One KV block. ``token_ids`` are set while the prefix cache knows it; ``hash`` if it is full; ``parent``, the hash
+    of the block before, if its beginning may be copied."""
 
-    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
+    __slots__ = ("block_id", "hash", "parent", "ref_count", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
+        self.parent: int | None = None
         self.token_ids: bytes | None = None
 
     def forget(self) -> None:
-        self.hash = self.token_ids = None
+        self.hash = self.parent = self.token_ids = None
 
 
 class BlockManager:
     """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes.
 
     With ``snapshots``, of models with recurrent layers, a prefix ends where there is one; each dies with its block.
+
+    ``min_copied_tokens``: how much of a block must be in common for a copy of it; None: nothing is copied.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 snapshots: Snapshots | None = None):
+                 snapshots: Snapshots | None = None, min_copied_tokens: int | None = None):
         self.snapshots = snapshots
+        self.min_copied_tokens = min_copied_tokens if enable_prefix_caching else None
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -50,6 +59,8 @@ class BlockManager:
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
+        self.children: dict[int, list[int]] = {}  # hash -> the blocks behind that one which may be copied
+        self.tails: OrderedDict[int, None] = OrderedDict()  # cached ones, least recently used first
 
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
@@ -67,6 +78,9 @@ class BlockManager:
         while len(hashes) <= i:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
+
+    def _parent_of(self, seq: Sequence, i: int) -> int:
+        return self._hash_of(seq, i - 1) if i else NO_PARENT
 
     def hashes(self, seq: Sequence) -> list[int]:
         """Of all its full blocks whose tokens are known."""
@@ -97,6 +111,22 @@ class BlockManager:
                 del found[self.snapshots.longest(seq.block_hashes, len(found), self.block_size) :]
         return found
 
+    def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
+        """The block that begins with most of what follows the sequence's first ``num_blocks`` blocks, and how many
+        tokens that is."""
+        if self.min_copied_tokens is None:
+            return None
+        first = num_blocks * self.block_size
+        wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))
+        best = -1, self.min_copied_tokens - 1
+        for block_id in self.children.get(self._parent_of(seq, num_blocks), ()):
+            found = np.frombuffer(self.blocks[block_id].token_ids or b"", np.int32)[: len(wanted)]
+            is_same = found == wanted[: len(found)]
+            num_same = len(found) if is_same.all() else int(is_same.argmin())
+            if num_same > best[1]:
+                best = block_id, num_same
+        return best if best[0] >= 0 else None
+
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Whether ``allocate(seq)`` would find enough blocks, and leave so many."""
         num_available = self.num_available - num_reserved
@@ -106,10 +136,18 @@ class BlockManager:
         revived = sum(self.blocks[i].ref_count == 0 for i in prefix)
         return seq.num_blocks - len(prefix) + revived <= num_available
 
-    def allocate(self, seq: Sequence) -> None:
-        """Give the sequence blocks for all its known tokens; sets ``num_computed_tokens`` to the prefix hit."""
+    def allocate(self, seq: Sequence) -> tuple[int, int] | None:
+        """Give the sequence blocks for all its known tokens; sets ``num_computed_tokens`` to the prefix hit.
+
+        Returns:
+            The blocks to copy from and to before it is computed, if it begins one like another.
+        """
         assert not seq.block_table
         prefix = self.find_prefix(seq)
+        beginning = self.find_beginning(seq, len(prefix))
+        for order in (self.cached_block_ids, self.tails):
+            if beginning is not None and beginning[0] in order:
+                order.move_to_end(beginning[0])
         for block_id in prefix:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -118,6 +156,10 @@ class BlockManager:
         seq.block_table = prefix + [self._pop_block() for _ in range(seq.num_blocks - len(prefix))]
         seq.num_registered_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
+        if beginning is None:
+            return None
+        seq.num_computed_tokens += beginning[1]
+        return beginning[0], seq.block_table[len(prefix)]
 
     def can_fork(self, seq: Sequence) -> bool:
         """Whether ``fork`` of this sequence would find a block for its last, partly filled one."""
@@ -142,16 +184,21 @@ class BlockManager:
         return seq.block_table[num_full], child.block_table[num_full]
 
     def deallocate(self, seq: Sequence) -> None:
-        """Drop the sequence's references. Unreferenced blocks become cached, or free if they have no hash."""
+        """Drop the sequence's references. Unreferenced blocks become cached, or free if they cannot be found."""
         # the tail first, so that it is evicted first: more sequences share a prefix than its continuation
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.hash is None:
+                if block.token_ids is None:
                     self.free_block_ids.append(block_id)
                 else:
                     self.cached_block_ids[block_id] = None
+        while len(self.tails) > MAX_TAILS:
+            block_id = next(iter(self.tails))
+            self._forget(block_id)
+            del self.cached_block_ids[block_id]
+            self.free_block_ids.append(block_id)
         seq.block_table = []
         seq.num_registered_blocks = seq.num_computed_tokens = 0
 
@@ -185,13 +232,24 @@ class BlockManager:
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
 
+    def offer(self, seq: Sequence, num_computed: int) -> None:
+        """Let others copy the beginnings of a sequence's blocks; it leaves, and so many of its tokens are computed."""
+        if self.min_copied_tokens is None:
+            return
+        for i, first in enumerate(range(0, num_computed, self.block_size)):
+            block = self.blocks[seq.block_table[i]]
+            tokens = seq.tokens(first, min(first + self.block_size, num_computed))
+            if block.token_ids is None and self.min_copied_tokens <= len(tokens) < self.block_size:
+                block.token_ids = tokens.tobytes()
+                self.tails[block.block_id] = None
+            if block.token_ids is not None and block.parent is None:
+                block.parent = self._parent_of(seq, i)
+                self.children.setdefault(block.parent, []).append(block.block_id)
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""
-        for block_id in self.hash_to_block_id.values():
-            self.blocks[block_id].forget()
-        self.hash_to_block_id.clear()
-        if self.snapshots is not None:
-            self.snapshots.clear()
+        for block_id in [*self.hash_to_block_id.values(), *self.tails]:
+            self._forget(block_id)
         self.free_block_ids.extend(self.cached_block_ids)
         self.cached_block_ids.clear()
 
@@ -200,11 +258,20 @@ class BlockManager:
             block_id = self.free_block_ids.pop()
         else:
             block_id, _ = self.cached_block_ids.popitem(last=False)
-            block = self.blocks[block_id]
-            assert block.hash is not None
+            self._forget(block_id)
+        self.blocks[block_id].ref_count = 1
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        """Take a block out of the prefix cache."""
+        block = self.blocks[block_id]
+        if block.hash is not None:
             del self.hash_to_block_id[block.hash]
             if self.snapshots is not None:
                 self.snapshots.drop(block.hash)
-            block.forget()
-        self.blocks[block_id].ref_count = 1
-        return block_id
+        if block.parent is not None:
+            self.children[block.parent].remove(block_id)
+            if not self.children[block.parent]:
+                del self.children[block.parent]
+        self.tails.pop(block_id, None)
+        block.forget()

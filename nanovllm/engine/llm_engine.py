@@ -73,8 +73,9 @@ class LLMEngine:
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
                 with translate_oom():
-                    num_blocks, state_rows = self.model_runner.num_kvcache_blocks, self.model_runner.state_rows
-                    self._set_up(Scheduler(config, num_blocks, eos_token_ids, state_rows))
+                    runner = self.model_runner
+                    of_runner = runner.num_kvcache_blocks, eos_token_ids, runner.state_rows, runner.min_copied_tokens
+                    self._set_up(Scheduler(config, *of_runner))
             except BaseException:
                 self.exit()
                 raise

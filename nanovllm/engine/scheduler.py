@@ -99,10 +99,11 @@ class Scheduler:
         eos_token_ids: end a sequence unless it asked for ``ignore_eos``. The first is the end-of-sequence token; the
             others are stop tokens, reported as ``stop_reason``.
         state_rows: of models with recurrent layers, else None.
+        min_copied_tokens: of ``BlockManager``.
     """
 
     def __init__(self, config: Config, num_blocks: int, eos_token_ids: Iterable[int] = (),
-                 state_rows: StateRows | None = None):
+                 state_rows: StateRows | None = None, min_copied_tokens: int | None = None):
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_size = config.kvcache_block_size
         vocab_size = config.model_config.vocab_size
@@ -116,6 +117,7 @@ class Scheduler:
         self._is_stop_token = np.zeros(vocab_size + 1, bool)
         self._is_stop_token[[*self.eos_token_ids, NO_TOKEN]] = True
         self._config, self._num_blocks, self._state_rows = config, num_blocks, state_rows
+        self._min_copied_tokens = min_copied_tokens
         self.clear()
 
     def clear(self) -> None:
@@ -129,7 +131,7 @@ class Scheduler:
         caching = config.enable_prefix_caching and (rows is None or num_snapshots > 0)
         grain = lcm(block_size, chunk)
         snapshots = None if rows is None else Snapshots(caching * num_snapshots, config.max_num_seqs + 1, grain)
-        self.block_manager = BlockManager(self._num_blocks, block_size, caching, snapshots)
+        self.block_manager = BlockManager(self._num_blocks, block_size, caching, snapshots, self._min_copied_tokens)
         self.states = None if snapshots is None else RecurrentStates(snapshots, self.block_manager, chunk)
         self.table = SequenceTable(config.max_num_seqs, config.max_model_len)
         if self.speculator is not None:
@@ -185,6 +187,7 @@ class Scheduler:
     def _schedule_prefill(self) -> PrefillBatch | None:
         chunks: list[tuple[Sequence, int, int, list[Sequence]]] = []
         new_seqs: list[Sequence] = []
+        prefix_copies: list[tuple[int, int]] = []
         block_copies: list[tuple[int, int]] = []
         budget, states = self.max_num_batched_tokens, self.states
         are_many = len(self.running) >= MANY_SEQS
@@ -193,7 +196,7 @@ class Scheduler:
             seq = self.waiting[0]
             num_reserved += self._num_future_blocks(seq) if are_many else 0
             if seq.req_idx < 0:
-                if not self._admit(seq, num_reserved):
+                if not self._admit(seq, num_reserved, prefix_copies):
                     break
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
@@ -217,7 +220,8 @@ class Scheduler:
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
-        batch = PrefillBatch.of(chunks, new_seqs, block_copies, None if states is None else states.moves())
+        moves = None if states is None else states.moves()
+        batch = PrefillBatch.of(chunks, new_seqs, prefix_copies, block_copies, moves)
         for seq, _, stop, _ in chunks:
             if not seq.is_sampled and stop == seq.num_tokens:  # whoever gets slot and blocks is launched later (3)
                 self._unsampled[seq.seq_id] = seq
@@ -426,14 +430,16 @@ class Scheduler:
                 del self.running[i]
             self._running_req_indices = self._running_req_indices[~gone]
 
-    def _admit(self, seq: Sequence, num_reserved: int) -> bool:
+    def _admit(self, seq: Sequence, num_reserved: int, prefix_copies: list[tuple[int, int]]) -> bool:
         """Give a waiting sequence blocks and a request slot, if there are any, and so many blocks are left."""
         if not self.table.free_req_indices or not self.block_manager.can_allocate(seq, num_reserved):
             return False
         if self.states is not None and self.states.must_wait(seq):
             return False
         is_new = not seq.entered_at
-        self.block_manager.allocate(seq)
+        copy = self.block_manager.allocate(seq)
+        if copy is not None:
+            prefix_copies.append(copy)
         if self.states is not None:
             self.states.admit(seq)
         self._enter(seq)
@@ -454,10 +460,11 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:
-        """Give back blocks and request slot; the full blocks stay in the prefix cache."""
+        """Give back blocks and request slot; the blocks stay in the prefix cache, the full ones at least."""
         if not is_partial:
             # the last token's keys and values may never have been computed
             self.block_manager.register(seq, seq.num_tokens - 1)
+            self.block_manager.offer(seq, seq.num_tokens - 1)
         if self.speculator is not None:
             self.speculator.leave(seq)
         self.block_manager.deallocate(seq)

@@ -42,8 +42,8 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
     logits_indices: packed tokens to sample from, or pooled as the last. sampled_req_indices: [N], the requests that get
     a token. Only where there are any: sampled_from [N], indices of logits_indices, if completions are forked or not all
-    of these are sampled; copy_from and copy_to, blocks; target_rows and target_ids, as in ``Targets``; pooled_last,
-    indices of logits_indices, or pooled_rows and pooled_sizes, as in ``Pooled``.
+    of these are sampled; prefix_from and prefix_to, copy_from and copy_to, blocks; target_rows and target_ids, as in
+    ``Targets``; pooled_last, indices of logits_indices, or pooled_rows and pooled_sizes, as in ``Pooled``.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)
@@ -63,6 +63,8 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     }
     if batch.pooled is not None or num_logits < len(batch.sampled_from):
         arrays["sampled_from"] = batch.sampled_from
+    if len(batch.prefix_copies):
+        arrays["prefix_from"], arrays["prefix_to"] = batch.prefix_copies.T
     if len(batch.block_copies):
         arrays["copy_from"], arrays["copy_to"] = batch.block_copies.T
     if batch.targets is not None:

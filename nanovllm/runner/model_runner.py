@@ -291,6 +291,7 @@ class ModelRunner:
                     graph: tuple[str, int] | None) -> Computed:
         """``arrays`` are the inputs on the host, and among ``tensors`` on the device; ``graph`` fits them."""
         logits_indices = tensors["logits_indices"].long()
+        self._copy_blocks(tensors, "prefix_from", "prefix_to")
         if graph is not None:
             assert self.graphs is not None
             self.prefill_inputs.write(tensors)
@@ -305,8 +306,7 @@ class ModelRunner:
             every = hidden = self._launch_prefill(batch, arrays, tensors, logits_indices, splits)
             if batch.needs_every_state:
                 hidden = every[logits_indices]
-        if "copy_from" in tensors:
-            memory.copy_blocks(self.kv_cache, tensors["copy_from"].long(), tensors["copy_to"].long())
+        self._copy_blocks(tensors, "copy_from", "copy_to")
         self._copy_states(tensors)
         pooled = None
         if batch.pooled is not None and batch.pooled.of_last:
@@ -321,6 +321,10 @@ class ModelRunner:
                 batch.targets, every, tensors["target_rows"], tensors["target_ids"], self._logits
             )
         return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs, pooled)
+
+    def _copy_blocks(self, tensors: Tensors, sources: str, targets: str) -> None:
+        if sources in tensors:
+            memory.copy_blocks(self.kv_cache, tensors[sources].long(), tensors[targets].long())
 
     def _copy_states(self, tensors: Tensors) -> None:
         if "rows_from" in tensors:
@@ -399,6 +403,11 @@ class ModelRunner:
     def state_rows(self) -> StateRows | None:
         """What the scheduler must know of recurrent layers; None without any."""
         return StateRows(self.num_snapshots, CHUNK) if self.config.model_config.delta is not None else None
+
+    @property
+    def min_copied_tokens(self) -> int | None:
+        """See ``BlockManager``; None with recurrent layers, whose state at the end of so much nobody has."""
+        return 16 if self.device.type == "cpu" and self.state_rows is None else None
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

@@ -195,6 +195,7 @@ class FakeDevice:
         self.seen |= {"again"} if resumed.any() else set()
         self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
         self.seen |= {"block copy"} if len(batch.block_copies) else set()
+        self.seen |= {"prefix copy"} if len(batch.prefix_copies) else set()
 
     def reset(self):
         self.computed = None
@@ -263,6 +264,7 @@ class FakeDevice:
         inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
         kind, size = self.sizes.fit(inputs) or (None, 0)
         step = SimpleNamespace(**self.take(arrays | inputs))
+        self._copy_blocks(batch.prefix_copies)
         check = {SHORT: self._short, PADDED: self._padded, None: self._packed}[kind]
         owners, states = check(batch, step, size)
         return self._outputs(batch, step, owners, states)
@@ -362,12 +364,15 @@ class FakeDevice:
         for source, target in copies:
             self.states[target] = self.states[source]
 
+    def _copy_blocks(self, copies):
+        size = self.block_size
+        for source, target in copies.tolist():
+            self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
+
     def _outputs(self, batch, step, owners, states):
         """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
-        size = self.block_size
-        for source, target in batch.block_copies.tolist():
-            self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
+        self._copy_blocks(batch.block_copies)
         num_sampled = len(batch.req_indices)
         assert len(step.logits_indices) <= len(batch.chunk_seq_ids)
         logits = [states[i] for i in step.logits_indices]

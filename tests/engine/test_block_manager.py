@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.core import Sequence
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import MAX_TAILS, BlockManager
 from nanovllm.engine.scheduler import SequenceTable
 
 
@@ -230,3 +230,90 @@ def test_few_sequences_touch_few_blocks():
         for seq in seqs:
             manager.deallocate(seq)
     assert used == {0, 1}
+
+
+# ---------------------------------------------------------------- beginnings of blocks are copied
+
+
+def copying(num_blocks=6, block_size=8, min_copied_tokens=2):
+    return BlockManager(num_blocks, block_size, min_copied_tokens=min_copied_tokens)
+
+
+def leave(manager, seq):
+    """After all its tokens were computed."""
+    manager.register(seq, seq.num_tokens)
+    manager.offer(seq, seq.num_tokens)
+    manager.deallocate(seq)
+
+
+def allocated(manager, tokens):
+    seq = Sequence(tokens, block_size=manager.block_size)
+    return seq, manager.allocate(seq)
+
+
+def test_the_longest_beginning_is_copied():
+    manager = copying()
+    seqs = [admit(manager, [1, 2, 3, 9]), admit(manager, [1, 2, 3, 4, 5, 9]), admit(manager, [1, 7, 7, 7])]
+    sources = [seq.block_table[0] for seq in seqs]
+    for seq in seqs:
+        leave(manager, seq)
+    seq, copy = allocated(manager, [1, 2, 3, 4, 5, 6])
+    assert copy == (sources[1], seq.block_table[0]) and seq.num_computed_tokens == 5
+    assert allocated(manager, [1, 7, 8])[1] is not None
+    seq, copy = allocated(manager, [1, 5, 5])  # less than two tokens
+    assert copy is None and seq.num_computed_tokens == 0
+
+
+def test_a_beginning_behind_shared_blocks():
+    """Of a full block, or of a tail; only behind the same tokens; and the last token is computed."""
+    manager = copying(8, 4)
+    first = admit(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    table = first.block_table
+    leave(manager, first)
+    seq, copy = allocated(manager, [1, 2, 3, 4, 5, 6, 0, 0])
+    assert copy == (table[1], seq.block_table[1]) and seq.block_table[0] == table[0] and seq.num_computed_tokens == 6
+    seq, copy = allocated(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    assert copy == (table[2], seq.block_table[2]) and seq.num_computed_tokens == 10
+    assert allocated(manager, [0, 2, 3, 4, 5, 6, 0])[1] is None
+
+
+def test_blocks_in_use_are_not_copied():
+    """Only what a sequence has left: a launch that is being made has not yet written the others."""
+    manager = copying()
+    seq = admit(manager, [1, 2, 3, 4])
+    assert allocated(manager, [1, 2, 3, 9])[1] is None
+    leave(manager, seq)
+    assert allocated(manager, [1, 2, 3, 9])[1] is not None
+
+
+def test_few_tails_are_kept():
+    """Others are free, and used again before the OS must map new pages."""
+    manager = copying(40)
+    for i in range(30):
+        leave(manager, admit(manager, [i, i, i]))
+    assert len(manager.tails) == MAX_TAILS == len(manager.cached_block_ids)
+    used = {block.block_id for block in manager.blocks if block.parent is not None}
+    leave(manager, admit(manager, [77, 77, 77]))
+    assert len(used | manager.tails.keys()) == MAX_TAILS + 1
+    oldest = next(iter(manager.tails))
+    tokens = np.frombuffer(manager.blocks[oldest].token_ids, np.int32).tolist()
+    manager.deallocate(allocated(manager, [*tokens, 5])[0])  # what is copied stays
+    leave(manager, admit(manager, [88, 88, 88]))
+    assert oldest in manager.tails
+
+
+def test_forgotten_and_evicted_blocks_are_not_copied():
+    manager = copying(2)
+    leave(manager, admit(manager, [1, 2, 3]))
+    manager.forget_prefixes()
+    assert allocated(manager, [1, 2, 3])[1] is None and not manager.tails and not manager.children
+    manager = copying(2)
+    leave(manager, admit(manager, [1, 2, 3]))
+    admit(manager, list(range(50, 62)))  # takes both blocks
+    assert not manager.tails and not manager.children and manager.num_available == 0
+
+
+def test_nothing_is_copied_without_a_prefix_cache():
+    manager = BlockManager(4, 8, False, min_copied_tokens=2)
+    leave(manager, admit(manager, [1, 2, 3]))
+    assert allocated(manager, [1, 2, 3])[1] is None and not manager.cached_block_ids

@@ -29,7 +29,7 @@ from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
 from nanovllm.engine import scheduler as scheduler_module
-from nanovllm.engine.block_manager import NO_PARENT, BlockManager
+from nanovllm.engine.block_manager import MAX_TAILS, NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.request import Caller
@@ -93,6 +93,7 @@ class Harness:
         graphs=False,
         state_rows=None,
         method=None,
+        min_copied_tokens=None,
     ):
         self.config = SimpleNamespace(
             kvcache_block_size=block_size,
@@ -117,7 +118,7 @@ class Harness:
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        engine._set_up(Scheduler(self.config, num_blocks, {EOS}, state_rows))
+        engine._set_up(Scheduler(self.config, num_blocks, {EOS}, state_rows, min_copied_tokens))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
         engine._inputs._token_processors = engine._outputs._token_processors = token_processors
         self.num_steps = 0
@@ -366,8 +367,9 @@ class Harness:
         assert all(len(set(seq.block_table)) == len(seq.block_table) for seq in holders)
         assert sorted([*free, *cached, *references]) == list(range(self.config.num_kvcache_blocks))
         assert all(block.ref_count == references[block.block_id] for block in manager.blocks)
-        assert all(manager.blocks[i].hash is None for i in free)
-        assert all(manager.blocks[i].hash is not None for i in cached)
+        assert all(manager.blocks[i].hash is manager.blocks[i].parent is None for i in free)
+        assert all(manager.blocks[i].hash is not None or i in manager.tails for i in cached)
+        assert manager.tails.keys() <= set(cached) and len(manager.tails) <= MAX_TAILS
         named = {block.hash: block.block_id for block in manager.blocks if block.hash is not None}
         assert named == manager.hash_to_block_id
         if not self.config.enable_prefix_caching:
@@ -387,7 +389,27 @@ class Harness:
                 block_hash = BlockManager.compute_hash(history[i : i + size], block_hash)
             assert block.hash == block_hash
             found[block_hash] = history
+        self.check_beginnings()
         return found
+
+    def check_beginnings(self):
+        """What may be copied is what launches wrote, and nothing else is offered."""
+        manager, size, kv = self.scheduler.block_manager, self.config.kvcache_block_size, self.device.kv
+        histories = {state: request.known[: i + 1] for request in self.requests.values()
+                     for i, state in enumerate(request.states.tolist())}  # fmt: skip
+        offered = [(parent, block_id) for parent, ids in manager.children.items() for block_id in ids]
+        assert sorted(offered) == sorted((b.parent, b.block_id) for b in manager.blocks if b.parent is not None)
+        assert manager.min_copied_tokens is not None or not offered
+        assert manager.tails.keys() == {b.block_id for b in manager.blocks if b.parent is not None and b.hash is None}
+        for parent, block_id in offered:
+            tokens = np.frombuffer(manager.blocks[block_id].token_ids, np.int32)
+            history = histories[int(kv[block_id * size + len(tokens) - 1])]
+            before, own = np.split(history, [len(history) - len(tokens)])
+            assert own.tolist() == tokens.tolist() and len(before) % size == 0
+            block_hash = NO_PARENT
+            for i in range(0, len(before), size):
+                block_hash = BlockManager.compute_hash(before[i : i + size], block_hash)
+            assert parent == block_hash
 
     def check_snapshots(self, histories):
         """Each is the state at the end of a cached block; and what waits is counted."""
@@ -526,7 +548,7 @@ wider = st.tuples(  # launches have room for drafts
 )
 KINDS = {
     "plain": (st.none(), limits, st.none()), "recurrent": (state_rows, longer, st.none()),
-    "drafts": (st.none(), wider, st.sampled_from(["suffix", "knowing"])),
+    "drafts": (st.none(), wider, st.sampled_from(["suffix", "knowing"])), "copies": (st.none(), limits, st.none()),
 }  # fmt: skip
 
 
@@ -535,7 +557,7 @@ KINDS = {
 def test_random_histories(max_in_flight, kind):
     """Every step keeps the invariants; and enough of the histories hold what engines stumble over."""
     things = THINGS | {f"{how} {state}" for how in ("aborted", "ended") for state in BETWEEN_STEPS[max_in_flight]}
-    things |= {"recurrent": STATES, "drafts": DRAFTS}.get(kind, set())
+    things |= {"recurrent": STATES, "drafts": DRAFTS, "copies": {"prefix copy"}}.get(kind, set())
     if kind == "drafts":  # launches that hold some seldom cut a prompt
         things = {thing for thing in things if not thing.endswith("half computed")}
     rows, limits, methods = KINDS[kind]
@@ -545,7 +567,8 @@ def test_random_histories(max_in_flight, kind):
     @settings(max_examples=600, derandomize=True, deadline=None, database=None)
     @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
     def one(limits, caching, graphs, rows, method, arrivals):
-        harness = Harness(max_in_flight, caching, *limits, graphs, rows, method)
+        min_copied_tokens = 1 + len(arrivals) % 2 if kind == "copies" else None
+        harness = Harness(max_in_flight, caching, *limits, graphs, rows, method, min_copied_tokens)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler_module, "MANY_SEQS", 1 if len(arrivals) % 2 else 256)
             play(harness, arrivals)
@@ -567,10 +590,14 @@ def test_random_histories(max_in_flight, kind):
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(limits=limits | wider, rows=st.none() | state_rows, method=st.sampled_from([None, "suffix", "knowing"]),
-       first=arrivals, second=arrivals, fail_at=st.integers(1, 25), before=st.integers(0, 20))  # fmt: skip
-def test_random_histories_with_an_abort(max_in_flight, limits, rows, method, first, second, fail_at, before):
+       copies=st.booleans(), first=arrivals, second=arrivals, fail_at=st.integers(1, 25),
+       before=st.integers(0, 20))  # fmt: skip
+def test_random_histories_with_an_abort(max_in_flight, limits, rows, method, copies, first, second, fail_at, before):
     """A launch fails in the middle, or the caller gives up between two steps; what follows is a normal history."""
-    harness = Harness(max_in_flight, True, *limits, state_rows=rows, method=method)
+    min_copied_tokens = 1 if copies and rows is None else None
+    harness = Harness(
+        max_in_flight, True, *limits, state_rows=rows, method=method, min_copied_tokens=min_copied_tokens
+    )
     harness.device.fail_at = fail_at
     try:
         play(harness, first)

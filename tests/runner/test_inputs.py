@@ -73,9 +73,10 @@ def test_prefill_against_a_naive_model(prefill):
         ]
     req_indices = slots[: len(sampled_from)]
     computed, starts, stops, _ = zip(*chunks, strict=True)
+    no_copies = np.empty((0, 2), np.int32)
     batch = PrefillBatch(
         int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed), np.arange(len(chunks)),
-        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), np.empty((0, 2), np.int32), None,
+        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), no_copies, no_copies, None,
     )  # fmt: skip
     arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}
     found, ends = [], arrays["cu_seqlens_q"][1:]
@@ -93,14 +94,18 @@ def test_prefill_against_a_naive_model(prefill):
     assert [arrays["logits_indices"][j] for j in of] == [ends[j] - 1 for j in sampled_from]
     # what no request of the batch needs is not there
     assert ("sampled_from" in arrays) == (len(set(sampled_from)) < len(sampled_from))
-    assert not arrays.keys() & {"copy_from", "copy_to", "target_rows", "target_ids"}
+    assert not arrays.keys() & {"prefix_from", "prefix_to", "copy_from", "copy_to", "target_rows", "target_ids"}
 
 
 def test_block_copies_and_targets():
     """Targets are found by packed token: of a chunk, those whose next token is scored."""
-    batch = prefill_batch((0, 3), (4, 8), (2, 6), num_targets={1: (2, 4), 2: (0, 20)}, block_copies=[(3, 9), (4, 8)])
+    batch = prefill_batch(
+        (0, 3), (4, 8), (2, 6), num_targets={1: (2, 4), 2: (0, 20)}, prefix_copies=[(1, 7)],
+        block_copies=[(3, 9), (4, 8)],
+    )  # fmt: skip
     assert batch.targets.sizes == [2, 4] and batch.targets.seq_ids == [1, 2]
     arrays = prefill_arrays(batch, np.zeros((MAX_NUM_SEQS, MAX_BLOCKS), np.int32), BLOCK_SIZE)
+    assert (arrays["prefix_from"].tolist(), arrays["prefix_to"].tolist()) == ([1], [7])
     assert (arrays["copy_from"].tolist(), arrays["copy_to"].tolist()) == ([3, 4], [9, 8])
     assert arrays["target_rows"].tolist() == [3, 4, 7, 8, 9, 10]  # positions 4 and 5; 2 to 5
     assert arrays["target_ids"].tolist() == [-104, -105, -202, -203, -204, -205]
@@ -131,7 +136,7 @@ def steps():
     yield PrefillBatch(
         int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
         int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        NewSequences.of(seqs), int32([(9, 5)]), Targets.of(chunks),
+        NewSequences.of(seqs), int32([(1, 6)]), int32([(9, 5)]), Targets.of(chunks),
     )  # fmt: skip
     yield DecodeBatch(int32([3, 0, 4]), np.arange(3), int32([6, 5, 3]), int32([(0, 1, 8)]))
 
