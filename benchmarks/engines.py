@@ -98,16 +98,15 @@ class Transformers(Engine):
             from nanovllm.utils.checkpoint import DEMO_MODEL
 
             options.model = str(DEMO_MODEL)
+        from nanovllm.runner.device import select_dtype
+
         self.torch = torch
         device = options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         config = AutoConfig.from_pretrained(options.model)
-        name = options.dtype
-        if name == "auto":  # as nanovllm chooses: float32 on the CPU
-            name = "float32" if device == "cpu" else str(config.dtype or "float32").removeprefix("torch.")
-        dtype = getattr(torch, name)
+        dtype = select_dtype(options.dtype, str(config.dtype or "float32").removeprefix("torch."), self.device)
         if options.dummy:
             with self.device:
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -99,8 +99,8 @@ class Config:
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
         num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
-        dtype: "auto" (the checkpoint's; float32 on the CPU, float16 on a GPU without bfloat16), "bfloat16", "float16"
-            or "half", "float32" or "float"; or torch's.
+        dtype: "auto" (the checkpoint's; float32 on a CPU, unless it is bfloat16 and the CPU has AVX512-BF16 or AMX;
+            float16 on a GPU without bfloat16), "bfloat16", "float16" or "half", "float32" or "float"; or torch's.
         kv_cache_dtype: "auto" (the model's) or "fp8" (also "fp8_e4m3"): half the bytes, twice the sequences, keys and
             values rounded to 4 significant bits, with a scale for each layer and KV head.
         state_dtype: "float32" (as published) or "float16" (half the bytes, an error of 1e-4) of the states of recurrent

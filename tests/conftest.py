@@ -104,6 +104,25 @@ def forked_workers():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def float32_on_a_cpu():
+    """On a CPU the default dtype follows its instructions, and what tests compare must not: without ``dtype`` it is
+    float32 there. With ``dtype="auto"`` it is a user's default, as in scripts that tests run.
+    """
+    from nanovllm.config import Config
+
+    build = Config.from_options
+
+    def from_options(model, options):
+        if options.get("dtype") is None and (options.get("device") == "cpu" or not HAS_GPU):
+            options = {**options, "dtype": "float32"}
+        return build(model, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Config, "from_options", from_options)
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
     """make_checkpoint(**overrides) -> path of a random fp32 Qwen3 checkpoint without a tokenizer.

@@ -23,7 +23,7 @@ from nanovllm.jobs import engines, files
 from nanovllm.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
-OPTIONS = ("--device", "cpu", "--max-num-seqs", "8", "--kvcache-block-size", "16")
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--kvcache-block-size", "16")
 ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 

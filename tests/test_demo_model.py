@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=400)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(device="cpu") as llm:
+    with LLM(device="cpu", dtype="auto") as llm:
         yield llm
 
 

@@ -19,7 +19,7 @@ EXPECTED = {
     ),
     "best_of_n": (r"best: c-a-t\n", None),
     "beam_search": (r"(\s*-?\d+\.\d{3}  .*\n){4}", None),
-    "logits_processor": (r"without: I am the nanovllm .*\nwith:    I am the nanovllm .*language\n", None),
+    "logits_processor": (r"without: I am the nanovllm .*\nwith:    I am the nanovllm .*language", None),
     "lora": (r"adapter: five two seven eight\nbase:    5 2 7 8\n", "peft"),
     "score": (r"answer: Paris\n", None),
     "batch_job": (r"taken up again; 120 rows, 120 different\n.*'text': '17'(.|\n)*KiB of HTML", "matplotlib"),

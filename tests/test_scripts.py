@@ -56,7 +56,8 @@ def test_example_names_a_missing_model(monkeypatch):
 def test_bench_ends_with_one_line_of_json(tmp_path):
     """All workloads, two repeats, with a profile; a table comes before the JSON."""
     trace = tmp_path / "trace.json"
-    done = run("bench.py", "--workload", "all", "--scale", "64", "--repeats", "2", "--profile", str(trace))
+    done = run("bench.py", "--workload", "all", "--scale", "64", "--dtype", "float32", "--repeats", "2",
+               "--profile", str(trace))  # fmt: skip
     report = report_of(done.stdout)
     assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
     (engine,) = report["engines"]

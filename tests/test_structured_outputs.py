@@ -16,7 +16,8 @@ from nanovllm import LLM, RequestError, SamplingParams, StructuredOutputsParams,
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
-OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 512, "quiet": True}
+OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 512,
+           "quiet": True}  # fmt: skip
 END_OF_TEXT, IM_END = 0, 2
 SCHEMA = {
     "type": "object",

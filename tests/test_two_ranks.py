@@ -33,6 +33,14 @@ def test_two_ranks():
     assert stopped[0][2:] == ("stop", "11") and streamed == (stopped[0][0], stopped[0][1])
 
 
+def test_two_ranks_in_bfloat16():
+    """Sums over the ranks are rounded, too: the answers of the demo model have a margin for that."""
+    chat = [{"role": "user", "content": "list all prime numbers within 100"}]
+    with LLM(str(DEMO_MODEL), device="cpu", dtype="bfloat16", tensor_parallel_size=2, quiet=True) as llm:
+        (output,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+    assert output["text"] == ", ".join(str(n) for n in range(2, 100) if all(n % d for d in range(2, n)))
+
+
 class Text(str, Enum):
     """No other process finds this class: a worker has another main module, and does not know this one."""
 

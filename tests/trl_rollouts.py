@@ -58,6 +58,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     sums = ["12 + 25 + 17", "28 + 7 + 19", "3 + 22 + 26", "14 + 15 + 29"]  # it cannot do them, so its answers differ
     chats = [[{"role": "user", "content": f"What is {numbers}?"}] for numbers in sums]
-    with LLM(device="cpu", num_kvcache_blocks=64, logprobs_mode="processed_logprobs", quiet=True) as llm:
+    options = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64, "quiet": True}
+    with LLM(logprobs_mode="processed_logprobs", **options) as llm:
         run(llm, chats, 1, sys.argv[1])
         run(llm, ["<|im_start|>user\n"] * 4, 2, sys.argv[1])

@@ -50,10 +50,14 @@ def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
 
 
 def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's, float32 on the CPU, float16 on a GPU without bfloat16."""
+    """The dtype to compute in; "auto" is the checkpoint's, except for float16 on a CPU, which is float32, and bfloat16
+    where the device has no instructions for it: float32 on a CPU, float16 on a GPU.
+    """
     if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
-        if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        name = checkpoint
+        if device.type == "cpu":
+            name = "bfloat16" if checkpoint == "bfloat16" and has_fast_bfloat16() else "float32"
+        elif checkpoint == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             name = "float16"
     return getattr(torch, name)
 
@@ -90,10 +94,6 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     else:
         why = f" (torch {torch.__version__} sees no CUDA device)" if config.device == "auto" else ""
         where = f"{times or 'the '}CPU{why}"
-    name = str(dtype).removeprefix("torch.")
-    is_large = layer_weights(config.model_config) >= THREADED_LAYER_WEIGHTS
-    if device.type == "cpu" and dtype == torch.float32 and config.dtype == "auto" and is_large and has_fast_bfloat16():
-        name += ' (dtype="bfloat16" is faster on this CPU)'
     weights = " with FP8 weights" if config.model_config.fp8 else ""
     if config.model_config.moe is not None and config.model_config.moe.is_mxfp4:
         weights = " with MXFP4 experts" if device.type == "cuda" else " (MXFP4 experts dequantized)"
@@ -101,7 +101,7 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "
     return (
-        f"nanovllm: {model}{adapter} on {where}, {name}{weights}; {fp8}KV cache of "
+        f"nanovllm: {model}{adapter} on {where}, {str(dtype).removeprefix('torch.')}{weights}; {fp8}KV cache of "
         f"{num_blocks * config.kvcache_block_size:,} tokens; max_model_len {config.max_model_len:,}, "
         f"max_num_seqs {num_seqs:,}{states}"
     )

@@ -79,7 +79,8 @@ def with_other_eos(folder: Path) -> str:
 def command_line(folder: Path) -> dict:
     """The results of ``python -m nanovllm.integrations.lm_eval run ...``, in this process."""
     sys.argv = [
-        "lm_eval", "run", "--model", "nanovllm", "--model_args", f"pretrained={DEMO},max_num_seqs=16,quiet=True",
+        "lm_eval", "run", "--model", "nanovllm",
+        "--model_args", f"pretrained={DEMO},dtype=float32,max_num_seqs=16,quiet=True",
         "--tasks", "demo_choice", "--include_path", str(folder), "--limit", "10", "--device", "cpu",
         "--output_path", str(folder / "results.json"),
     ]  # fmt: skip
@@ -106,7 +107,7 @@ def main(folder: Path) -> dict:
     manager = TaskManager(include_path=str(folder))
     models = {
         "hf": HFLM(pretrained=DEMO, dtype="float32", device="cpu", batch_size=16, max_length=MAX_LENGTH),
-        "nanovllm": NanoVLLM(DEMO, device="cpu", max_model_len=MAX_LENGTH, quiet=True),
+        "nanovllm": NanoVLLM(DEMO, dtype="float32", device="cpu", max_model_len=MAX_LENGTH, quiet=True),
     }
     report["num_tokens"] = max(len(models["nanovllm"].tok_encode(json.loads(line)["text"]))
                                for line in (folder / "demo_perplexity.jsonl").open())  # fmt: skip
@@ -134,7 +135,7 @@ def main(folder: Path) -> dict:
     requests = [Instance("generate_until", {}, (context, kwargs), i) for i, context in enumerate(contexts)]
     report["special_stop"] = [
         HFLM(pretrained=other, dtype="float32", device="cpu", max_length=MAX_LENGTH).generate_until(requests),
-        NanoVLLM(other, device="cpu", max_model_len=MAX_LENGTH, quiet=True).generate_until(requests),
+        NanoVLLM(other, dtype="float32", device="cpu", max_model_len=MAX_LENGTH, quiet=True).generate_until(requests),
     ]
     seconds["start"] = time.perf_counter() - seconds["start"] - seconds["hf"] - seconds["nanovllm"]
     report["seconds"] = {name: round(value, 1) for name, value in seconds.items()}

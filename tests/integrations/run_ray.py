@@ -28,7 +28,7 @@ from nanovllm.integrations import ray_data
 from nanovllm.integrations.ray_data import Engine, ProcessorConfig, build_processor
 
 NUM_ROWS, FEW = 2000, 320
-ENGINE = {"device": "cpu", "max_num_seqs": 128, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
+ENGINE = {"device": "cpu", "dtype": "float32", "max_num_seqs": 128, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
 NO_TEXT = {**ENGINE, "skip_tokenizer_init": True}  # starts sooner
 
 

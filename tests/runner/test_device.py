@@ -13,7 +13,14 @@ from conftest import HAS_GPU
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
 from nanovllm.runner import device as device_module
-from nanovllm.runner.device import ThreadTrials, describe, layer_weights, step_threads, with_fitting_launches
+from nanovllm.runner.device import (
+    ThreadTrials,
+    describe,
+    layer_weights,
+    select_dtype,
+    step_threads,
+    with_fitting_launches,
+)
 from nanovllm.runner.worker import announce
 
 
@@ -44,6 +51,42 @@ def test_the_users_torch_defaults(make_checkpoint):
     assert results[0] == results[1]
 
 
+# ---------------------------------------------------------------- dtype
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bfloat16", "of_bfloat16", "of_float16"),
+    [(CPU, True, "bfloat16", "float32"), (CPU, False, "float32", "float32"),
+     (GPU, True, "bfloat16", "float16"), (GPU, False, "float16", "float16")],
+)  # fmt: skip
+def test_default_dtype(device, has_bfloat16, of_bfloat16, of_float16, monkeypatch):
+    """On every CPU it was float32, also where bfloat16 takes two thirds of the time. A dtype that is given is taken."""
+    monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if has_bfloat16 else (7, 5))
+    expected = {"bfloat16": of_bfloat16, "float16": of_float16, "float32": "float32"}
+    for checkpoint, default in expected.items():
+        assert select_dtype("auto", checkpoint, device) == getattr(torch, default)
+        assert [select_dtype(given, checkpoint, device) for given in expected] == [getattr(torch, x) for x in expected]
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_engine_computes_in_the_default_dtype(is_fast, monkeypatch, caplog):
+    """With the demo model, whose checkpoint is bfloat16; the line at start says it."""
+    monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: is_fast)
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    with LLM(device="cpu", dtype="auto", num_kvcache_blocks=4) as llm:
+        chat = [{"role": "user", "content": "12 + 30"}]
+        assert llm.chat(chat, SamplingParams(temperature=0), use_tqdm=False)[0]["text"] == "42"
+    assert f" on the CPU, {'bfloat16' if is_fast else 'float32'}; KV cache" in caplog.text
+
+
+def test_what_torch_is_asked_about_bfloat16_is_there():
+    """Private functions, without which it would be taken to be slow everywhere."""
+    assert hasattr(torch.cpu, "_is_avx512_bf16_supported") and hasattr(torch.cpu, "_is_amx_tile_supported")
+
+
 # ---------------------------------------------------------------- CPU threads
 
 
@@ -71,7 +114,6 @@ def threads_of_a_step(context) -> int:
     return inside
 
 
-CPU = torch.device("cpu")
 SMALL = Config().model_config  # the demo model
 LARGE = replace(SMALL, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
 
@@ -255,25 +297,6 @@ def test_line_at_start(device, options, where, monkeypatch):
         f"nanovllm: the demo model on {where}, bfloat16; KV cache of 25,600 tokens; max_model_len 4,096, "
         "max_num_seqs 512"
     )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_fast", "is_large", "says"),
-    [("auto", True, True, True), ("float32", True, True, False), ("auto", False, True, False),
-     ("auto", True, False, False)],
-)  # fmt: skip
-def test_line_at_start_says_where_bfloat16_is_faster(dtype, is_fast, is_large, says, monkeypatch):
-    """float32 is the default on a CPU, and half as fast where it multiplies bfloat16; nothing said so."""
-    monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: is_fast)
-    monkeypatch.setattr(device_module, "THREADED_LAYER_WEIGHTS", 1 if is_large else 1 << 40)
-    line = line_of(Config(dtype=dtype), CPU, torch.float32, 100)
-    assert (', float32 (dtype="bfloat16" is faster on this CPU); KV cache' in line) == says
-    assert says or ", float32; KV cache" in line
-
-
-def test_what_torch_is_asked_about_bfloat16_is_there():
-    """Private functions, without which it would be said to be slow everywhere."""
-    assert hasattr(torch.cpu, "_is_avx512_bf16_supported") and hasattr(torch.cpu, "_is_amx_tile_supported")
 
 
 def test_line_at_start_of_fp8_weights():

@@ -4,7 +4,7 @@ import sys
 
 from vllm import LLM, SamplingParams
 
-llm = LLM(model=sys.argv[1], max_model_len=256, max_num_seqs=32, trust_remote_code=False)
+llm = LLM(model=sys.argv[1], max_model_len=256, max_num_seqs=32, trust_remote_code=False, dtype="float32")
 stops = ["\ndef ", "\nclass ", "\nprint", "<|endoftext|>"]
 
 

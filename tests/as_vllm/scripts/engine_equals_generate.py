@@ -6,7 +6,7 @@ import sys
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-llm = LLM(sys.argv[1], max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256)
+llm = LLM(sys.argv[1], max_num_seqs=6, max_num_batched_tokens=64, max_model_len=256, dtype="float32")
 engine = llm.llm_engine
 prompts = ["count to 30", "<|im_start|>user\n", "spell the word über", {"prompt_token_ids": [1, 430, 201]}] * 3
 variants = [

@@ -11,7 +11,7 @@ policy = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 llm = LLM(
     model=policy.name_or_path, tensor_parallel_size=1, gpu_memory_utilization=0.3, max_model_len=256, max_num_seqs=8,
     enable_sleep_mode=True, model_impl="auto", distributed_executor_backend="external_launcher", seed=0,
-    max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", quantization=None,
+    max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", quantization=None, dtype=torch.float32,
 )  # fmt: skip
 llm.sleep(level=2)
 

@@ -93,7 +93,8 @@ class OwnMinP(OnlyTarget):
 
 module = sys.modules["mine"] = ModuleType("mine")
 module.Counting, module.OwnMinP = Counting, OwnMinP
-llm = LLM(model=sys.argv[1], logits_processors=[OnlyTarget, "mine:Counting", "mine.OwnMinP"], max_num_seqs=3)
+llm = LLM(model=sys.argv[1], logits_processors=[OnlyTarget, "mine:Counting", "mine.OwnMinP"], max_num_seqs=3,
+          dtype="float32")  # fmt: skip
 prompts = [f"{i} + 3" for i in range(6)]
 plain = SamplingParams(temperature=0, max_tokens=6)
 want = [output.outputs[0].token_ids for output in llm.generate(prompts, plain)]
