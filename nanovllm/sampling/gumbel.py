@@ -3,9 +3,12 @@
 B sequences, V vocabulary, R request slots.
 """
 
+from functools import cache
+
 import torch
 
 NOISE_AT_ONCE = 1 << 19  # numbers: fewer cost more calls, more leave the caches
+ROUNDING = 1e-4  # of noise, at most
 
 
 def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
@@ -27,17 +30,18 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     length = state.length[slots]
     wide = logits.float()
     allowed = wide >= thresholds.unsqueeze(1)  # no NaN is
-    scores = torch.where(temperature > 0, wide * (1.0 / temperature), wide)
+    scores = wide * torch.where(temperature > 0, 1.0 / temperature, 1.0)
+    scores = torch.where(allowed, scores, -torch.inf)
     random = (temperature.squeeze(1) > 0).nonzero().squeeze(1)
-    if len(random) > 0:
-        columns = allowed[random].any(0).nonzero().squeeze(1)  # few after a filter
-        for rows in random.split(max(1, NOISE_AT_ONCE // max(1, len(columns)))) if len(columns) else ():
-            noise = gumbel_noise(state.seed[slots[rows]], length[rows], columns + vocab_start)
-            if len(columns) == logits.shape[1]:
-                scores.index_add_(0, rows, noise)
-            else:
-                scores[rows[:, None], columns] += noise
-    scores = scores.masked_fill(~allowed, -torch.inf)
+    for rows in random.split(max(1, NOISE_AT_ONCE // logits.shape[1])) if len(random) else ():
+        seed, own = state.seed[slots[rows]], scores[rows]
+        columns = (own > -torch.inf).any(0).nonzero().squeeze(1)
+        if len(columns) > logits.shape[1] // 8:  # no filter left few of them
+            own = torch.where(contenders(own, seed, length[rows], vocab_start), own, -torch.inf)
+            columns = (own > -torch.inf).any(0).nonzero().squeeze(1)
+        if len(columns):
+            own[:, columns] += gumbel_noise(seed, length[rows], columns + vocab_start)
+        scores[rows] = own
     tokens = scores.argmax(dim=1)  # the lowest id of a tie
     values = scores.gather(1, tokens[:, None]).squeeze(1)
     tokens = torch.where(length > 0, tokens + vocab_start, 0).int()
@@ -80,13 +84,41 @@ def gumbel_noise(seed, length, ids):
     -log(e) with exponential e = -log(1 - u), u uniform. Both tails are computed without cancellation, so the noise
     keeps its resolution in large vocabularies.
     """
-    tail, is_lower = uniform_tails(random_bits(seed, length, ids))
+    return noise_of(random_bits(seed, length, ids))
+
+
+def noise_of(bits):
+    tail, is_lower = uniform_tails(bits)
     exponential = torch.where(is_lower, -torch.log1p(-tail), -torch.log(tail))
     return -torch.log(exponential)
 
 
+def contenders(scores, seed, length, vocab_start):
+    """Which of the scores f32[B, N] of ids from `vocab_start` on may be the largest with noise: at most that of the
+    upper half of its random bits, which takes half of the work, and a logarithm no more."""
+    ids = torch.arange(vocab_start, vocab_start + scores.shape[1], device=scores.device)
+    (upper,) = random_halves(seed, length, ids, 1)
+    highest, lowest = noise_bounds(scores.device)
+    bound = scores + highest.index_select(0, upper.flatten()).view(scores.shape)
+    best = bound.argmax(1, keepdim=True)
+    return bound >= scores.gather(1, best) + lowest[upper.gather(1, best).long()]
+
+
+@cache
+def noise_bounds(device):
+    """The highest and the lowest noise f32[2**16] of random bits, by their upper half."""
+    upper = torch.arange(1 << 16, device=device) << 16
+    return noise_of(upper) + ROUNDING, noise_of(upper | 0xFFFF) - ROUNDING
+
+
 def random_bits(seed, length, ids):
-    """32 random bits (int64) per sequence and id, [B, N].
+    """32 random bits (int64) per sequence and id, [B, N]."""
+    upper, lower = random_halves(seed, length, ids, 2)
+    return upper.long() << 16 | lower
+
+
+def random_halves(seed, length, ids, num_halves):
+    """The upper, or the upper and the lower 16 random bits (int32) per sequence and id, [num_halves, B, N].
 
     The upper 16 bits of id 8q + 4h + i are half h (0: the upper one) of word i of the Philox block (q, length, 0, 0);
     the lower 16 bits are those of (q, length, 1, 0).
@@ -100,13 +132,12 @@ def random_bits(seed, length, ids):
         octets, octet_of = torch.unique_consecutive(ids // 8, return_inverse=True)
         wanted = octet_of * 8 + ids % 8
     octets = octets.unsqueeze(0)  # [1, N / 8], of scattered ids up to [1, N]
-    part = torch.arange(2, device=ids.device).view(2, 1, 1)
+    part = torch.arange(num_halves, device=ids.device).view(-1, 1, 1)
     counter = octets, length.long().unsqueeze(1), part, torch.zeros_like(octets)
-    bits = torch.empty(len(seed), octets.shape[1], 8, dtype=torch.int64, device=ids.device)
-    for i, (upper, lower) in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [2, B, N / 8]
-        bits[..., i] = (upper & 0xFFFF0000) | (lower >> 16)
-        bits[..., 4 + i] = (upper & 0xFFFF) << 16 | (lower & 0xFFFF)
-    return bits.flatten(1)[:, wanted]
+    bits = torch.empty(num_halves, len(seed), octets.shape[1], 8, dtype=torch.int32, device=ids.device)
+    for i, word in enumerate(philox_4x32(counter, (key[..., 0], key[..., 1]))):  # [num_halves, B, N / 8]
+        bits[..., i], bits[..., 4 + i] = word >> 16, word & 0xFFFF
+    return bits.flatten(2)[..., wanted]
 
 
 def philox_4x32(counter, key):
@@ -120,7 +151,7 @@ def philox_4x32(counter, key):
     for _ in range(7):
         # The products wrap at 2**64; their halves are still those of the full product. Only factors need be masked.
         low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = ((high >> 32) ^ (c1 ^ k0)) & mask, ((low >> 32) ^ (c3 ^ k1)) & mask
+        c0, c2 = ((high >> 32) ^ (c1 ^ k0)).bitwise_and_(mask), ((low >> 32) ^ (c3 ^ k1)).bitwise_and_(mask)
         c1, c3 = high, low
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return c0, c1 & mask, c2, c3 & mask

@@ -5,6 +5,7 @@ The plain twins carry the statistics; the kernels must agree with the twins.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,40 @@ def test_noise_of_an_id_does_not_depend_on_the_rest_of_the_batch():
     some = torch.tensor([3, 4, 40, 47, 99])
     assert torch.equal(whole[:, some], reference.random_bits(seed, length, some))
     assert len(whole.unique()) > 290
+
+
+def test_noise_lies_within_the_bounds_of_its_upper_half():
+    upper = torch.cat((torch.arange(40), torch.randint(0, 2**16, (2000,)), torch.arange(2**16 - 40, 2**16)))
+    highest, lowest = reference.noise_bounds(torch.device("cpu"))
+    for lower in (0, 1, 2**15, 2**16 - 1, *torch.randint(0, 2**16, (5,)).tolist()):
+        noise = reference.noise_of(upper << 16 | lower)
+        assert (lowest[upper] <= noise).all() and (noise <= highest[upper]).all()
+
+
+@pytest.mark.parametrize("spread, temperature", [
+    (0.0, 1.0), (1.0, 1.0), (4.0, 1.0), (4.0, 0.05), (4.0, 50.0), (60.0, 1.0),
+])  # fmt: skip
+@pytest.mark.parametrize("vocab_start", [0, 5])
+def test_twin_draws_as_if_it_made_all_noise(spread, temperature, vocab_start):
+    """It makes that of the ids which may win, by the upper half of their random bits."""
+    B, V, rows = 24, 900, torch.arange(24)
+    logits = torch.randn(B, V) * spread
+    logits[1:3, ::2] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 10] = torch.inf
+    logits[5:7] = logits[5:7].round()
+    state = SimpleNamespace(
+        temperature=torch.full((B,), temperature), length=torch.arange(1, B + 1, dtype=torch.int32),
+        seed=torch.randint(-(2**31), 2**31 - 1, (B, 2), dtype=torch.int32),
+    )  # fmt: skip
+    state.temperature[::5] = 0.0
+    ids = torch.arange(vocab_start, vocab_start + V)
+    noise = reference.gumbel_noise(state.seed, state.length, ids) * (state.temperature > 0).unsqueeze(1)
+    inverse = torch.where(state.temperature > 0, 1.0 / state.temperature, 1.0).unsqueeze(1)
+    expected = (logits * inverse).nan_to_num(-torch.inf, torch.inf, -torch.inf) + noise
+    scores, tokens = reference.gumbel_argmax(logits, rows, state, torch.full((B,), -torch.inf), vocab_start)
+    assert torch.equal(tokens, expected.argmax(1).int() + vocab_start)
+    assert torch.equal(scores, expected.amax(1))
 
 
 @pytest.mark.parametrize("vocab_start", [0, 3, 1024])
