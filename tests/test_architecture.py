@@ -18,7 +18,7 @@ BUDGETS = {
     "cli": 115,
     "core": 425,
     "distributed": 865,
-    "engine": 4_160,
+    "engine": 4_175,
     "integrations": 455,
     "jobs": 950,
     "kernels": 7_760,
@@ -29,8 +29,8 @@ BUDGETS = {
     "utils": 225,
     "other modules": 1_345,
 }
-PATH_LINES = 3_870  # the reading path
-PATH_AND_IMPORTS_LINES = 10_345  # and what its files import directly, kernels apart
+PATH_LINES = 3_890  # the reading path
+PATH_AND_IMPORTS_LINES = 10_365  # and what its files import directly, kernels apart
 
 
 @cache

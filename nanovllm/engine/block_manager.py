@@ -8,7 +8,7 @@ Knows nothing of devices; compares tokens, but never interprets them. Every bloc
     used     in ``ref_count >= 1`` block tables              the rest
 
 Full blocks are found by their hash, and shared. Where copying a block is cheaper than computing a few tokens, on a CPU,
-the beginning of one is found as well, and copied: blocks that a sequence has left, its partly filled *tail* among them.
+the beginning of one is found as well, and copied: of full blocks and of *tails*, which are partly filled.
 """
 
 from collections import OrderedDict
@@ -20,24 +20,24 @@ from nanovllm.core import Sequence
 from nanovllm.engine.snapshots import Snapshots
 
 NO_PARENT = -1  # parent hash of a sequence's first block
-MAX_TAILS = 16  # of finished sequences; the blocks of older ones are free
+MAX_TAILS = 16  # that can be found; the blocks of older ones are free, once their sequences have left
 
 
 class Block:
-    """One KV block. ``token_ids`` are set while the prefix cache knows it; ``hash`` if it is full; ``parent``, the hash
-    of the block before, if its beginning may be copied."""
+    """One KV block. ``token_ids`` are set while the prefix cache knows it; ``hash`` if it is full; ``place``, a key
+    of ``children``, if its beginning may be copied."""
 
-    __slots__ = ("block_id", "hash", "parent", "ref_count", "token_ids")
+    __slots__ = ("block_id", "hash", "place", "ref_count", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
-        self.parent: int | None = None
+        self.place: tuple[int, bytes] | None = None
         self.token_ids: bytes | None = None
 
     def forget(self) -> None:
-        self.hash = self.parent = self.token_ids = None
+        self.hash = self.place = self.token_ids = None
 
 
 class BlockManager:
@@ -59,8 +59,9 @@ class BlockManager:
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
-        self.children: dict[int, list[int]] = {}  # hash -> the blocks behind that one which may be copied
-        self.tails: OrderedDict[int, None] = OrderedDict()  # cached ones, least recently used first
+        # those that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
+        self.children: dict[tuple[int, bytes], list[int]] = {}
+        self.tails: OrderedDict[int, None] = OrderedDict()  # of ``children``, least recently used first
 
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
@@ -79,8 +80,11 @@ class BlockManager:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
 
-    def _parent_of(self, seq: Sequence, i: int) -> int:
-        return self._hash_of(seq, i - 1) if i else NO_PARENT
+    def _place_of(self, seq: Sequence, i: int) -> tuple[int, bytes]:
+        """The key of ``children`` for the sequence's block ``i``."""
+        first = i * self.block_size
+        beginning = seq.tokens(first, first + (self.min_copied_tokens or 0))
+        return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def hashes(self, seq: Sequence) -> list[int]:
         """Of all its full blocks whose tokens are known."""
@@ -118,14 +122,16 @@ class BlockManager:
             return None
         first = num_blocks * self.block_size
         wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))
-        best = -1, self.min_copied_tokens - 1
-        for block_id in self.children.get(self._parent_of(seq, num_blocks), ()):
+        if len(wanted) < self.min_copied_tokens:
+            return None
+        best = -1, 0
+        for block_id in self.children.get(self._place_of(seq, num_blocks), ()):
             found = np.frombuffer(self.blocks[block_id].token_ids or b"", np.int32)[: len(wanted)]
             is_same = found == wanted[: len(found)]
             num_same = len(found) if is_same.all() else int(is_same.argmin())
             if num_same > best[1]:
                 best = block_id, num_same
-        return best if best[0] >= 0 else None
+        return best if best[1] >= self.min_copied_tokens else None
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Whether ``allocate(seq)`` would find enough blocks, and leave so many."""
@@ -194,11 +200,7 @@ class BlockManager:
                     self.free_block_ids.append(block_id)
                 else:
                     self.cached_block_ids[block_id] = None
-        while len(self.tails) > MAX_TAILS:
-            block_id = next(iter(self.tails))
-            self._forget(block_id)
-            del self.cached_block_ids[block_id]
-            self.free_block_ids.append(block_id)
+        self._forget_tails()
         seq.block_table = []
         seq.num_registered_blocks = seq.num_computed_tokens = 0
 
@@ -229,22 +231,32 @@ class BlockManager:
             if block_hash not in self.hash_to_block_id:
                 block = self.blocks[seq.block_table[i]]
                 block.hash, block.token_ids = block_hash, seq.block(i).tobytes()
+                self.tails.pop(block.block_id, None)
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
 
     def offer(self, seq: Sequence, num_computed: int) -> None:
-        """Let others copy the beginnings of a sequence's blocks; it leaves, and so many of its tokens are computed."""
-        if self.min_copied_tokens is None:
+        """Let others copy the beginnings of a sequence's blocks, of which launches have written so many tokens."""
+        if self.min_copied_tokens is None or self.block_size <= self.min_copied_tokens:
             return
         for i, first in enumerate(range(0, num_computed, self.block_size)):
             block = self.blocks[seq.block_table[i]]
             tokens = seq.tokens(first, min(first + self.block_size, num_computed))
-            if block.token_ids is None and self.min_copied_tokens <= len(tokens) < self.block_size:
+            if block.hash is None and block.ref_count == 1 and self.min_copied_tokens <= len(tokens) < self.block_size:
                 block.token_ids = tokens.tobytes()
                 self.tails[block.block_id] = None
-            if block.token_ids is not None and block.parent is None:
-                block.parent = self._parent_of(seq, i)
-                self.children.setdefault(block.parent, []).append(block.block_id)
+            if block.token_ids is not None and block.place is None:
+                block.place = self._place_of(seq, i)
+                self.children.setdefault(block.place, []).append(block.block_id)
+        self._forget_tails()
+
+    def _forget_tails(self) -> None:
+        for _ in range(len(self.tails) - MAX_TAILS):
+            block_id = next(iter(self.tails))
+            self._forget(block_id)
+            if block_id in self.cached_block_ids:
+                del self.cached_block_ids[block_id]
+                self.free_block_ids.append(block_id)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""
@@ -269,9 +281,9 @@ class BlockManager:
             del self.hash_to_block_id[block.hash]
             if self.snapshots is not None:
                 self.snapshots.drop(block.hash)
-        if block.parent is not None:
-            self.children[block.parent].remove(block_id)
-            if not self.children[block.parent]:
-                del self.children[block.parent]
+        if block.place is not None:
+            self.children[block.place].remove(block_id)
+            if not self.children[block.place]:
+                del self.children[block.place]
         self.tails.pop(block_id, None)
         block.forget()

@@ -141,6 +141,7 @@ class Scheduler:
         self.num_in_flight = 0  # launches scheduled and not yet processed
         self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
         self._extended: list[int] = []  # batch positions of the sequences whose drafts in flight have further blocks
+        self._prefilled_last: list[Sequence] = []  # by the last prefill; their blocks may be copied from the next on
         self._missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._seqs: list[Sequence | None] = [None] * config.max_num_seqs  # by req_idx
         # computed to their end by a launch in flight, and nothing to sample: without request slot and blocks; by seq_id
@@ -192,6 +193,10 @@ class Scheduler:
         budget, states = self.max_num_batched_tokens, self.states
         are_many = len(self.running) >= MANY_SEQS
         num_reserved = self._num_reserved() if are_many else 0
+        for seq in self._prefilled_last:
+            if seq.block_table:
+                self.block_manager.offer(seq, seq.num_computed_tokens)
+        self._prefilled_last = []
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
             num_reserved += self._num_future_blocks(seq) if are_many else 0
@@ -220,6 +225,7 @@ class Scheduler:
             chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
+        self._prefilled_last = [seq for seq, *_ in chunks]
         moves = None if states is None else states.moves()
         batch = PrefillBatch.of(chunks, new_seqs, prefix_copies, block_copies, moves)
         for seq, _, stop, _ in chunks:

@@ -277,13 +277,45 @@ def test_a_beginning_behind_shared_blocks():
     assert allocated(manager, [0, 2, 3, 4, 5, 6, 0])[1] is None
 
 
-def test_blocks_in_use_are_not_copied():
-    """Only what a sequence has left: a launch that is being made has not yet written the others."""
+def test_a_block_in_use_is_copied_once_it_is_offered():
+    """A launch that is being made has not yet written others. What it has then grows."""
     manager = copying()
     seq = admit(manager, [1, 2, 3, 4])
     assert allocated(manager, [1, 2, 3, 9])[1] is None
+    manager.offer(seq, 3)
+    assert allocated(manager, [1, 2, 3, 4, 5])[0].num_computed_tokens == 3
     leave(manager, seq)
-    assert allocated(manager, [1, 2, 3, 9])[1] is not None
+    assert allocated(manager, [1, 2, 3, 4, 5])[0].num_computed_tokens == 4
+
+
+def test_a_tail_that_is_filled_is_none_any_more():
+    manager = copying(6, 4)
+    seq, table = Sequence([1, 2, 3], block_size=4), SequenceTable(1, 8)
+    table.add(seq)
+    manager.allocate(seq)
+    manager.offer(seq, 3)
+    assert list(manager.tails) == seq.block_table
+    append(table, seq, 4)
+    append(table, seq, 5)
+    manager.register(seq, 4)
+    assert not manager.tails and manager.blocks[seq.block_table[0]].hash is not None
+    assert allocated(manager, [1, 2, 3, 4, 9])[0].num_computed_tokens == 4
+    assert allocated(manager, [1, 2, 8])[0].num_computed_tokens == 2
+
+
+def test_a_block_of_two_sequences_is_no_tail():
+    """A prompt's last block, full and shared by its completions, has no hash if another has the same contents."""
+    manager = copying(40, 4)
+    admit(manager, [1, 2, 3, 4])
+    seq = admit(manager, [1, 2, 3, 4])
+    child = Sequence([1, 2, 3, 4], block_size=4)
+    assert manager.fork(seq, child) is None
+    manager.offer(child, 3)
+    manager.deallocate(child)
+    assert not manager.tails and manager.blocks[seq.block_table[0]].ref_count == 1
+    for i in range(20):
+        leave(manager, admit(manager, [50 + i, 50, 50]))
+    leave(manager, seq)
 
 
 def test_few_tails_are_kept():
@@ -292,7 +324,7 @@ def test_few_tails_are_kept():
     for i in range(30):
         leave(manager, admit(manager, [i, i, i]))
     assert len(manager.tails) == MAX_TAILS == len(manager.cached_block_ids)
-    used = {block.block_id for block in manager.blocks if block.parent is not None}
+    used = {block.block_id for block in manager.blocks if block.place is not None}
     leave(manager, admit(manager, [77, 77, 77]))
     assert len(used | manager.tails.keys()) == MAX_TAILS + 1
     oldest = next(iter(manager.tails))

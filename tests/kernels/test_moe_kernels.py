@@ -562,6 +562,12 @@ def test_gpt_oss_experts(C, E, I, num_tokens, dtype, mxfp4):
     GptOssProblem(num_tokens, C, E, I, mxfp4, routing=Routing(3), dtype=dtype, padding=padding).check()
 
 
+@pytest.mark.parametrize("num_tokens", [150, 300])
+def test_gpt_oss_experts_of_many_tokens(num_tokens):
+    """Tiles of 32 and of 128 rows, several of an expert; tokens that are none between others."""
+    GptOssProblem(num_tokens, 96, 4, 96, routing=Routing(1), dtype=HALF, padding=[0, 70, num_tokens - 1]).check()
+
+
 @pytest.mark.parametrize("num_tokens", [2, 6])
 @pytest.mark.parametrize("without", ["router", "gate_up", "down", "limit"])
 def test_each_bias_and_the_limit_matter(without, num_tokens):

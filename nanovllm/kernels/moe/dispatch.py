@@ -16,7 +16,7 @@ The references do not quantize rows. Where Triton converts no e4m3, or scales ar
 import torch
 import torch.nn.functional as F
 
-from ..launch import is_sm90
+from ..launch import has_large_shared_memory, is_sm90
 from ..linear.dequantize import dequantized, has_e4m3
 from ..linear.dispatch import fused_linear
 from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
@@ -67,12 +67,13 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     num_units = padded(down.num_channels) if down.is_mxfp4 else down.num_channels
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x = tokens_for(x, gate_up)
-    config = grouped_config(len(h), num_experts, True, x.scale is not None, gate_up.is_mxfp4)
+    has_large = has_large_shared_memory(residual.device)
+    config = grouped_config(len(h), num_experts, True, x.scale is not None, gate_up.is_mxfp4, has_large)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
     h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # that is in order already
-    config = grouped_config(len(h.data), num_experts, False, h.scale is not None, down.is_mxfp4)
+    config = grouped_config(len(h.data), num_experts, False, h.scale is not None, down.is_mxfp4, has_large)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if add_residual and allow_split_k:
         return SplitKPartials(base, parts)

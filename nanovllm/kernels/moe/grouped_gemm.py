@@ -53,9 +53,7 @@ def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, 
 
 
 @triton.jit
-def dot_mxfp4(
-    x, words, scale, acc, WARPS: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr
-):  # fmt: skip
+def dot_mxfp4(x, words, scale, acc, WARPS: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr):
     """acc + weight x^T of a step's channels, [BLOCK_N, BLOCK_M]: the unpacked weight stays in registers."""
     weight = in_order(unpack_tile(words, scale, x.dtype, USE_ASM), WARPS)
     return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
@@ -100,9 +98,10 @@ def grouped_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     offs_m = tl.arange(0, BLOCK_M)
     NUM_FEATURES: tl.constexpr = 2 * N if GATED else N
-    weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
     features = expert * NUM_FEATURES + n % N
-    if MXFP4:
+    if not MXFP4:
+        weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+    else:
         word, group = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
         first_n = tl.program_id(0) // split_m * BLOCK_N
         feature = (first_n + place_in_tile(tl.arange(0, BLOCK_N), WARPS)) % N
@@ -202,11 +201,11 @@ class GroupedConfig(NamedTuple):
     num_stages: int
 
 
-def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
+def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False, large_shared_memory=True):
     """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
     `is_fp8`: tokens and weights are e4m3, by count of bytes in flight; a sweep on an H100 found no better. `is_mxfp4`:
-    the weights, swept on an H100 with gpt-oss-20b's.
+    the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py.
     """
     mean = num_rows / num_experts
     if is_mxfp4:
@@ -214,9 +213,12 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False):
             return GroupedConfig(16, 128, 128, 4, 3 if gated else 4)
         if mean <= 64:
             return GroupedConfig(32, 128, 128, 4, 3 if gated else 4)
+        num_stages = 4 if large_shared_memory else 3
         if gated:
-            return GroupedConfig(128, 128, 128, 8, 4)
-        return GroupedConfig(64, 128, 128, 4, 4) if mean <= 256 else GroupedConfig(128, 128, 128, 4, 3)
+            return GroupedConfig(128, 128, 128, 8, num_stages)
+        if mean <= 256 or not large_shared_memory:
+            return GroupedConfig(64, 128, 128, 4, num_stages)
+        return GroupedConfig(128, 128, 128, 4, 3)
     if is_fp8:  # a step of 128 channels has one scale; the sums of a step take registers of their own
         if mean <= 8:
             return GroupedConfig(16, 64, 128, 4, 5)

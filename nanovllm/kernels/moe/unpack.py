@@ -163,6 +163,7 @@ def padded(num_channels):
 
 def reordered(x):
     """x [*, K] with channels in the order of `channel_of`, [*, padded(K)]."""
+    assert x.is_contiguous()
     num_rows, num_channels = x.shape
     y = torch.empty((num_rows, padded(num_channels)), dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(y.shape[1])
