@@ -566,8 +566,7 @@ def test_random_histories(max_in_flight, kind):
     # thing -> histories; they differ with hypothesis's version, and with the modules in which it finds constants
     seen = Counter(dict.fromkeys(things, 0))
 
-    num_examples = 800 if kind == "drafts" else 600  # long drafts are seldom right
-    @settings(max_examples=num_examples, derandomize=True, deadline=None, database=None)
+    @settings(max_examples=800, derandomize=True, deadline=None, database=None)
     @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
     def one(limits, caching, graphs, rows, method, arrivals):
         min_copied_tokens = 1 + len(arrivals) % 2 if kind == "copies" else None
