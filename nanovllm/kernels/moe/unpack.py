@@ -1,8 +1,8 @@
 """Triton: MXFP4 numbers in 16 bits, by shifts: of a tile of a weight, and in a dot product of vectors.
 
-Sign, exponent and mantissa of an e2m1 are moved to their places in a number of 16 bits, and a power of two makes up for
-the other bias: 2^14 in fp16, 2^126 in bf16. On NVIDIA GPUs that is PTX on two numbers at once. ../mxfp4.py has the
-order of the bytes.
+Owns the order of rows and channels in which tiles lie in registers (`in_order`). Sign, exponent and mantissa of an e2m1
+are moved to their places in a number of 16 bits, and a power of two makes up for the other bias: 2^14 in fp16, 2^126 in
+bf16; on NVIDIA GPUs in PTX, two numbers at once. ../mxfp4.py has the order of the numbers in a word.
 """
 
 import torch
