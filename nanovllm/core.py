@@ -336,6 +336,23 @@ class PrefillBatch:
     targets: Targets | None
     states: StateMoves | None = None  # None without recurrent layers
     pooled: Pooled | None = None
+    seqs: ListLike[Sequence] = ()  # [S]; on the host only
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "seqs": ()}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [N], as of a ``DecodeBatch``."""
+        return self.stops[self.sampled_from]
+
+    @property
+    def ends(self) -> list[Sequence]:
+        """Those that are complete, because they sample nothing. Host."""
+        return [
+            seq for seq, stop in zip(self.seqs, self.stops.tolist(), strict=True)
+            if not seq.is_sampled and stop == seq.num_tokens
+        ]  # fmt: skip
 
     @classmethod
     def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
@@ -363,6 +380,7 @@ class PrefillBatch:
             Targets.of(chunk[:3] for chunk in chunks),
             None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
             Pooled.of(chunk[:3] for chunk in chunks),
+            [seq for seq, *_ in chunks],
         )
 
     @property
@@ -409,9 +427,10 @@ class DecodeBatch:
         after each of the draft; those up to the first that differs are what plain steps would sample."""
         return np.logical_and.accumulate(token_ids[:, :-1] == self.drafts, axis=1).sum(1)
 
-    def part(self, rows: np.ndarray) -> "DecodeBatch":
-        """The plain batch of some of its sequences, to take in a token of each."""
-        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows], NO_BLOCKS)
+    def part(self, rows: np.ndarray, columns: np.ndarray) -> "DecodeBatch":
+        """A plain batch, to take in the tokens that it has sampled in these places; more than one of a sequence in
+        their order."""
+        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows] + columns, NO_BLOCKS)
 
 
 Batch = PrefillBatch | DecodeBatch

@@ -7,8 +7,8 @@ Knows nothing of devices; compares tokens, but never interprets them. Every bloc
     cached   unreferenced, contents can be found             ``cached_block_ids``, least recently used first
     used     in ``ref_count >= 1`` block tables              the rest
 
-Full blocks are found by their hash, and shared. Where copying a block is cheaper than computing a few tokens, on a CPU,
-the beginning of one is found as well, and copied: of full blocks and of *tails*, which are partly filled.
+The scheduler tells it what becomes of each sequence, from ``expect`` to ``deallocate``, and asks for what a batch must
+copy (``take_moves``). Other kinds of cache are subclasses: ``snapshots.py`` for recurrent layers, ``prefix_copies.py``.
 """
 
 from collections import OrderedDict
@@ -17,15 +17,12 @@ import numpy as np
 import xxhash
 
 from nanovllm.core import Sequence
-from nanovllm.engine.snapshots import Snapshots
 
 NO_PARENT = -1  # parent hash of a sequence's first block
-MAX_TAILS = 16  # that can be found; the blocks of older ones are free, once their sequences have left
 
 
 class Block:
-    """One KV block. ``token_ids`` are set while the prefix cache knows it; ``hash`` if it is full; ``place``, a key
-    of ``children``, if its beginning may be copied."""
+    """One KV block; ``hash`` and ``token_ids`` are set while the prefix cache knows it."""
 
     __slots__ = ("block_id", "hash", "place", "ref_count", "token_ids")
 
@@ -33,7 +30,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
-        self.place: tuple[int, bytes] | None = None
+        self.place: tuple[int, bytes] | None = None  # see prefix_copies.py
         self.token_ids: bytes | None = None
 
     def forget(self) -> None:
@@ -41,17 +38,9 @@ class Block:
 
 
 class BlockManager:
-    """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes.
+    """``num_blocks`` blocks of ``block_size`` tokens, shared by sequences with equal prefixes."""
 
-    With ``snapshots``, of models with recurrent layers, a prefix ends where there is one; each dies with its block.
-
-    ``min_copied_tokens``: how much of a block must be in common for a copy of it; None: nothing is copied.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 snapshots: Snapshots | None = None, min_copied_tokens: int | None = None):
-        self.snapshots = snapshots
-        self.min_copied_tokens = min_copied_tokens if enable_prefix_caching else None
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -59,9 +48,7 @@ class BlockManager:
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
-        # those that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
-        self.children: dict[tuple[int, bytes], list[int]] = {}
-        self.tails: OrderedDict[int, None] = OrderedDict()  # of ``children``, least recently used first
+        self._copies: list[tuple[int, int]] = []  # of partly filled blocks, for forked completions
 
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
@@ -79,12 +66,6 @@ class BlockManager:
         while len(hashes) <= i:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
-
-    def _place_of(self, seq: Sequence, i: int) -> tuple[int, bytes]:
-        """The key of ``children`` for the sequence's block ``i``."""
-        first = i * self.block_size
-        beginning = seq.tokens(first, first + (self.min_copied_tokens or 0))
-        return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def hashes(self, seq: Sequence) -> list[int]:
         """Of all its full blocks whose tokens are known."""
@@ -111,27 +92,7 @@ class BlockManager:
                 if block_id is None:
                     break
                 found.append(block_id)
-            if self.snapshots is not None:
-                del found[self.snapshots.longest(seq.block_hashes, len(found), self.block_size) :]
         return found
-
-    def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
-        """The block that begins with most of what follows the sequence's first ``num_blocks`` blocks, and how many
-        tokens that is."""
-        if self.min_copied_tokens is None:
-            return None
-        first = num_blocks * self.block_size
-        wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))
-        if len(wanted) < self.min_copied_tokens:
-            return None
-        best = -1, 0
-        for block_id in self.children.get(self._place_of(seq, num_blocks), ()):
-            found = np.frombuffer(self.blocks[block_id].token_ids or b"", np.int32)[: len(wanted)]
-            is_same = found == wanted[: len(found)]
-            num_same = len(found) if is_same.all() else int(is_same.argmin())
-            if num_same > best[1]:
-                best = block_id, num_same
-        return best if best[1] >= self.min_copied_tokens else None
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Whether ``allocate(seq)`` would find enough blocks, and leave so many."""
@@ -142,18 +103,14 @@ class BlockManager:
         revived = sum(self.blocks[i].ref_count == 0 for i in prefix)
         return seq.num_blocks - len(prefix) + revived <= num_available
 
-    def allocate(self, seq: Sequence) -> tuple[int, int] | None:
+    def allocate(self, seq: Sequence) -> list[int]:
         """Give the sequence blocks for all its known tokens; sets ``num_computed_tokens`` to the prefix hit.
 
         Returns:
-            The blocks to copy from and to before it is computed, if it begins one like another.
+            The blocks that were found in the prefix cache.
         """
         assert not seq.block_table
         prefix = self.find_prefix(seq)
-        beginning = self.find_beginning(seq, len(prefix))
-        for order in (self.cached_block_ids, self.tails):
-            if beginning is not None and beginning[0] in order:
-                order.move_to_end(beginning[0])
         for block_id in prefix:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -162,21 +119,14 @@ class BlockManager:
         seq.block_table = prefix + [self._pop_block() for _ in range(seq.num_blocks - len(prefix))]
         seq.num_registered_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
-        if beginning is None:
-            return None
-        seq.num_computed_tokens += beginning[1]
-        return beginning[0], seq.block_table[len(prefix)]
+        return prefix
 
     def can_fork(self, seq: Sequence) -> bool:
         """Whether ``fork`` of this sequence would find a block for its last, partly filled one."""
         return self.num_available >= (seq.num_tokens % self.block_size > 0)
 
-    def fork(self, seq: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Give ``child``, whose tokens are equal, the full blocks of ``seq`` and a copy of its partly filled one.
-
-        Returns:
-            The blocks to copy from and to, if there is a partly filled one.
-        """
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        """Give ``child``, whose tokens are equal, the full blocks of ``seq`` and a copy of its partly filled one."""
         assert not child.block_table and child.num_tokens == seq.num_tokens
         num_full = seq.num_tokens // self.block_size
         for block_id in seq.block_table[:num_full]:
@@ -184,13 +134,14 @@ class BlockManager:
         child.block_table = seq.block_table[:num_full]
         child.num_registered_blocks = min(seq.num_registered_blocks, num_full)
         child.num_computed_tokens = seq.num_tokens
-        if num_full == len(seq.block_table):
-            return None
-        child.block_table.append(self._pop_block())
-        return seq.block_table[num_full], child.block_table[num_full]
+        if num_full < len(seq.block_table):
+            child.block_table.append(self._pop_block())
+            self._copies.append((seq.block_table[num_full], child.block_table[num_full]))
 
-    def deallocate(self, seq: Sequence) -> None:
-        """Drop the sequence's references. Unreferenced blocks become cached, or free if they cannot be found."""
+    def deallocate(self, seq: Sequence, num_written: int = 0) -> None:
+        """Drop the sequence's references; launches have written the keys and values of ``num_written`` tokens. Blocks
+        without a reference become cached, or free if they cannot be found."""
+        self.register(seq, num_written)
         # the tail first, so that it is evicted first: more sequences share a prefix than its continuation
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
@@ -200,7 +151,6 @@ class BlockManager:
                     self.free_block_ids.append(block_id)
                 else:
                     self.cached_block_ids[block_id] = None
-        self._forget_tails()
         seq.block_table = []
         seq.num_registered_blocks = seq.num_computed_tokens = 0
 
@@ -231,36 +181,12 @@ class BlockManager:
             if block_hash not in self.hash_to_block_id:
                 block = self.blocks[seq.block_table[i]]
                 block.hash, block.token_ids = block_hash, seq.block(i).tobytes()
-                self.tails.pop(block.block_id, None)
                 self.hash_to_block_id[block_hash] = block.block_id
             seq.num_registered_blocks = i + 1
 
-    def offer(self, seq: Sequence, num_computed: int) -> None:
-        """Let others copy the beginnings of a sequence's blocks, of which launches have written so many tokens."""
-        if self.min_copied_tokens is None or self.block_size <= self.min_copied_tokens:
-            return
-        for i, first in enumerate(range(0, num_computed, self.block_size)):
-            block = self.blocks[seq.block_table[i]]
-            tokens = seq.tokens(first, min(first + self.block_size, num_computed))
-            if block.hash is None and block.ref_count == 1 and self.min_copied_tokens <= len(tokens) < self.block_size:
-                block.token_ids = tokens.tobytes()
-                self.tails[block.block_id] = None
-            if block.token_ids is not None and block.place is None:
-                block.place = self._place_of(seq, i)
-                self.children.setdefault(block.place, []).append(block.block_id)
-        self._forget_tails()
-
-    def _forget_tails(self) -> None:
-        for _ in range(len(self.tails) - MAX_TAILS):
-            block_id = next(iter(self.tails))
-            self._forget(block_id)
-            if block_id in self.cached_block_ids:
-                del self.cached_block_ids[block_id]
-                self.free_block_ids.append(block_id)
-
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""
-        for block_id in [*self.hash_to_block_id.values(), *self.tails]:
+        for block_id in list(self.hash_to_block_id.values()):
             self._forget(block_id)
         self.free_block_ids.extend(self.cached_block_ids)
         self.cached_block_ids.clear()
@@ -279,11 +205,30 @@ class BlockManager:
         block = self.blocks[block_id]
         if block.hash is not None:
             del self.hash_to_block_id[block.hash]
-            if self.snapshots is not None:
-                self.snapshots.drop(block.hash)
-        if block.place is not None:
-            self.children[block.place].remove(block_id)
-            if not self.children[block.place]:
-                del self.children[block.place]
-        self.tails.pop(block_id, None)
         block.forget()
+
+    # ---------------------------------------------------------------- what other kinds of cache add
+
+    def expect(self, seq: Sequence) -> None:
+        """A sequence waits."""
+
+    def expect_no_more(self, seq: Sequence) -> None:
+        """A waiting sequence was aborted."""
+
+    def chunk_end(self, start: int, stop: int) -> int:
+        """Where a prefill chunk from ``start`` ends that cannot go beyond ``stop``."""
+        return stop
+
+    def computed(self, seq: Sequence, start: int, stop: int) -> None:
+        """The batch being made computes tokens [start, stop) of a prompt."""
+        self.register(seq, stop)
+
+    def take_moves(self) -> tuple:
+        """Of the prefill being made, as ``PrefillBatch.of`` wants them: the blocks to copy before it and after it, and
+        what becomes of recurrent states."""
+        copies, self._copies = self._copies, []
+        return [], copies, None
+
+    def take_copies(self) -> np.ndarray | None:
+        """``DecodeBatch.state_copies``."""
+        return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence
+from nanovllm.core import Batch, Sequence
 from nanovllm.engine.futures import refuse, resolve
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -29,6 +29,7 @@ from nanovllm.engine.request import DROPPED, Caller, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.variants import make_scheduler
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.worker import start_runner
@@ -36,7 +37,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
 
 if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner, StepHandle, StepResult
+    from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
 T = TypeVar("T")
 WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
@@ -75,7 +76,7 @@ class LLMEngine:
                 with translate_oom():
                     runner = self.model_runner
                     of_runner = runner.num_kvcache_blocks, eos_token_ids, runner.state_rows, runner.min_copied_tokens
-                    self._set_up(Scheduler(config, *of_runner))
+                    self._set_up(make_scheduler(config, *of_runner))
             except BaseException:
                 self.exit()
                 raise
@@ -193,24 +194,23 @@ class LLMEngine:
         """
         try:
             with Guard(self):
-                batch = self._advance()
+                num_tokens = self._advance()
         except BaseException:
             self._added.dropped = False  # their caller learns it now
             raise
         finished = [(request.request_id, request.completions[0].token_ids) for request in self._added.take()]
-        num_tokens = 0 if batch is None else batch.num_tokens
-        return finished, num_tokens if isinstance(batch, PrefillBatch) else -num_tokens
+        return finished, num_tokens
 
     @all_or_nothing
-    def _advance(self) -> Batch | None:
+    def _advance(self) -> int:
         """One step: schedule a batch, launch its forward pass, take in the tokens of the step before, let it sample.
 
         The host is one step ahead of the tokens it has seen; not on the CPU and in eager mode, where launches wait.
 
         Returns:
-            The batch whose tokens were taken in.
+            The number of tokens taken in, as from ``step``; 0: none.
         """
-        batch, done = self.scheduler.schedule(), None
+        batch, done = self.scheduler.schedule(), 0
         if batch is not None:
             self.model_runner.forward(batch)
         if self._in_flight:
@@ -225,32 +225,18 @@ class LLMEngine:
             resolve(self._submitted, waits_for_text=batch is None)  # callbacks, while the device works
         return done
 
-    def _take_in(self) -> Batch:
-        """Wait for the oldest step in flight, and take in its tokens."""
+    def _take_in(self) -> int:
+        """Wait for the oldest step in flight, and take in its tokens; returns their number as ``step`` does."""
         batch, handle = self._in_flight.popleft()
-        result = handle.wait()
-        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
-            return self._take_in_drafts(batch, result)
-        self._update(batch, result, self.scheduler.postprocess(batch, result.token_ids))
-        return batch
-
-    def _take_in_drafts(self, batch: DecodeBatch, result: "StepResult") -> Batch:
-        """Take in a verify step as the plain steps it stands for; returns a batch with all their tokens."""
-        rows, columns = self.scheduler.accept(batch, result.token_ids, not self._outputs.sees_tokens)
-        for column in range(columns[-1] + 1 if len(columns) else 0):
-            some = rows[columns == column]
-            part, token_ids = batch.part(some), result.token_ids[some, column]
-            logprobs = None if result.logprobs is None else result.logprobs[some, column]
-            finished = self.scheduler.postprocess(part, token_ids, is_part=True)
-            self._update(part, result._replace(token_ids=token_ids, logprobs=logprobs), finished)
-        return batch.part(rows)
-
-    def _update(self, batch: Batch, result: "StepResult", finished: list[Sequence]) -> None:
-        """The tokens of a step are appended; some sequences are finished by that, others end by what they say."""
-        if ended := self._outputs.update(batch, result):
-            self.scheduler.finish(ended)
-        if finished or ended:
-            self._outputs.finish(finished + ended)
+        num_tokens = 0
+        for part, result in self.scheduler.steps(batch, handle.wait(), self._outputs.sees_tokens):
+            finished = self.scheduler.postprocess(part, result.token_ids)
+            if ended := self._outputs.update(part, result):  # by what they say
+                self.scheduler.finish(ended)
+            if finished or ended:
+                self._outputs.finish(finished + ended)
+            num_tokens += part.num_tokens
+        return -num_tokens if batch.is_decode else num_tokens
 
     def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""
@@ -281,9 +267,9 @@ class LLMEngine:
         total = sum(request.params.n for request in requests) + num_more
         progress = Progress(total, use_tqdm) if use_tqdm else None
         try:
-            for batch, ended in self._run(requests, more):
+            for num_tokens, ended in self._run(requests, more):
                 if progress is not None:
-                    progress.update(batch, sum(len(request.completions) for request in ended))
+                    progress.update(num_tokens, sum(len(request.completions) for request in ended))
                 finished.extend(ended)
                 while finished and finished[0].has_text:
                     first = finished.popleft()
@@ -296,7 +282,7 @@ class LLMEngine:
             raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
         return [results[index] for index in range(number)]
 
-    def _run(self, known: list[Request], more: Iterable[Request] = ()) -> Iterator[tuple[Batch | None, list[Request]]]:
+    def _run(self, known: list[Request], more: Iterable[Request] = ()) -> Iterator[tuple[int, list[Request]]]:
         """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
 
         Args:
@@ -305,7 +291,7 @@ class LLMEngine:
             more: requests after these, made when they are asked for.
 
         Yields:
-            After each step the batch that was taken in, and those of the requests that are finished now.
+            After each step the number of tokens taken in, and those of the requests that are finished now.
         """
         caller, window = Caller(), WINDOW * self.config.max_num_seqs
         room = min(FIRST, window)
@@ -327,8 +313,8 @@ class LLMEngine:
                     if not caller.unfinished and not caller.finished and not caller.dropped:
                         return
                     # finished already: one had nothing to compute
-                    batch = None if caller.finished or caller.dropped else self._advance()
-                yield batch, caller.take() if caller.finished or caller.dropped else []
+                    num_tokens = 0 if caller.finished or caller.dropped else self._advance()
+                yield num_tokens, caller.take() if caller.finished or caller.dropped else []
         finally:
             self._abandon(caller)
 

@@ -4,6 +4,7 @@ A decode step pays one addition, in ``Scheduler.postprocess``. The rest is count
 finishes, or is looked up when somebody reads. Reading takes no lock: any thread may read while the engine runs.
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class Metrics:
         self.prefix_cache_queries += seq.num_prompt_tokens
         self.prefix_cache_hits += seq.num_cached_tokens
 
-    def prefilled(self, seqs: list[Sequence]) -> None:
+    def prefilled(self, seqs: Iterable[Sequence]) -> None:
         """A prefill of these has run."""
         now = perf_counter()
         for seq in seqs:
@@ -81,6 +82,6 @@ class Metrics:
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting) + num_not_queued,
             "request_success": dict(self.request_success),
-            **({} if scheduler.speculator is None else scheduler.speculator.metrics()),
+            **scheduler.counters(),
             **{name: {"count": self._num_timed, "sum": total} for name, total in self._seconds.items()},
         }

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from nanovllm.core import Batch, PrefillBatch
-
 TERMINAL_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0  # a log file keeps every state of the bar
 
@@ -34,14 +32,14 @@ class Progress:
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last = self._shown = perf_counter()
 
-    def update(self, batch: Batch | None, num_finished: int) -> None:
-        """A step has processed ``batch``; the time since the last one counts for its kind."""
+    def update(self, num_tokens: int, num_finished: int) -> None:
+        """A step has processed tokens, counted as by ``LLM.step``; the time since the last counts for its kind."""
         now = perf_counter()
-        if batch is not None:
-            kind = "prefill" if isinstance(batch, PrefillBatch) else "decode"
-            self._tokens[kind] += batch.num_tokens
+        if num_tokens:
+            kind = "prefill" if num_tokens > 0 else "decode"
+            self._tokens[kind] += abs(num_tokens)
             if not Progress._is_first_step:
-                self._timed_tokens[kind] += batch.num_tokens
+                self._timed_tokens[kind] += abs(num_tokens)
                 self._seconds[kind] += now - self._last
             Progress._is_first_step = False
             self._last = now

@@ -19,16 +19,12 @@ Knows nothing of devices.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.core import Sequence
-
-if TYPE_CHECKING:
-    from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager
 
 
 class Snapshots:
@@ -132,16 +128,19 @@ class Snapshots:
         return None
 
 
-class RecurrentStates:
-    """The states of the batch being made, and the prompts that wait for snapshots.
+class HybridBlockManager(BlockManager):
+    """Blocks of a model with recurrent layers: a prefix ends where there is a snapshot, and each dies with its block.
 
     Args:
         snapshots: none are taken if it has no rows.
         chunk: of ``StateRows``.
     """
 
-    def __init__(self, snapshots: Snapshots, block_manager: "BlockManager", chunk: int):
-        self.snapshots, self.block_manager, self.chunk = snapshots, block_manager, chunk
+    def __init__(self, num_blocks: int, block_size: int, snapshots: Snapshots, chunk: int = 1,
+                 enable_prefix_caching: bool = True):
+        # a prefix without a state at its end is of no use to recurrent layers
+        super().__init__(num_blocks, block_size, enable_prefix_caching and snapshots.num_rows > 0)
+        self.snapshots, self.chunk = snapshots, chunk
         self._counts: Counter[int] = Counter()  # of the hashes of waiting prompts, each ``grain`` tokens
         self._expected: dict[int, list[int]] = {}  # those of each, by seq_id
         self._begin()
@@ -150,13 +149,14 @@ class RecurrentStates:
         self.snapshots.used.clear()
         self._loads: dict[int, int] = {}  # see StateMoves.of
         self._saves: dict[int, list[tuple[int, int]]] = {}
-        self._copies: list[tuple[int, int]] = []
+        self._forked: list[tuple[Sequence, Sequence]] = []
+        self._grown: list[Sequence] = []  # have just opened a block
 
     def expect(self, seq: Sequence) -> None:
         """A prompt waits, and may use snapshots. Other completions of it need none: they are forked."""
-        if self.snapshots.num_rows and seq.seq_id == seq.group_id:
+        if self.enable_prefix_caching and seq.seq_id == seq.group_id:
             step, num_blocks = self.snapshots.grain // seq.block_size, seq.max_cached_tokens // seq.block_size
-            hashes = self.block_manager.hashes(seq)[step - 1 : num_blocks : step]
+            hashes = self.hashes(seq)[step - 1 : num_blocks : step]
             self._expected[seq.seq_id] = hashes
             self._counts.update(hashes)
 
@@ -167,31 +167,37 @@ class RecurrentStates:
             if not self._counts[block_hash]:
                 del self._counts[block_hash]
 
-    def must_wait(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence would load what this batch saves."""
-        if not self._saves:
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        found = super().find_prefix(seq)
+        return found[: self.snapshots.longest(seq.block_hashes, len(found), self.block_size)]
+
+    def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """Nor may a sequence load what the batch being made saves."""
+        if not super().can_allocate(seq, num_reserved):
             return False
-        prefix = self.block_manager.find_prefix(seq)
-        return bool(prefix) and self.snapshots.is_new(seq.block_hashes[len(prefix) - 1])
+        prefix = self.find_prefix(seq) if self._saves else []
+        return not prefix or not self.snapshots.is_new(seq.block_hashes[len(prefix) - 1])
 
-    def admit(self, seq: Sequence) -> None:
-        """A sequence waits no longer; it begins with what the prefix cache has of it."""
+    def allocate(self, seq: Sequence) -> list[int]:
+        prefix = super().allocate(seq)
         self.expect_no_more(seq)
-        if seq.num_computed_tokens:
+        if prefix:
             self._loads[seq.seq_id] = self.snapshots.hit(self._hash_at(seq, seq.num_computed_tokens))
+        return prefix
 
-    def cut(self, start: int, stop: int) -> int:
-        """Where a prefill that cannot go beyond ``stop`` ends: with one of the kernels' chunks, if one ends there."""
+    def chunk_end(self, start: int, stop: int) -> int:
+        """With one of the kernels' chunks, if one ends there."""
         aligned = stop - stop % self.chunk
         return aligned if aligned > start else stop
 
-    def compute(self, seq: Sequence, start: int, stop: int) -> None:
-        """Tokens [start, stop) are computed, and registered: what this begins with, and what it saves."""
+    def computed(self, seq: Sequence, start: int, stop: int) -> None:
+        """What a sequence begins with, and what it saves."""
+        super().computed(seq, start, stop)
         self._loads.setdefault(seq.seq_id, seq.req_idx if start else -1)
         grain = self.snapshots.grain
-        if not self.snapshots.num_rows or start // grain == stop // grain:
+        if not self.enable_prefix_caching or start // grain == stop // grain:
             return
-        self.block_manager.hashes(seq)  # all are looked at below
+        self.hashes(seq)  # all are looked at below
         positions = range(start - start % grain + grain, stop + 1, grain)
         known_end, last = self._known_end(seq, start), seq.max_cached_tokens // grain * grain
         junctions = [
@@ -207,21 +213,24 @@ class RecurrentStates:
         if saves:
             self._saves[seq.seq_id] = sorted(saves)
 
-    def fork(self, seq: Sequence, siblings: Iterable[Sequence]) -> None:
-        self._copies += [(seq.req_idx, sibling.req_idx) for sibling in siblings]
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        super().fork(seq, child)
+        self._forked.append((seq, child))
 
-    def moves(self) -> tuple[dict[int, int], dict[int, list[tuple[int, int]]], list[tuple[int, int]]]:
-        """The arguments of ``StateMoves.of`` for the prefill that is made now."""
-        moves = self._loads, self._saves, self._copies
+    def take_moves(self) -> tuple:
+        before, after, _ = super().take_moves()
+        moves = self._loads, self._saves, [(seq.req_idx, child.req_idx) for seq, child in self._forked]
         self._begin()
-        return moves
+        return before, after, moves
 
-    def roll(self, seqs: Iterable[Sequence]) -> np.ndarray | None:
-        """``DecodeBatch.state_copies``, where each of the sequences has just opened a block."""
-        if not self.snapshots.num_rows:
-            return None
+    def may_append(self, seq: Sequence, position: int) -> None:
+        super().may_append(seq, position)
+        self._grown.append(seq)
+
+    def take_copies(self) -> np.ndarray | None:
+        """Rolling snapshots of the sequences that have opened a block."""
         grain, copies = self.snapshots.grain, []
-        for seq in seqs:
+        for seq in self._grown if self.enable_prefix_caching else ():
             position = (len(seq.block_table) - 1) * seq.block_size
             if position % grain == 0 and self._is_cached(seq, position):
                 previous = self._hash_at(seq, position - grain) if position > grain else None
@@ -230,6 +239,12 @@ class RecurrentStates:
                     copies.append((seq.req_idx, row))
         self._begin()
         return np.array(copies, np.int32) if copies else None
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self.blocks[block_id].hash
+        super()._forget(block_id)
+        if block_hash is not None:
+            self.snapshots.drop(block_hash)
 
     def _hash_at(self, seq: Sequence, position: int) -> int:
         return seq.block_hashes[position // seq.block_size - 1]
@@ -240,13 +255,13 @@ class RecurrentStates:
 
     def _is_cached(self, seq: Sequence, position: int) -> bool:
         """Whether the prefix cache has the block before ``position``: a snapshot lives no longer than its block."""
-        return self.block_manager.find(seq, position // seq.block_size - 1) is not None
+        return self.find(seq, position // seq.block_size - 1) is not None
 
     def _known_end(self, seq: Sequence, start: int) -> int:
         """The last multiple of ``grain`` up to which others have computed the keys and values already."""
         i = start // seq.block_size
         while i < seq.max_cached_tokens // seq.block_size:
-            block_id = self.block_manager.find(seq, i)
+            block_id = self.find(seq, i)
             if block_id is None or block_id == seq.block_table[i]:
                 break
             i += 1

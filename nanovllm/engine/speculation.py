@@ -204,7 +204,7 @@ class Speculator:
             self._kept = KeptTexts(self._options.prompt_lookup_max, self._options.suffix_decoding_max_cached_requests)
         self.is_verifying = False  # in a launch whose tokens have not been taken in
 
-    def metrics(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Drafts that were verified, their tokens, and how many of these were right; also by their place."""
         return {
             "spec_decode_num_drafts": self.num_drafts,

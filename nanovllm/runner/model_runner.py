@@ -46,6 +46,11 @@ class StepResult(NamedTuple):
     target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
     pooled: np.ndarray | None  # sums of hidden states, fp32 [P, C], of the batch's ``pooled``
 
+    def part(self, rows: np.ndarray, columns: np.ndarray) -> "StepResult":
+        """See ``DecodeBatch.part``."""
+        logprobs = None if self.logprobs is None else self.logprobs[rows, columns]
+        return self._replace(token_ids=self.token_ids[rows, columns], logprobs=logprobs)
+
 
 class StepHandle:
     """A step in flight: what it computes is on its way to the host, and there when the event has happened."""

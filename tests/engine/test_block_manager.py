@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.core import Sequence
-from nanovllm.engine.block_manager import MAX_TAILS, BlockManager
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.scheduler import SequenceTable
 
 
@@ -236,19 +237,19 @@ def test_few_sequences_touch_few_blocks():
 
 
 def copying(num_blocks=6, block_size=8, min_copied_tokens=2):
-    return BlockManager(num_blocks, block_size, min_copied_tokens=min_copied_tokens)
+    return CopyingBlockManager(num_blocks, block_size, min_copied_tokens)
 
 
 def leave(manager, seq):
     """After all its tokens were computed."""
-    manager.register(seq, seq.num_tokens)
-    manager.offer(seq, seq.num_tokens)
-    manager.deallocate(seq)
+    manager.deallocate(seq, seq.num_tokens)
 
 
 def allocated(manager, tokens):
     seq = Sequence(tokens, block_size=manager.block_size)
-    return seq, manager.allocate(seq)
+    manager.allocate(seq)
+    copies, *_ = manager.take_moves()
+    return seq, copies[0] if copies else None
 
 
 def test_the_longest_beginning_is_copied():
@@ -309,7 +310,8 @@ def test_a_block_of_two_sequences_is_no_tail():
     admit(manager, [1, 2, 3, 4])
     seq = admit(manager, [1, 2, 3, 4])
     child = Sequence([1, 2, 3, 4], block_size=4)
-    assert manager.fork(seq, child) is None
+    manager.fork(seq, child)
+    assert manager.take_moves()[1] == []
     manager.offer(child, 3)
     manager.deallocate(child)
     assert not manager.tails and manager.blocks[seq.block_table[0]].ref_count == 1
@@ -343,9 +345,3 @@ def test_forgotten_and_evicted_blocks_are_not_copied():
     leave(manager, admit(manager, [1, 2, 3]))
     admit(manager, list(range(50, 62)))  # takes both blocks
     assert not manager.tails and not manager.children and manager.num_available == 0
-
-
-def test_nothing_is_copied_without_a_prefix_cache():
-    manager = BlockManager(4, 8, False, min_copied_tokens=2)
-    leave(manager, admit(manager, [1, 2, 3]))
-    assert allocated(manager, [1, 2, 3])[1] is None and not manager.cached_block_ids

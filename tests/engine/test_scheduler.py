@@ -28,14 +28,16 @@ from hypothesis import strategies as st
 from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.config import SpeculativeConfig
 from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
-from nanovllm.engine import scheduler as scheduler_module
-from nanovllm.engine.block_manager import MAX_TAILS, NO_PARENT, BlockManager
+from nanovllm.engine import admission
+from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
+from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.request import Caller
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.snapshots import HybridBlockManager
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.variants import make_scheduler
 from nanovllm.runner import cascade, prefill_graphs
 
 
@@ -118,11 +120,18 @@ class Harness:
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        engine._set_up(Scheduler(self.config, num_blocks, {EOS}, state_rows, min_copied_tokens))
+        engine._set_up(make_scheduler(self.config, num_blocks, {EOS}, state_rows, min_copied_tokens))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
         engine._inputs._token_processors = engine._outputs._token_processors = token_processors
         self.num_steps = 0
-        if self.scheduler.speculator is not None:
+        self.taken, steps = None, self.scheduler.steps  # the batch that a step has taken in
+
+        def watched_steps(batch, *args):
+            self.taken = batch
+            return steps(batch, *args)
+
+        self.scheduler.steps = watched_steps
+        if self.config.speculates:
             self.random, make_room = Random(0), self.scheduler._make_room
             if method == "knowing":
                 self.scheduler.speculator._draft = self.draft
@@ -218,7 +227,8 @@ class Harness:
         return "unsampled"
 
     def step(self):
-        batch = self.engine._advance()
+        self.taken = None
+        self.engine._advance()
         self.num_steps += 1
         for request in self.engine._added.take():
             assert request.request_id not in self.aborted
@@ -226,7 +236,7 @@ class Harness:
                 assert seq.seq_id not in self.outputs
                 self.outputs[seq.seq_id] = seq
         self.check()
-        return batch
+        return self.taken
 
     def forget(self):
         """After an abort of everything: what is asked next is a history of its own."""
@@ -304,10 +314,15 @@ class Harness:
         assert sorted(scheduler.table.free_req_indices) == list(range(self.config.max_num_seqs))
         assert scheduler.is_finished() and scheduler.num_in_flight == 0
 
+    def unsampled(self):
+        """Computed to their end by a launch in flight; no token comes."""
+        in_flight = [batch for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)]
+        return [seq for batch in in_flight for seq in batch.ends if seq.status is not SequenceStatus.FINISHED]
+
     def check(self):
         scheduler, config = self.scheduler, self.config
         table, running, waiting = scheduler.table, scheduler.running, scheduler.waiting
-        unsampled = list(scheduler._unsampled.values())  # computed to their end by a launch in flight; no token comes
+        unsampled = self.unsampled()
         assert all(seq.req_idx < 0 and not seq.block_table and not seq.is_sampled for seq in unsampled)
         in_flight = [batch for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)]
         assert {seq.seq_id for seq in unsampled} <= {i for batch in in_flight for i in batch.chunk_seq_ids.tolist()}
@@ -356,7 +371,7 @@ class Harness:
                 own = seq.block_table[(scheduled - 1) // config.kvcache_block_size :]
                 assert all(scheduler.block_manager.blocks[i].ref_count == 1 for i in own)
         histories = self.check_blocks(holders)
-        if scheduler.states is not None:
+        if isinstance(scheduler.block_manager, HybridBlockManager):
             self.check_snapshots(histories)
 
     def check_blocks(self, holders):
@@ -368,8 +383,9 @@ class Harness:
         assert sorted([*free, *cached, *references]) == list(range(self.config.num_kvcache_blocks))
         assert all(block.ref_count == references[block.block_id] for block in manager.blocks)
         assert all(manager.blocks[i].hash is manager.blocks[i].place is None for i in free)
-        assert all(manager.blocks[i].hash is not None or i in manager.tails for i in cached)
-        assert len(manager.tails) <= MAX_TAILS
+        tails = manager.tails if isinstance(manager, CopyingBlockManager) else {}
+        assert all(manager.blocks[i].hash is not None or i in tails for i in cached)
+        assert len(tails) <= MAX_TAILS
         named = {block.hash: block.block_id for block in manager.blocks if block.hash is not None}
         assert named == manager.hash_to_block_id
         if not self.config.enable_prefix_caching:
@@ -395,12 +411,14 @@ class Harness:
     def check_beginnings(self):
         """What may be copied is what launches wrote, and nothing else is offered."""
         manager, size, kv = self.scheduler.block_manager, self.config.kvcache_block_size, self.device.kv
+        if not isinstance(manager, CopyingBlockManager):
+            assert all(block.place is None for block in manager.blocks)
+            return
         histories = {state: request.known[: i + 1] for request in self.requests.values()
                      for i, state in enumerate(request.states.tolist())}  # fmt: skip
         offered = [(place, block_id) for place, ids in manager.children.items() for block_id in ids]
         placed = [block for block in manager.blocks if block.place is not None]
         assert sorted(offered) == sorted((block.place, block.block_id) for block in placed)
-        assert manager.min_copied_tokens is not None or not offered
         assert manager.tails.keys() == {block.block_id for block in placed if block.hash is None}
         for (parent, beginning), block_id in offered:
             tokens = np.frombuffer(manager.blocks[block_id].token_ids, np.int32)
@@ -415,7 +433,7 @@ class Harness:
 
     def check_snapshots(self, histories):
         """Each is the state at the end of a cached block; and what waits is counted."""
-        states, device = self.scheduler.states, self.device
+        states, device = self.scheduler.block_manager, self.device
         snapshots, size = states.snapshots, self.config.kvcache_block_size
         held = [*snapshots.probation.items(), *snapshots.protected.items()]
         num_rows = device.state_rows.num_snapshots if self.config.enable_prefix_caching else 0
@@ -572,7 +590,7 @@ def test_random_histories(max_in_flight, kind):
         min_copied_tokens = 1 + len(arrivals) % 2 if kind == "copies" else None
         harness = Harness(max_in_flight, caching, *limits, graphs, rows, method, min_copied_tokens)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "MANY_SEQS", 1 if len(arrivals) % 2 else 256)
+            patch.setattr(admission, "MANY_SEQS", 1 if len(arrivals) % 2 else 256)
             play(harness, arrivals)
             harness.run_to_end()
         seqs = harness.outputs.values()
@@ -621,7 +639,8 @@ class Interrupt:
 
     FILES = ("scheduler.py", "block_manager.py", "core.py", "request_state.py", "llm_engine.py", "request.py",
              "input_processor.py", "output_processor.py", "inputs.py", "cascade.py", "sampler.py", "masks.py",
-             "token_processor.py", "guard.py", "snapshots.py", "speculation.py")  # fmt: skip
+             "token_processor.py", "guard.py", "snapshots.py", "speculation.py", "admission.py",
+             "speculative_scheduler.py", "prefix_copies.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -693,7 +712,7 @@ def test_a_step_in_flight_that_drafts_wait_for_makes_no_prefill_early():
     speculator.propose = lambda *args: propose(*args) if args[-1] or next(asked) % 2 else None
     harness.step()
     while len(harness.scheduler.waiting) == 2:
-        missed.append(harness.scheduler._missed_tokens)
+        missed.append(harness.scheduler.admission.missed_tokens)
         harness.step()
     assert missed[-1] >= 8, missed  # the free slot has missed a full step's tokens
     assert harness.device.seen >= {"draft"}
@@ -835,7 +854,7 @@ FOUR_BLOCKS = {"max_tokens": 6, "ignore_eos": True}  # of two tokens, behind a p
 ])  # fmt: skip
 def test_where_many_run_their_blocks_are_reserved(params, num_preemptions, monkeypatch):
     """Four sequences, two at a time in ten blocks; they may have the blocks of others only where these may stop."""
-    monkeypatch.setattr(scheduler_module, "MANY_SEQS", 2)
+    monkeypatch.setattr(admission, "MANY_SEQS", 2)
     harness = Harness(1, caching=False, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=6)
     ids = [harness.add([1, 2, i], **params) for i in range(4)]
     while not harness.engine.is_finished():
@@ -850,7 +869,7 @@ def test_blocks_are_reserved_until_others_give_theirs_back(monkeypatch):
     """The second is done, and gives back its blocks, before the first needs its last; so a third gets in beside them,
     and a fourth, which would last as long as the first, does not.
     """
-    monkeypatch.setattr(scheduler_module, "MANY_SEQS", 2)
+    monkeypatch.setattr(admission, "MANY_SEQS", 2)
     harness = Harness(caching=False, num_blocks=9, max_num_seqs=4, max_num_batched_tokens=6, max_model_len=20)
     ids = [harness.add([1, 2, i], max_tokens=n, ignore_eos=True) for i, n in enumerate((8, 4, 3, 8))]
     harness.step()
@@ -960,7 +979,7 @@ def test_what_samples_nothing_holds_its_slot_until_it_is_launched(num_blocks):
         assert len(harness.scheduler.table.free_req_indices) == 3
         assert harness.scheduler.block_manager.num_available == num_blocks
         assert harness.outputs.keys() == set(scores[: 3 * (launched - 1)])
-        assert list(harness.scheduler._unsampled) == scores[3 * (launched - 1) : 3 * launched]
+        assert [seq.seq_id for seq in harness.unsampled()] == scores[3 * (launched - 1) : 3 * launched]
     harness.run_to_end()
     assert harness.device.num_launches == 4
 
@@ -970,7 +989,8 @@ def test_aborted_after_its_last_chunk_was_launched():
     score, other = harness.add_score([1, 2, 1, 2, 2], 1), harness.add_score([2, 2, 1], 1)
     harness.step()
     batch = harness.step()
-    assert batch.chunk_seq_ids.tolist() == [score] and score in harness.scheduler._unsampled  # its first chunk is back
+    assert batch.chunk_seq_ids.tolist() == [score]  # its first chunk is back
+    assert score in [seq.seq_id for seq in harness.unsampled()]
     harness.abort(score)
     harness.run_to_end()
     assert harness.outputs.keys() == {other}

@@ -13,7 +13,7 @@ from test_scheduler import Harness
 
 from nanovllm.core import PrefillBatch, Sequence, StateRows
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.snapshots import RecurrentStates, Snapshots
+from nanovllm.engine.snapshots import HybridBlockManager, Snapshots
 
 
 class NaiveSnapshots:
@@ -195,7 +195,8 @@ def test_a_chat_turn_finds_the_state_of_the_turn_before():
     harness.run_to_end()
     harness.add([*harness.outputs[first].token_ids, 1, 2], **GREEDY)
     assert cached(harness) == [0, 16]
-    held = {**harness.scheduler.states.snapshots.probation, **harness.scheduler.states.snapshots.protected}
+    snapshots = harness.scheduler.block_manager.snapshots
+    held = {**snapshots.probation, **snapshots.protected}
     assert len(held) == 2  # the rolling one moved on from 4, 8 and 12; the second prompt's last is at 20
 
 
@@ -246,13 +247,11 @@ def test_equal_hashes_are_not_equal_prefixes(monkeypatch):
     """If hashes collide, no foreign state is loaded: a snapshot belongs to the block that the prefix cache has."""
     monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(lambda ids, parent=-1: 42))
     snapshots = Snapshots(4, first_row=3, grain=2)
-    manager = BlockManager(12, 2, snapshots=snapshots)
-    states = RecurrentStates(snapshots, manager, chunk=2)
+    manager = HybridBlockManager(12, 2, snapshots, chunk=2)
     seq = Sequence([1, 2, 3, 4, 5], block_size=2)
     manager.allocate(seq)
-    manager.register(seq, 5)
-    states.compute(seq, 0, 5)  # its last full block has the hash of its first
-    assert states.moves()[1] == {}
+    manager.computed(seq, 0, 5)  # its last full block has the hash of its first
+    assert manager.take_moves()[2][1] == {}
 
 
 def test_a_cut_prefill_ends_with_a_chunk():
@@ -268,10 +267,11 @@ def test_a_snapshot_dies_with_its_block():
         harness.add([i % 4] * 9, **GREEDY)
         harness.run_to_end()
     manager = harness.scheduler.block_manager
-    held = {**harness.scheduler.states.snapshots.probation, **harness.scheduler.states.snapshots.protected}
+    snapshots = harness.scheduler.block_manager.snapshots
+    held = {**snapshots.probation, **snapshots.protected}
     assert 0 < len(held) < 4 and held.keys() <= manager.hash_to_block_id.keys()
     manager.forget_prefixes()
-    assert len(harness.scheduler.states.snapshots.free_rows) == 8
+    assert len(harness.scheduler.block_manager.snapshots.free_rows) == 8
     harness.add([1] * 9, **GREEDY)
     assert cached(harness)[-1] == 0
 
@@ -282,4 +282,4 @@ def test_other_completions_wait_for_no_snapshot():
     harness.add(prompt(2, 2), **GREEDY, n=3)
     batch = harness.step()
     assert np.array_equal(batch.states.copies, [[0, 1], [0, 2]])
-    assert cached(harness) == [0] and not harness.scheduler.states._expected
+    assert cached(harness) == [0] and not harness.scheduler.block_manager._expected
