@@ -14,7 +14,7 @@ from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
-from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
 
@@ -142,10 +142,8 @@ class EagerGraphs(CUDAGraphs):
 def use_graphs_on_cpu(llm):
     """Pad decode batches and prefills to captured sizes, as with CUDA graphs."""
     runner = llm.model_runner
-    runner.prefill_sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
-    runner.prefill_inputs = PrefillInputs(
-        runner.prefill_sizes, runner.request_state.block_tables, llm.config.max_model_len
-    )
+    sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
+    runner.prefill_graphs.__init__(sizes, runner.request_state.block_tables, llm.config.max_model_len)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
         runner.capture_cudagraph()

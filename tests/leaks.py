@@ -14,7 +14,7 @@ def check_is_empty(llm):
     assert all(block.ref_count == 0 for block in blocks.blocks)
     assert sorted(scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
     assert scheduler._seqs == [None] * llm.config.max_num_seqs
-    assert scheduler.num_in_flight == len(scheduler._running_req_indices) == 0
+    assert scheduler.num_in_flight == len(scheduler.running_req_indices) == 0
 
 
 def finish(llm):

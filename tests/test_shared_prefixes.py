@@ -17,7 +17,7 @@ from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_
 from nanovllm import SamplingParams, kernels
 from nanovllm.kernels.attention import reference
 from nanovllm.layers.attention_backends import PagedBackend
-from nanovllm.runner import cascade, model_runner
+from nanovllm.runner import cascade, parts
 from nanovllm.runner import worker as worker_module
 
 BLOCK = 16
@@ -62,14 +62,16 @@ def small_groups(monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(cascade, name, value)
     seen = []
-    set_batch = cascade.SharedPrefixes.set_batch
+    prepare = cascade.SharedPrefixes.prepare
 
-    def recorded(self, *args):
-        set_batch(self, *args)
+    def recorded(self, batch, arrays):
+        prepare(self, batch, arrays)
+        if not batch.is_decode:
+            return
         sizes = cascade.columns_of(self._on_device, len(self._tables)).sizes
         seen.append([] if self.groups is None else sizes[sizes > 0].tolist())
 
-    monkeypatch.setattr(cascade.SharedPrefixes, "set_batch", recorded)
+    monkeypatch.setattr(cascade.SharedPrefixes, "prepare", recorded)
     return seen
 
 
@@ -81,7 +83,7 @@ def two_halves_backend():
 @pytest.fixture
 def two_halves(monkeypatch):
     backend = two_halves_backend()
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: backend)
+    monkeypatch.setattr(parts, "select_backend", lambda *_: backend)
 
 
 def prompts_of_a_tree(rng, num, depth=3):
@@ -95,7 +97,7 @@ def prompts_of_a_tree(rng, num, depth=3):
 def make_plain(monkeypatch, make_llm, **options):
     """An engine that reads every context whole."""
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(kernels.select("cpu"), capturable=False))
+        patch.setattr(parts, "select_backend", lambda *_: PagedBackend(kernels.select("cpu"), capturable=False))
         return make_llm(**options)
 
 
@@ -134,14 +136,14 @@ def test_random_prefix_trees(make_llm, monkeypatch, small_groups, two_halves, wa
         ]  # fmt: skip
         assert completions(llm, prompts, params) == completions(plain, prompts, params)
     assert any(len(sizes) > 1 for sizes in small_groups), "several groups at once"
-    assert [] in small_groups and max(map(sum, small_groups)) > 4
+    assert ([] in small_groups or way == "few at once") and max(map(sum, small_groups)) > 4
     assert (llm.scheduler.num_preemptions > 0) == (way == "preempted")
 
 
 def groups_in_a_worker(worker, config):
     vars(cascade).update(SMALL)
     backend = two_halves_backend()
-    model_runner.select_backend = lambda *_: backend
+    parts.select_backend = lambda *_: backend
     worker_module.worker_main(worker, config)
 
 
@@ -196,7 +198,7 @@ def test_on_the_interpreted_kernels(case, tmp_path, make_llm, small_groups, monk
     expected = generate(make_llm(**options), prompts, params)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(**options), prompts, params) == expected
     assert [4] in small_groups or [3] in small_groups
 

@@ -66,7 +66,7 @@ def test_graphs_are_captured_again(make_llm, monkeypatch):
     runner, before = llm.model_runner, tokens(llm)
     monkeypatch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
     runner.use_graphs, first = True, runner.graphs
-    runner.prefill_inputs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
+    runner.prefill_graphs.inputs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
     llm.sleep()
     llm.wake_up(["kv_cache"])
     assert runner.graphs is None

@@ -19,6 +19,7 @@ from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.core import MAX_VERIFIED_SEQS, DecodeBatch, Sequence
 from nanovllm.engine import speculation
 from nanovllm.engine.speculation import HashChains, KeptTexts, Speculator
+from nanovllm.engine.speculative_scheduler import SpeculativeScheduler
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -406,7 +407,7 @@ def test_models_that_do_not_speculate(checkpoint, make_llm, case, adaptive, spec
     """Mixtures unless they are told to; models with recurrent states run as always."""
     path, _ = checkpoint(case)
     llm = make_llm(model=path, max_model_len=256, speculative_config={"method": "ngram", "adaptive": adaptive})
-    assert (llm.scheduler.speculator is not None) == speculates
+    assert isinstance(llm.scheduler, SpeculativeScheduler) == speculates
     plain = make_llm(model=path, max_model_len=256)
     outputs = plain.generate([[5, 6, 7] * 6], greedy(20), use_tqdm=False)
     if speculates:

@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.core import DecodeBatch
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.cuda_graphs import CASCADE, DECODE, CUDAGraphs, cascade_sizes
+from nanovllm.runner.launchers import DecodeLauncher
+from nanovllm.runner.part import Part, Step
 from nanovllm.sampling.feature import Arrays, Tensors
 
 MIN_MEMBERS = 8  # of a group
@@ -72,7 +76,7 @@ def _columns(max_num_seqs: int) -> list[tuple[int, int]]:
     return list(zip(starts, sizes, strict=False))
 
 
-class SharedPrefixes:
+class SharedPrefixes(Part):
     """The groups of the decode batch, on one rank.
 
     Args:
@@ -97,12 +101,14 @@ class SharedPrefixes:
         self._req_indices = np.empty(0, np.int32)  # the batch that was grouped last
         self.groups: PrefixGroups | None = None
 
-    def add(self) -> None:
-        """Request slots have got new owners: the next batch is grouped anew."""
-        self._req_indices = np.empty(0, np.int32)
-
-    def set_batch(self, batch: DecodeBatch, arrays: Arrays) -> None:
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
         """Host: group the next decode batch, and put what changes on the device into ``arrays``."""
+        if isinstance(batch, PrefillBatch):
+            if len(batch.new):  # request slots have got new owners: the next batch is grouped anew
+                self._req_indices = np.empty(0, np.int32)
+            return
+        if batch.drafts is not None:
+            return
         is_same = batch.req_indices is self._req_indices or np.array_equal(batch.req_indices, self._req_indices)
         if self.enabled and not is_same:
             self._req_indices = batch.req_indices
@@ -111,7 +117,7 @@ class SharedPrefixes:
             if groups:  # without groups the device does not look at them
                 self._set(groups, arrays)
 
-    def write(self, tensors: Tensors) -> None:
+    def write(self, batch: Batch, tensors: Tensors) -> None:
         """Device: take in the groups that have changed."""
         if "group_values" in tensors:
             self._buffer.index_copy_(0, tensors["group_indices"].long(), tensors["group_values"])
@@ -140,3 +146,35 @@ class SharedPrefixes:
         tables = self._tables[req_indices, : num_full.max()]
         tables[np.arange(tables.shape[1]) >= num_full[:, None]] = -1
         return find_groups(tables, self._block_size)
+
+
+class CascadeLauncher(DecodeLauncher):
+    """Decode steps with groups; a graph is captured when a batch waits for it."""
+
+    def __init__(self, groups: SharedPrefixes, decode: DecodeLauncher):
+        super().__init__(decode.inputs, decode.sampler, cascade_sizes(decode.sizes))
+        self._groups = groups
+
+    def takes(self, batch: Batch, arrays: Arrays) -> bool:
+        return batch.is_decode and self._groups.groups is not None
+
+    def run(self, step: Step) -> tuple[torch.Tensor, None]:
+        size, graphs, model = len(step.batch.req_indices), step.graphs, step.model
+        if graphs is None:
+            return model(*self.inputs(size, int(step.batch.lengths.max()), self._groups.columns)), None
+
+        def run(size: int) -> torch.Tensor:  # to where the sampling graph reads
+            hidden = model(*self.inputs(size, groups=self._groups.columns))
+            return graphs.output(DECODE, size).copy_(hidden)
+
+        return graphs.replay(CASCADE, size, run), None
+
+    def capture(self, model: CausalLM, graphs: CUDAGraphs) -> None:
+        graphs.sizes[CASCADE] = self.sizes
+
+    def compile(self, model: CausalLM) -> None:
+        for size in self.sizes if self._groups.enabled else ():
+            model(*self.inputs(size, groups=self._groups.columns))
+
+    def num_graphs(self) -> int:
+        return len(self.sizes)

@@ -41,9 +41,7 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
     logits_indices: packed tokens to sample from, or pooled as the last. sampled_req_indices: [N], the requests that get
-    a token. Only where there are any: sampled_from [N], indices of logits_indices, if completions are forked or not all
-    of these are sampled; prefix_from and prefix_to, copy_from and copy_to, blocks; target_rows and target_ids, as in
-    ``Targets``; pooled_last, indices of logits_indices, or pooled_rows and pooled_sizes, as in ``Pooled``.
+    a token. sampled_from [N], indices of logits_indices: where completions are forked, or some are not sampled.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)
@@ -63,16 +61,6 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     }
     if batch.pooled is not None or num_logits < len(batch.sampled_from):
         arrays["sampled_from"] = batch.sampled_from
-    if len(batch.prefix_copies):
-        arrays["prefix_from"], arrays["prefix_to"] = batch.prefix_copies.T
-    if len(batch.block_copies):
-        arrays["copy_from"], arrays["copy_to"] = batch.block_copies.T
-    if batch.targets is not None:
-        arrays["target_rows"], arrays["target_ids"] = batch.targets.rows, batch.targets.token_ids
-    if batch.pooled is not None and batch.pooled.of_last:
-        arrays["pooled_last"] = batch.pooled.rows
-    elif batch.pooled is not None:
-        arrays["pooled_rows"], arrays["pooled_sizes"] = batch.pooled.rows, batch.pooled.sizes
     return arrays
 
 
@@ -90,21 +78,23 @@ def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: in
     )  # fmt: skip
 
 
-def decode_inputs(state: RequestState, size: int, block_size: int, max_context: int, ops: SimpleNamespace,
-                  groups: PrefixGroups | None = None, num_rows: int = 1) -> tuple[torch.Tensor, Context]:
-    """The next token of each of the first ``size`` batch positions, gathered from the request state on the device; in a
-    verify step also the drafts', ``num_rows`` tokens of each."""
-    req_indices = rows = state.batch_req_indices[:size]
-    if num_rows > 1:
-        state.spread(size, num_rows)
-        rows = state.rows(size, num_rows)
-    input_ids, positions, slot_mapping, context_lens = ops.decode_inputs(
-        rows, state.last_token, state.length, state.block_tables, block_size
-    )
-    row_lens = None
-    if num_rows > 1:
-        row_lens, context_lens = context_lens, context_lens.view(size, num_rows).amax(1)
-    return input_ids, Context(
-        positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context, prefix_groups=groups,
-        row_lens=row_lens,
-    )  # fmt: skip
+class DecodeInputs:
+    """The next token of the first sequences of the decode batch, gathered from the request state on the device."""
+
+    def __init__(self, state: RequestState, block_size: int, max_model_len: int, ops: SimpleNamespace):
+        self.state, self._block_size, self._max_model_len, self._ops = state, block_size, max_model_len, ops
+
+    def __call__(self, size: int, max_context: int | None = None, groups: PrefixGroups | None = None,
+                 rows: torch.Tensor | None = None) -> tuple[torch.Tensor, Context]:
+        """``rows``: request slots i32[size * Q] of a verify step, see drafts.py."""
+        state, req_indices = self.state, self.state.batch_req_indices[:size]
+        input_ids, positions, slot_mapping, context_lens = self._ops.decode_inputs(
+            req_indices if rows is None else rows, state.last_token, state.length, state.block_tables, self._block_size
+        )
+        row_lens = None
+        if rows is not None:
+            row_lens, context_lens = context_lens, context_lens.view(size, -1).amax(1)
+        return input_ids, Context(
+            positions, slot_mapping, req_indices, context_lens, state.block_tables, max_context or self._max_model_len,
+            prefix_groups=groups, row_lens=row_lens,
+        )  # fmt: skip

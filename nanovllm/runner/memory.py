@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.layers.attention import Attention
+from nanovllm.runner.part import Part
+from nanovllm.sampling.feature import Arrays, Tensors
 
 CPU_KV_CACHE_BYTES = 2 << 30  # modest: other programs need the host's memory
 GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
@@ -72,6 +75,30 @@ def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.
         chunk = slice(start, start + BLOCKS_AT_ONCE)
         for cache in as_bytes.flatten(0, 1):
             cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
+
+
+class BlockCopies(Part):
+    """Of the blocks of a prefill: beginnings of others before the forward pass, those of forked completions after."""
+
+    def __init__(self) -> None:
+        self.kv_cache: torch.Tensor | None = None
+
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
+        if isinstance(batch, PrefillBatch):
+            for when, copies in (("before", batch.prefix_copies), ("after", batch.block_copies)):
+                if len(copies):
+                    arrays[f"from_{when}"], arrays[f"to_{when}"] = copies.T
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        self._copy(tensors, "before")
+
+    def finish(self, batch: Batch, tensors: Tensors) -> None:
+        self._copy(tensors, "after")
+
+    def _copy(self, tensors: Tensors, when: str) -> None:
+        if f"from_{when}" in tensors:
+            assert self.kv_cache is not None
+            copy_blocks(self.kv_cache, tensors[f"from_{when}"].long(), tensors[f"to_{when}"].long())
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.core import PrefillBatch
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.decoder import Decoder, added_to
 from nanovllm.runner.device import layer_weights, select_dtype
 from nanovllm.runner.inputs import prefill_inputs, to_device
+from nanovllm.runner.part import Launcher, Step
 from nanovllm.sampling.feature import Arrays
 
 MIN_TOKENS = 2048  # of a prefill that is split: smaller halves fill the SMs badly
@@ -130,42 +131,39 @@ def poll(condition: Callable[[], bool]) -> None:
         time.sleep(1e-4)
 
 
-class MicroBatches:
+class MicroBatches(Launcher):
     """One rank's: which prefills are split, and their forward pass. ``wait_until``: how it waits for the device."""
 
-    def __init__(self, config: Config, tp: TPGroup, device: torch.device,
+    fills_queue = True
+
+    def __init__(self, config: Config, tp: TPGroup, device: torch.device, block_tables: torch.Tensor,
                  wait_until: Callable[[Callable[[], bool]], None] = poll):
-        self._tp, self._device, self._wait_until = tp, device, wait_until
+        self._tp, self._device, self._block_tables, self._wait_until = tp, device, block_tables, wait_until
         self._ends: deque[torch.cuda.Event] = deque()  # of layers, on the device
-        self._took_last = False
         self._sums = None if tp.peers is None else tp.peers.sums
         self.min_tokens = min_tokens(config, device.type)
         if device.type == "cuda" and self._sums is None:
             self.min_tokens = None
 
-    def takes(self, batch: PrefillBatch) -> bool:
+    def takes(self, batch: Batch, arrays: Arrays) -> bool:
         """Whether a prefill is split. Never where prompt tokens are scored: that takes every hidden state, and one that
         is scored and not sampled comes last, whoever reads its blocks. Its last chunk has nothing to score where it is
         the last token alone."""
-        if self.min_tokens is None or batch.num_tokens < self.min_tokens or batch.needs_every_state:
+        if self.min_tokens is None or not isinstance(batch, PrefillBatch) or batch.num_tokens < self.min_tokens:
+            return False
+        if batch.needs_every_state:
             return False
         return bool((batch.stops - batch.starts > 1)[batch.num_last :].all())
 
-    def follows(self, splits: bool) -> bool:
-        """Whether a prefill is split, and so was the one before: together they do not fill the launch queue."""
-        took_last, self._took_last = self._took_last, splits
-        return took_last and splits
-
-    def run(self, model: Decoder, arrays: Arrays, block_tables: torch.Tensor) -> torch.Tensor:
-        """The hidden states [N, C] of a prefill's ``logits_indices``; ``arrays`` of it on the host."""
-        halves = split(arrays)
+    def run(self, step: Step) -> tuple[torch.Tensor, None]:
+        halves = split(step.arrays)
         named = {f"{i} {name}": values for i, half in enumerate(halves) for name, values in half.items()}
         tensors, inputs = to_device(named, self._device), []
         for i, half in enumerate(halves):
             limits = int(half["context_lens"].max()), int(np.diff(half["cu_seqlens_q"]).max())
             of_half = {name: tensors[f"{i} {name}"] for name in half}
-            inputs.append(prefill_inputs(of_half, block_tables, *limits, of_half["logits_indices"].long()))
-        return self.forward(model, inputs)
+            inputs.append(prefill_inputs(of_half, self._block_tables, *limits, of_half["logits_indices"].long()))
+        return self.forward(step.model.model, inputs), None
 
     def forward(self, model: Decoder, inputs: list[tuple[torch.Tensor, Context]]) -> torch.Tensor:
         """As ``Decoder.forward``, of two halves: input_ids and context of each -> [N, C]."""

@@ -1,12 +1,12 @@
 """One rank's model and device: a batch in, two launches, token ids out.
 
-Owns the model, the KV cache and the states of recurrent layers, the request state, the sampler and the CUDA graphs.
-Knows nothing of queues. Every rank receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch
-and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
+Owns the order of a step: every part prepares its arrays, one copy takes them to the device, the first launcher that
+takes the batch runs the model, the sampler draws. Knows nothing of queues, nor which parts and launchers there are
+(``parts.py``). Every rank receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch and return;
+only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -15,24 +15,26 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.core import VERIFY_ROWS, Batch, DecodeBatch, PrefillBatch, StateRows
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.distributed.workers import Worker, Workers
-from nanovllm.kernels.delta.reference import CHUNK
-from nanovllm.layers.attention_backends import select_backend
-from nanovllm.layers.context import Context
+from nanovllm.kernels.delta.reference import CHUNK, DeltaStates
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner import memory, recurrent
+from nanovllm.runner import memory, parts, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
-from nanovllm.runner.cuda_graphs import CASCADE, DECODE, SAMPLE, CUDAGraphs, cascade_sizes, decode_sizes, verify_sizes
-from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads, with_fitting_launches
-from nanovllm.runner.inputs import decode_inputs, prefill_arrays, prefill_inputs, to_device
+from nanovllm.runner.cuda_graphs import CUDAGraphs
+from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads
+from nanovllm.runner.drafts import Drafts
+from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
+from nanovllm.runner.launchers import DecodeLauncher
 from nanovllm.runner.micro_batches import MicroBatches
-from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillInputs, PrefillSizes, max_layer_work
+from nanovllm.runner.part import Launcher, Part, Step
+from nanovllm.runner.prefill_graphs import PrefillGraphs
+from nanovllm.runner.readouts import Readout
 from nanovllm.runner.request_state import RequestState
 from nanovllm.runner.weights import Weights
-from nanovllm.sampling.feature import Arrays, Feature, Logits, Tensors
+from nanovllm.sampling.feature import Arrays, Tensors
 from nanovllm.sampling.masks import Masks
 from nanovllm.sampling.processors import Process
 from nanovllm.sampling.sampler import Sampler
@@ -79,10 +81,10 @@ class Computed(NamedTuple):
     """A forward pass that was launched and is to be sampled."""
 
     batch: Batch
+    launcher: Launcher
     hidden: torch.Tensor  # [>= num_sampled, C]
     req_indices: torch.Tensor  # int32 [>= num_sampled]
-    target_logprobs: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
+    readouts: list[torch.Tensor | None]  # of the prompts
 
 
 class ModelRunner:
@@ -94,20 +96,34 @@ class ModelRunner:
         workers: the other ranks, on rank 0 of several.
 
     Attributes:
-        model, kv_cache, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
-        states, num_snapshots: the same for recurrent layers, if there are any.
+        model, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        num_snapshots: the same for recurrent layers, if there are any.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
     """
 
     model: CausalLM
-    kv_cache: torch.Tensor
     num_kvcache_blocks: int
-    states: recurrent.DeltaStates | None = None
     num_snapshots = 0
+    # see parts.py
+    config: Config
+    backend: Any
+    use_graphs: bool
+    request_state: RequestState
+    sampler: Sampler
+    parts: list[Part]
+    launchers: list[Launcher]
+    readouts: tuple[Readout, ...]
+    copies: memory.BlockCopies
+    recurrent: recurrent.RecurrentStates
+    shared_prefixes: SharedPrefixes
+    drafts: Drafts
+    decode: DecodeLauncher
+    prefill_graphs: PrefillGraphs
+    micro_batches: MicroBatches
 
     def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None):
-        self.config, self.tp, self.workers = config, tp, workers
+        self.tp, self.workers = tp, workers
         self.block_size = config.kvcache_block_size
         self.max_blocks = -(-config.max_model_len // self.block_size)
         self.device = select_device(config.device, tp.rank, tp.size)
@@ -116,41 +132,18 @@ class ModelRunner:
         self.state_dtype = getattr(torch, config.state_dtype)
         self.step_threads = step_threads(config.model_config, self.device, tp.size)
         self.ops = kernels.select(self.device.type)
-        model = config.model_config
-        gqa_group = model.num_attention_heads // max(model.num_key_value_heads, tp.size)
-        self.backend = select_backend(
-            config.attention_backend, self.device.type, self.dtype, gqa_group, model.head_dim, model.family.sinks
-        )
-        config = with_fitting_launches(config, self.device)
-        self.config = config = recurrent.with_fitting_slots(config, self.backend, tp, self.dtype, self.device)
         on_gpu = self.device.type == "cuda"
-        self.use_graphs = on_gpu and not config.enforce_eager and self.backend.capturable
         self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
-        self.prefill_sizes = PrefillSizes()
-        if self.use_graphs:
-            devices = range(tp.size) if tp.size > 1 else [self.device]
-            max_work = max_layer_work(devices, has_fp8=model.fp8 is not None)
-            self.prefill_sizes = PrefillSizes.of(config, self.backend, tp.peers is not None, max_work)
         self.graphs: CUDAGraphs | None = None
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
+        self._last_long: Launcher | None = None  # that filled the launch queue
         self._owner = os.getpid()
         self.weights = Weights(self)
-        waiting = {} if workers is None else {"wait_until": workers.wait_until}  # not for ever, on rank 0
-        self.micro_batches = MicroBatches(config, tp, self.device, **waiting)
         if on_gpu:
             torch.cuda.set_device(self.device)
-        R, vocab_size = config.max_num_seqs, model.vocab_size
-        self.decode_sizes = decode_sizes(R) if model.has_lm_head else []
-        self.verify_sizes = dict.fromkeys(VERIFY_ROWS, verify_sizes(R)) if config.speculates else {}
-        num_drafted = max((sizes[-1] * (num_rows - 1) for num_rows, sizes in self.verify_sizes.items()), default=0)
-        self.request_state = state = RequestState(R, self.max_blocks, self.device, Sampler.columns, num_drafted)
-        processed = config.logprobs_mode == "processed_logprobs"
-        self.sampler = Sampler(state, tp, config.max_model_len, vocab_size, processed)
-        shares_prefixes = self.backend.shares_prefixes and not all(model.windows)
-        self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, self.device, shares_prefixes)
-        self.prefill_inputs = PrefillInputs(self.prefill_sizes, state.block_tables, config.max_model_len)
+        parts.put_together(self, config)
 
     # ------------------------------------------------------------ a step
 
@@ -173,7 +166,9 @@ class ModelRunner:
         batch = self._computed.batch
         self._process = process
         outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
-        rows = batch.req_indices if not isinstance(batch, DecodeBatch) else self.request_state.rows_on_host(batch)
+        rows = batch.req_indices
+        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
+            rows = self.drafts.rows_on_host(batch)
         self._last_handle = StepHandle(rows, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
@@ -202,157 +197,84 @@ class ModelRunner:
     @torch.inference_mode()
     def run_model(self, batch: Batch) -> None:
         """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        arrays = self.prepare(batch)
+        launcher = next(each for each in self.launchers if each.takes(batch, arrays))
+        tensors = to_device(arrays, self.device)
+        self.write(batch, tensors)
+        self._leave_room(launcher)
+        step = Step(batch, arrays, tensors, self.model, self.graphs)
+        hidden, every = launcher.run(step)
+        for part in self.parts:
+            part.finish(batch, tensors)
+        readouts = [each.compute(batch, hidden, every, tensors, self.model) for each in self.readouts]
+        if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
+            hidden = hidden[tensors["sampled_from"].long()]
+        self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
+
+    def prepare(self, batch: Batch) -> Arrays:
+        """Host: what the device must know of a batch, as named arrays."""
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
-            if batch.drafts is None:
-                self.shared_prefixes.set_batch(batch, arrays)
-            arrays |= recurrent.copy_arrays(batch.state_copies)
-            if arrays:
-                tensors = to_device(arrays, self.device)
-                self.write(tensors)
-                self._copy_states(tensors)
-            self._computed = self.run_decode(batch)
         else:
             self.prepare_new(batch, arrays)
-            inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
-            if batch.states is not None:
-                inputs |= recurrent.chunk_arrays(batch)
-            graph = self.prefill_sizes.fit(inputs)
-            tensors = to_device(arrays | inputs, self.device)
-            self.write(tensors)
-            self._computed = self.run_prefill(batch, inputs, tensors, graph)
+            arrays |= prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
+        for part in self.parts:
+            part.prepare(batch, arrays)
+        return arrays
+
+    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
+        """Host: the requests that a batch admits."""
+        if len(batch.new):
+            rows = np.zeros(len(batch.new), self.request_state.row)
+            self.sampler.add(batch.new, rows, arrays)
+            self.request_state.add(batch.new, rows, arrays)
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        """Device: everyone takes in what it has put into the arrays."""
+        self.request_state.write(tensors)
+        self.sampler.write(tensors)
+        for part in self.parts:
+            part.write(batch, tensors)
+
+    def _leave_room(self, launcher: Launcher) -> None:
+        """Two prefills could fill the device's launch queue. If a worker then died, the next launch would block while
+        holding the GIL, and so block the watch thread. Two of one kind that limit themselves do not."""
+        if launcher.fills_queue:
+            is_safe = launcher is self._last_long and launcher is not self.launchers[-1]
+            if self.workers is not None and self._last_handle is not None and not is_safe:
+                self._last_handle.wait()
+            self._last_long = launcher
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:
         """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
         assert self._computed is not None
-        (batch, hidden, req_indices, *of_prompts), self._computed = self._computed, None
+        (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
         if masks is not None:
             self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
-        num_rows = batch.num_rows
-        n, logprobs = len(batch.req_indices) * num_rows, None
-        used = self.sampler.used_by(batch.req_indices)
+        n, logprobs = len(batch.req_indices) * batch.num_rows, None
+        used, graph = self.sampler.used_by(batch.req_indices), launcher.sample_graph(batch)
         if self.sampler.processors in used:
-            self.sampler.processors.set_batch(batch.req_indices, self._process, num_rows)
-        if batch.is_decode and not used and self.graphs is not None:
-            kind = SAMPLE if num_rows == 1 else (SAMPLE, num_rows)
-            self.graphs.replay(kind, len(hidden) // num_rows)  # as padded as the forward pass
+            self.sampler.processors.set_batch(batch.req_indices, self._process, batch.num_rows)
+        if graph is not None and not used and self.graphs is not None:
+            self.graphs.replay(graph, len(hidden) // batch.num_rows)  # as padded as the forward pass
         elif n:
             num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
-            logits = self.model.compute_logits(hidden[:n])
-            _, logprobs = self.sampler(logits, req_indices[:n], used, num_top)
-            if num_rows > 1:
-                self.request_state.accept(req_indices[:n], num_rows)
+            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used, num_top)
+            launcher.sampled(batch, req_indices[:n])
         if self.device.type == "cpu":
-            return None, logprobs, *of_prompts
-        on_host = [self._to_host(values) for values in (logprobs, *of_prompts)]
+            return None, logprobs, *readouts
+        on_host = [self._to_host(values) for values in (logprobs, *readouts)]
         event = torch.cuda.Event()
         event.record()
         return event, *on_host
-
-    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
-        """Host: what the device must know of the requests that a batch admits."""
-        if len(batch.new):
-            rows = np.zeros(len(batch.new), self.request_state.row)
-            self.sampler.add(batch.new, rows, arrays)
-            self.request_state.add(batch.new, rows, arrays)
-            self.shared_prefixes.add()
-
-    def write(self, tensors: Tensors) -> None:
-        """Device: each part of the state takes in what it has put into the arrays."""
-        for part in (self.request_state, self.sampler, self.shared_prefixes):
-            part.write(tensors)
 
     def _to_host(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """A copy in pinned memory, complete when the stream gets there; the other ranks' are not needed."""
         if values is None or self.tp.rank > 0:
             return None
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-
-    # ------------------------------------------------------------ the forward pass
-
-    def run_decode(self, batch: DecodeBatch) -> Computed:
-        size, groups = len(batch.req_indices), self.shared_prefixes.groups
-        req_indices = self.request_state.batch_req_indices
-        if batch.drafts is not None:
-            return self._run_verify(batch, size, batch.num_rows)
-        if self.graphs is None:
-            hidden = self.model(*self.decode_inputs(size, int(batch.lengths.max()), groups is not None))
-        else:
-            hidden = self.graphs.replay(DECODE if groups is None else CASCADE, size, self._run_cascade)
-        return Computed(batch, hidden, req_indices)
-
-    def _run_verify(self, batch: DecodeBatch, size: int, num_rows: int) -> Computed:
-        graphs = self.graphs
-        hidden = self._run_rows(num_rows, size) if graphs is None else graphs.replay((DECODE, num_rows), size)
-        return Computed(batch, hidden, self.request_state.rows(size, num_rows))
-
-    def _run_cascade(self, size: int) -> torch.Tensor:  # to where the sampling graph reads
-        hidden = self.model(*self.decode_inputs(size, self.config.max_model_len, shares_prefixes=True))
-        return self.graphs.output(DECODE, size).copy_(hidden)  # type: ignore[union-attr]
-
-    def run_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors,
-                    graph: tuple[str, int] | None) -> Computed:
-        """``arrays`` are the inputs on the host, and among ``tensors`` on the device; ``graph`` fits them."""
-        logits_indices = tensors["logits_indices"].long()
-        self._copy_blocks(tensors, "prefix_from", "prefix_to")
-        if graph is not None:
-            assert self.graphs is not None
-            self.prefill_inputs.write(tensors)
-            every = self.graphs.replay(*graph)
-            hidden = every[logits_indices]
-        else:
-            splits = self.micro_batches.takes(batch)
-            if self.workers is not None and self._last_handle is not None and not self.micro_batches.follows(splits):
-                # Two prefills could fill the device's launch queue. If a worker then died, the next launch would block
-                # while holding the GIL, and so block the watch thread.
-                self._last_handle.wait()
-            every = hidden = self._launch_prefill(batch, arrays, tensors, logits_indices, splits)
-            if batch.needs_every_state:
-                hidden = every[logits_indices]
-        self._copy_blocks(tensors, "copy_from", "copy_to")
-        self._copy_states(tensors)
-        pooled = None
-        if batch.pooled is not None and batch.pooled.of_last:
-            pooled = hidden[tensors["pooled_last"].long()].float()
-        elif batch.pooled is not None:
-            pooled = sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
-        if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
-            hidden = hidden[tensors["sampled_from"].long()]
-        target_logprobs = None
-        if batch.targets is not None:
-            target_logprobs = self.sampler.logprobs.of_targets(
-                batch.targets, every, tensors["target_rows"], tensors["target_ids"], self._logits
-            )
-        return Computed(batch, hidden, tensors["sampled_req_indices"], target_logprobs, pooled)
-
-    def _copy_blocks(self, tensors: Tensors, sources: str, targets: str) -> None:
-        if sources in tensors:
-            memory.copy_blocks(self.kv_cache, tensors[sources].long(), tensors[targets].long())
-
-    def _copy_states(self, tensors: Tensors) -> None:
-        if "rows_from" in tensors:
-            assert self.states is not None
-            recurrent.copy_rows(self.states, tensors["rows_from"].long(), tensors["rows_to"].long())
-
-    def _launch_prefill(self, batch: PrefillBatch, arrays: Arrays, tensors: Tensors, logits_indices: torch.Tensor,
-                        splits: bool) -> torch.Tensor:
-        """The hidden states of ``logits_indices``, or of all tokens where the batch needs others."""
-        block_tables = self.request_state.block_tables
-        if splits:
-            return self.micro_batches.run(self.model.model, arrays, block_tables)
-        limits = int(batch.stops.max()), int((batch.stops - batch.starts).max())
-        wanted = None if batch.needs_every_state else logits_indices
-        return self.model(*prefill_inputs(tensors, block_tables, *limits, wanted))
-
-    def _logits(self, hidden: torch.Tensor) -> Logits:
-        return self.sampler.logits(self.model.compute_logits(hidden))
-
-    def decode_inputs(self, size: int, max_context: int, shares_prefixes: bool = False,
-                      num_rows: int = 1) -> tuple[torch.Tensor, Context]:
-        groups = self.shared_prefixes.columns if shares_prefixes else None
-        return decode_inputs(self.request_state, size, self.block_size, max_context, self.ops, groups, num_rows)
 
     # ------------------------------------------------------------ between steps
 
@@ -363,46 +285,28 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """A KV cache of ``num_kvcache_blocks``, and the rows of recurrent layers; each layer gets its views of it."""
-        self.kv_cache = memory.allocate_kv_cache(
+        self.copies.kv_cache = memory.allocate_kv_cache(
             self.model, self.num_kvcache_blocks, self.block_size, self.kv_dtype, self.device
         )
         num_rows = self.config.max_num_seqs + 1 + self.num_snapshots
-        self.states = recurrent.allocate_states(self.model, num_rows, self.dtype, self.state_dtype, self.device)
-
-    def _run_rows(self, num_rows: int, size: int) -> torch.Tensor:
-        return self.model(*self.decode_inputs(size, self.config.max_model_len, num_rows=num_rows))
-
-    def _sample_rows(self, num_rows: int, size: int) -> torch.Tensor:
-        return self.sample_verified(self.graphs.output((DECODE, num_rows), size), num_rows)  # type: ignore[union-attr]
-
-    def sample_verified(self, hidden: torch.Tensor, num_rows: int, used: tuple[Feature, ...] = ()) -> torch.Tensor:
-        """The same in a verify step, for hidden states [n * num_rows, C]; and requests accept what is right."""
-        rows = self.request_state.rows(len(hidden) // num_rows, num_rows)
-        tokens, _ = self.sampler(self.model.compute_logits(hidden), rows, used)
-        self.request_state.accept(rows, num_rows)
-        return tokens
-
-    def sample_first(self, hidden: torch.Tensor, used: tuple[Feature, ...] = ()) -> torch.Tensor:
-        """Sample hidden states [n, C] for the first n positions of the decode batch; token ids i32[n]."""
-        logits = self.model.compute_logits(hidden)
-        return self.sampler(logits, self.request_state.batch_req_indices[: len(hidden)], used)[0]
+        self.recurrent.states = recurrent.allocate_states(
+            self.model, num_rows, self.dtype, self.state_dtype, self.device
+        )
 
     def capture_cudagraph(self) -> None:
-        """Capture the forward pass and the sampling of every decode size, and the forward pass of prefills.
+        """Capture the launchers' graphs: of forward passes, and of sampling, for the tokens of the step before are
+        taken in between. A batch whose requests use a feature launches the sampler kernel by kernel."""
+        self.graphs = CUDAGraphs()
+        for launcher in self.launchers:
+            launcher.capture(self.model, self.graphs)
 
-        Sampling is a graph of its own: the tokens of the step before are taken in between, and a batch whose requests
-        use a feature launches the sampler kernel by kernel.
-        """
-        self.graphs = graphs = CUDAGraphs()
-        model, inputs, max_context = self.model, self.prefill_inputs, self.config.max_model_len
-        graphs.capture(DECODE, self.decode_sizes, lambda size: model(*self.decode_inputs(size, max_context)))
-        graphs.capture(SAMPLE, self.decode_sizes, lambda size: self.sample_first(graphs.output(DECODE, size)))
-        for num_rows, sizes in self.verify_sizes.items():
-            for kind, run in ((DECODE, self._run_rows), (SAMPLE, self._sample_rows)):
-                graphs.capture((kind, num_rows), sizes, partial(run, num_rows))
-        graphs.capture(SHORT, list(self.prefill_sizes.short), lambda size: model(*inputs.short(size)))
-        graphs.capture(PADDED, [n for n, _ in self.prefill_sizes.padded], lambda size: model(*inputs.padded(size)))
-        graphs.sizes[CASCADE] = cascade_sizes(self.decode_sizes)  # captured when a batch needs them
+    @property
+    def kv_cache(self) -> torch.Tensor | None:
+        return self.copies.kv_cache
+
+    @property
+    def states(self) -> DeltaStates | None:
+        return self.recurrent.states
 
     @property
     def state_rows(self) -> StateRows | None:
@@ -411,7 +315,7 @@ class ModelRunner:
 
     @property
     def min_copied_tokens(self) -> int | None:
-        """See ``BlockManager``; None with recurrent layers, whose state at the end of so much nobody has."""
+        """See ``prefix_copies.py``; None with recurrent layers, whose state at the end of so much nobody has."""
         return 16 if self.device.type == "cpu" and self.state_rows is None else None
 
     def synchronize(self) -> None:
@@ -424,7 +328,8 @@ class ModelRunner:
         self.synchronize()
         self._computed = None
         self.request_state.reset()
-        self.shared_prefixes.reset()
+        for part in self.parts:
+            part.reset()
 
     def exit(self) -> None:
         """Free the device's memory; rank 0 dismisses the other ranks first."""
@@ -437,15 +342,8 @@ class ModelRunner:
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
         self.graphs = self._computed = None
-        for name in ("model", "kv_cache", "states", "request_state", "sampler", "shared_prefixes", "prefill_inputs",
-                     "backend", "weights", "micro_batches"):  # fmt: skip
+        for name in ("model", "request_state", "sampler", "backend", "weights", *parts.NAMES):
             self.__dict__.pop(name, None)
         self.tp.close()  # after the graphs, which hold its memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Of rows fp32 [sum(sizes), C] the sums of the first sizes[0], the next sizes[1], ...: [P, C]."""
-    # unsafe: it would wait for the device, to check the sizes
-    return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)

@@ -18,10 +18,14 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.core import Batch
 from nanovllm.kernels.delta.reference import CHUNK, Chunks
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import layer_weights
+from nanovllm.runner.part import Launcher, Step
 from nanovllm.runner.recurrent import NAMES
 from nanovllm.sampling.feature import Arrays, Tensors
 
@@ -241,3 +245,34 @@ class PrefillInputs:
         if self._has_chunks:
             lengths = [*lengths[:-1], aligned(n + 1), *map(aligned, chunk_lengths(size, n))]
         return lengths
+
+
+class PrefillGraphs(Launcher):
+    """Prefills that fit a captured size."""
+
+    def __init__(self, sizes: PrefillSizes, block_tables: torch.Tensor, max_context: int):
+        self.sizes, self.inputs = sizes, PrefillInputs(sizes, block_tables, max_context)
+        self.graph: tuple[str, int] | None = None  # of the batch that it has taken last
+
+    def takes(self, batch: Batch, arrays: Arrays) -> bool:
+        self.graph = None if batch.is_decode else self.sizes.fit(arrays)
+        return self.graph is not None
+
+    def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.graph is not None and step.graphs is not None
+        self.inputs.write(step.tensors)
+        every = step.graphs.replay(*self.graph)
+        return every[step.tensors["logits_indices"].long()], every
+
+    def capture(self, model: CausalLM, graphs: CUDAGraphs) -> None:
+        graphs.capture(SHORT, list(self.sizes.short), lambda size: model(*self.inputs.short(size)))
+        graphs.capture(PADDED, [n for n, _ in self.sizes.padded], lambda size: model(*self.inputs.padded(size)))
+
+    def compile(self, model: CausalLM) -> None:
+        for size in self.sizes.short:
+            model(*self.inputs.short(size))
+        for size, _ in self.sizes.padded:
+            model(*self.inputs.padded(size))
+
+    def num_graphs(self) -> int:
+        return len(self.sizes.short) + len(self.sizes.padded)

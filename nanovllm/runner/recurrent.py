@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.core import PrefillBatch
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.delta.reference import CHUNK, Chunks, DeltaStates
 from nanovllm.layers.attention import AttentionBackend
@@ -19,12 +19,40 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gated_delta_net import GatedDeltaNet
 from nanovllm.runner.device import model_defaults
 from nanovllm.runner.memory import zeros
+from nanovllm.runner.part import Part
 from nanovllm.sampling.feature import Arrays, Tensors
 
 NAMES = tuple(f"chunks_{field}" for field in Chunks._fields)
 MAX_SHARE = 0.5  # of the memory that weights leave, for the rows of request slots
 SNAPSHOT_SHARE = 0.1  # of what the cache may take, for snapshots
 ROWS_AT_ONCE = 2  # copied through a buffer: 100 MiB for a model of 9 B parameters
+
+
+class RecurrentStates(Part):
+    """Rows of states that a batch copies, and the chunks of a prefill; ``states``: once they are allocated."""
+
+    def __init__(self) -> None:
+        self.states: DeltaStates | None = None
+
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
+        if isinstance(batch, PrefillBatch):
+            if batch.states is not None:
+                arrays |= chunk_arrays(batch)
+        else:
+            arrays |= copy_arrays(batch.state_copies)
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        if batch.is_decode:
+            self._copy(tensors)
+
+    def finish(self, batch: Batch, tensors: Tensors) -> None:
+        if not batch.is_decode:
+            self._copy(tensors)
+
+    def _copy(self, tensors: Tensors) -> None:
+        if "rows_from" in tensors:
+            assert self.states is not None
+            copy_rows(self.states, tensors["rows_from"].long(), tensors["rows_to"].long())
 
 
 def recurrent_layers(model: nn.Module) -> list[GatedDeltaNet]:

@@ -1,8 +1,5 @@
 """The running requests on the device: a row per request slot, and the slots of the current decode batch.
 
-In a verify step the tokens of a draft have rows of their own, behind the padding slot: copies of their request's row,
-further on by 1, 2, ... tokens. So they are prepared, computed and sampled like requests; dead ones have length 0.
-
 Owns one int32 buffer on the device, its layout, and the host's mirror of the block tables. A decode step reads its
 inputs from here and its sampling writes its tokens here, so a step copies to the device only what changes: new
 requests, new blocks, another batch.
@@ -26,7 +23,7 @@ class RequestState:
         device: of the buffer.
         columns: name -> numpy dtype of the sampling columns. A row has its last token, its length, these columns, and
             its block table.
-        num_drafted: D, most tokens of all drafts of a verify step.
+        num_more: D, rows behind the padding slot, see drafts.py.
 
     Attributes:
         batch_req_indices: int32 [R], batch position -> request slot; the padding slot beyond the batch.
@@ -39,7 +36,7 @@ class RequestState:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, columns: dict[str, Any],
-                 num_drafted: int = 0):
+                 num_more: int = 0):
         self.max_num_seqs = self.padding_req_idx = R = max_num_seqs
         self.device = device
         fields = [("last_token", np.int32), ("length", np.int32), *columns.items()]
@@ -50,16 +47,10 @@ class RequestState:
         self.row = np.dtype(fields)
         self._first_row, self._first_block = -(-R // 4) * 4, self.row.itemsize // 4
         self._width = self._first_block + max_blocks
-        num_rows = R + 1 + num_drafted
-        self._first_draft = self._first_row + num_rows * self._width
-        self.buffer = torch.zeros(self._first_draft + num_drafted, dtype=torch.int32, device=device)
+        num_rows = R + 1 + num_more
+        self.buffer = torch.zeros(self._first_row + num_rows * self._width, dtype=torch.int32, device=device)
         self.batch_req_indices = self.buffer[:R].fill_(self.padding_req_idx)
-        self._drafts = self.buffer[self._first_draft :]
-        self._table = table = self.buffer[self._first_row : self._first_draft].view(num_rows, self._width)
-        self._draft_rows = torch.arange(R + 1, num_rows, dtype=torch.int32, device=device)
-        rows = self._first_row + np.arange(R + 1, num_rows) * self._width
-        drafts = np.arange(self._first_draft, len(self.buffer))
-        self._draft_places = np.concatenate([rows, rows + 1, drafts])  # in the buffer: tokens, lengths, tokens again
+        self.table = table = self.buffer[self._first_row :].view(num_rows, self._width)
 
         def column(name: str) -> torch.Tensor:
             dtype, offset = self.row.fields[name][:2]  # type: ignore[index]
@@ -103,52 +94,16 @@ class RequestState:
         if len(changed):
             self._set(arrays, changed, target[changed])
             self._batch_req_indices = target
-        if batch.drafts is not None:
-            self._set_drafts(batch, batch.drafts, arrays)
 
-    def _set_drafts(self, batch: DecodeBatch, drafts: np.ndarray, arrays: Arrays) -> None:
-        """Host: tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
-        num_drafted, Q = len(self._draft_rows), 1 + drafts.shape[1]
-        values = np.zeros((3, num_drafted), np.int32)
-        values[0, : drafts.size] = values[2, : drafts.size] = drafts.ravel()
-        values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
-        self._set(arrays, self._draft_places, values.ravel())
+    def set_rows(self, arrays: Arrays, first: int, values: np.ndarray) -> None:
+        """Host: last tokens and lengths, ``values`` [2, n], of the rows from ``first`` on."""
+        starts = self._first_row + np.arange(first, first + values.shape[1]) * self._width
+        self._set(arrays, np.concatenate([starts, starts + 1]), values.ravel())
 
     def write(self, tensors: Tensors) -> None:
         """Device: take in what the host has set."""
         if "state_values" in tensors:
             self.buffer.index_copy_(0, tensors["state_indices"].long(), tensors["state_values"])
-
-    # ---------------------------------------------------------------- drafts: B sequences with Q rows each
-
-    def rows(self, size: int, num_rows: int) -> torch.Tensor:
-        """Device: the request slots i32[B * Q] of a verify step, of each sequence its own and those of its draft."""
-        drafted = self._draft_rows[: size * (num_rows - 1)].view(size, num_rows - 1)
-        return torch.cat([self.batch_req_indices[:size, None], drafted], 1).flatten()
-
-    def rows_on_host(self, batch: DecodeBatch) -> np.ndarray:
-        """The same, int32 [B, Q]; of a batch without drafts [B]."""
-        if batch.drafts is None:
-            return batch.req_indices
-        drafted = np.arange(batch.drafts.size, dtype=np.int32).reshape(batch.drafts.shape) + self.padding_req_idx + 1
-        return np.concatenate([batch.req_indices[:, None], drafted], 1)
-
-    def spread(self, size: int, num_rows: int) -> None:
-        """Device: the draft rows get what their requests' rows have behind token and length, which the host has set."""
-        owners = self.batch_req_indices[:size, None].expand(size, num_rows - 1).flatten()
-        drafted = self._table[self.padding_req_idx + 1 :][: len(owners)]
-        drafted[:, 2:] = self._table[:, 2:].index_select(0, owners)
-
-    def accept(self, rows: torch.Tensor, num_rows: int) -> None:
-        """Device: every row has sampled. Requests go on behind the tokens of their draft that are right; see
-        ``DecodeBatch.num_accepted``."""
-        rows = rows.view(-1, num_rows).long()
-        tokens, is_live = self.last_token[rows], self.length[rows[:, 1:]] > 0
-        drafts = self._drafts[: is_live.numel()].view(is_live.shape)
-        is_right = ((tokens[:, :-1] == drafts) & is_live).int()
-        num_accepted = is_right.cumprod(1).sum(1)
-        self.last_token[rows[:, 0]] = tokens.gather(1, num_accepted[:, None])[:, 0]
-        self.length[rows[:, 0]] += num_accepted.int()
 
     def _set(self, arrays: Arrays, indices: np.ndarray, values: np.ndarray) -> None:
         for name, added in (("state_indices", indices), ("state_values", values)):

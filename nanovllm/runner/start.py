@@ -14,7 +14,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.runner import memory
-from nanovllm.runner.cuda_graphs import cascade_sizes
 from nanovllm.runner.device import model_defaults, select_device, translate_oom
 from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
@@ -84,17 +83,8 @@ def compile_kernels(runner: ModelRunner) -> None:
     allocate_states(model, 1, runner.dtype, runner.state_dtype, runner.device)
     calibrate(model, config, runner.dtype, runner.device)
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
-    for size in runner.decode_sizes:
-        hidden = model(*runner.decode_inputs(size, config.max_model_len))
-        for used in ((), runner.sampler.compiled_at_start):
-            runner.sample_first(hidden, used)
-    for size in cascade_sizes(runner.decode_sizes) if runner.shared_prefixes.enabled else ():
-        model(*runner.decode_inputs(size, config.max_model_len, shares_prefixes=True))
-    for num_rows, sizes in runner.verify_sizes.items():
-        for size in sizes:
-            hidden = model(*runner.decode_inputs(size, config.max_model_len, num_rows=num_rows))
-            for used in ((), runner.sampler.compiled_at_start):
-                runner.sample_verified(hidden, num_rows, used)
+    for launcher in runner.launchers:
+        launcher.compile(model)
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
@@ -111,10 +101,6 @@ def compile_kernels(runner: ModelRunner) -> None:
         # of larger halves a sum may not fit its buffers
         if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
             runner.micro_batches.forward(model.model, [inputs, inputs])
-    for size in runner.prefill_sizes.short:
-        model(*runner.prefill_inputs.short(size))
-    for size, _ in runner.prefill_sizes.padded:
-        model(*runner.prefill_inputs.padded(size))
     del runner.model
 
 
@@ -122,7 +108,7 @@ def warmup_model(runner: ModelRunner) -> int:
     """Run the largest prefill without a KV cache; return the bytes to reserve for activations and graphs."""
     if runner.device.type == "cpu":
         return 0
-    config, sizes = runner.config, runner.prefill_sizes
+    config = runner.config
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -133,17 +119,16 @@ def warmup_model(runner: ModelRunner) -> int:
         ids, Context(ids, ids - 1, ids[:1], ids[:1], runner.request_state.block_tables, num_tokens, chunks=chunks)
     )
     # The most memory: with several ranks, filters gather the logits.
-    runner.sample_first(hidden[:num_seqs], runner.sampler.compiled_at_start)
+    runner.decode.sample(runner.model, hidden[:num_seqs], runner.sampler.compiled_at_start)
     torch.cuda.synchronize()
     prefill_peak = torch.cuda.max_memory_allocated() - before
     del hidden
     if not runner.use_graphs:
         return prefill_peak
     # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-    num_verify = 2 * sum(map(len, runner.verify_sizes.values()))
-    num_graphs = 3 * len(runner.decode_sizes) + num_verify + len(sizes.short) + len(sizes.padded)
-    graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + sizes.largest) // num_tokens
-    num_rows = max([num_seqs, *(num_rows * sizes[-1] for num_rows, sizes in runner.verify_sizes.items())])
+    num_graphs, largest = sum(each.num_graphs() for each in runner.launchers), runner.prefill_graphs.sizes.largest
+    graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + largest) // num_tokens
+    num_rows = max(num_seqs, *(each.most_rows() for each in runner.launchers))
     logits_bytes = num_rows * config.model_config.vocab_size // runner.tp.size * 8
     return prefill_peak + graph_peak + logits_bytes
 

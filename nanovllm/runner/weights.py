@@ -240,7 +240,7 @@ class Weights:
             self._offloaded = {}
 
     def _drop_kv_cache(self) -> None:
-        self._runner.kv_cache = self._runner.states = None
+        self._runner.copies.kv_cache = self._runner.recurrent.states = None
         detach_kv_cache(self._runner.model)
         detach_states(self._runner.model)
 

@@ -18,9 +18,11 @@ from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
 from nanovllm.runner import cascade, prefill_graphs
 from nanovllm.runner.cascade import SharedPrefixes
-from nanovllm.runner.inputs import prefill_arrays, to_device
+from nanovllm.runner.drafts import Drafts
+from nanovllm.runner.inputs import to_device
 from nanovllm.runner.model_runner import ModelRunner, StepHandle
 from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillSizes
+from nanovllm.runner.readouts import PooledStates, PromptLogprobs
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
 
@@ -106,7 +108,7 @@ class Request:
 class FakeDevice:
     """Stands for the model runner: prepares batches as it does, and keeps hashes of histories in its KV slots."""
 
-    prepare_new, write = ModelRunner.prepare_new, ModelRunner.write
+    prepare, prepare_new, write = ModelRunner.prepare, ModelRunner.prepare_new, ModelRunner.write
 
     def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
@@ -115,8 +117,10 @@ class FakeDevice:
         self.sizes = PrefillSizes((4,), ((6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         num_drafted = 7 * config.max_num_seqs * config.speculates
         self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns, num_drafted)
+        self.drafts = Drafts(state, num_drafted)
         self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
         self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
+        self.parts = self.shared_prefixes, self.drafts, *(PromptLogprobs(self.sampler), PooledStates())
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
         if state_rows is not None:
@@ -148,7 +152,7 @@ class FakeDevice:
         assert masks is process is None
         self.may_fail()
         (batch, tokens, req_indices, target_logprobs), self.computed = self.computed, None
-        rows = self.request_state.rows_on_host(batch) if batch.is_decode else batch.req_indices
+        rows = self.drafts.rows_on_host(batch) if batch.num_rows > 1 else batch.req_indices
         assert req_indices.tolist() == rows.ravel().tolist() and len(tokens) == rows.size
         live = req_indices[self.length[req_indices] > 0]
         assert len(live) == len(rows) + (0 if batch.num_rows == 1 else (batch.drafts >= 0).sum())
@@ -165,7 +169,7 @@ class FakeDevice:
         if self.sampler.logprobs in used:
             logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
         if batch.num_rows > 1:
-            self.request_state.accept(torch.from_numpy(req_indices), batch.num_rows)
+            self.drafts.accept(torch.from_numpy(req_indices), batch.num_rows)
         return StepHandle(rows, None, self.request_state.sampled_tokens, None, logprobs, target_logprobs)
 
     def may_fail(self):
@@ -202,13 +206,13 @@ class FakeDevice:
         self.request_state.reset()
         self.shared_prefixes.reset()
 
-    def take(self, arrays):
+    def take(self, batch, arrays):
         """To the device, which takes in its state."""
         for name in ("state_indices", "penalty_indices", "group_indices"):
             indices = arrays.get(name, np.empty(0)).tolist()
             assert len(set(indices)) == len(indices), "two writes of one element: the order is undefined"
         tensors = to_device(arrays, torch.device("cpu"))
-        self.write(tensors)
+        self.write(batch, tensors)
         return {name: values.numpy() for name, values in tensors.items()}
 
     def _slots(self, req_idx, start, stop):
@@ -259,11 +263,9 @@ class FakeDevice:
         assert (batch.states is None) == (self.states is None)
         if batch.states is not None:
             self._advance_states(batch)
-        arrays = {}
-        self.prepare_new(batch, arrays)
-        inputs = prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
-        kind, size = self.sizes.fit(inputs) or (None, 0)
-        step = SimpleNamespace(**self.take(arrays | inputs))
+        arrays = self.prepare(batch)
+        kind, size = self.sizes.fit(arrays) or (None, 0)
+        step = SimpleNamespace(**self.take(batch, arrays))
         self._copy_blocks(batch.prefix_copies)
         check = {SHORT: self._short, PADDED: self._padded, None: self._packed}[kind]
         owners, states = check(batch, step, size)
@@ -401,10 +403,7 @@ class FakeDevice:
         return tokens, step.sampled_req_indices, torch.from_numpy(rows)
 
     def _decode(self, batch):
-        arrays = {}
-        self.request_state.set_batch(batch, arrays)
-        self.shared_prefixes.set_batch(batch, arrays)
-        self.take(arrays)
+        self.take(batch, self.prepare(batch))
         state, size = self.request_state, batch.num_tokens
         assert (state.batch_req_indices[size:] == state.padding_req_idx).all()
         req_indices = state.batch_req_indices[:size]
@@ -430,13 +429,12 @@ class FakeDevice:
 
     def _verify(self, batch):
         """A decode step with drafts, which may be wrong: their slots then hold hashes of histories that never were."""
-        arrays, state, size, Q = {}, self.request_state, len(batch.req_indices), batch.num_rows
+        state, size, Q = self.request_state, len(batch.req_indices), batch.num_rows
         assert self.states is None
-        state.set_batch(batch, arrays)
-        self.take(arrays)
+        self.take(batch, self.prepare(batch))
         padded = min(size + 1, self.config.max_num_seqs)  # as for a graph
-        state.spread(padded, Q)
-        rows = state.rows(padded, Q)
+        self.drafts.spread(padded, Q)
+        rows = self.drafts.rows(padded, Q)
         inputs = decode_inputs(rows, state.last_token, state.length, state.block_tables, self.block_size)
         input_ids, positions, slots, context_lens = (x.numpy().reshape(padded, Q) for x in inputs)
         assert (slots[size:] == -1).all() and (context_lens[size:] == 0).all()

@@ -11,7 +11,7 @@ from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention_backends import FlashAttentionBackend
-from nanovllm.runner import model_runner
+from nanovllm.runner import parts
 from nanovllm.runner.start import compile_kernels
 
 ODD_SIZES = {
@@ -71,7 +71,7 @@ def flash_attn(monkeypatch):
     with monkeypatch.context() as patch:  # transformers looks for the package, too
         patch.setitem(sys.modules, "flash_attn", flash_attn_stand_in())
         backend = FlashAttentionBackend()
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: backend)
+    monkeypatch.setattr(parts, "select_backend", lambda *_: backend)
 
 
 @pytest.mark.usefixtures("flash_attn")

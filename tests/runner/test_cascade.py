@@ -99,14 +99,15 @@ class Groups(SharedPrefixes):
         """What the request state does, and the runner."""
         self.tables[req_idx] = -1
         self.tables[req_idx, : len(blocks)] = blocks
-        self.add()
+        self._req_indices = np.empty(0, np.int32)
 
     def of_batch(self, req_indices, lengths):
         """{position: (shared tokens, owner's request slot)} on the device, of the grouped."""
         arrays, rows = {}, np.array(req_indices, np.int32)
         new_blocks = np.empty((0, 3), np.int32)
-        self.set_batch(DecodeBatch(rows, rows.astype(np.int64), np.array(lengths, np.int32), new_blocks), arrays)
-        self.write(to_device(arrays, torch.device("cpu")))
+        batch = DecodeBatch(rows, rows.astype(np.int64), np.array(lengths, np.int32), new_blocks)
+        self.prepare(batch, arrays)
+        self.write(batch, to_device(arrays, torch.device("cpu")))
         self.sent += sum(map(len, arrays.values()))
         if self.groups is None:
             return {}

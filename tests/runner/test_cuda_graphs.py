@@ -47,7 +47,16 @@ def test_batches_between_captured_sizes(make_llm, reference, max_num_seqs, devic
 
 def record_graphs(llm):
     """The graph of each prefill from now on, None for those without."""
-    return record_calls(llm.model_runner, "run_prefill", argument=3)
+    graphs, takes = [], llm.model_runner.prefill_graphs.takes
+
+    def recorded(batch, arrays):
+        taken = takes(batch, arrays)
+        if not batch.is_decode:
+            graphs.append(llm.model_runner.prefill_graphs.graph)
+        return taken
+
+    llm.model_runner.prefill_graphs.takes = recorded
+    return graphs
 
 
 def sizes_of(graphs, kind):
@@ -86,7 +95,7 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
     llm = make_llm(device=device, dtype="float32", **options)
     if device == "cpu":
         use_graphs_on_cpu(llm)
-    assert llm.model_runner.prefill_sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8, False)
+    assert llm.model_runner.prefill_graphs.sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8, False)
     graphs = record_graphs(llm)
     prefix = prompt_of(48)
     for prompts in (

@@ -108,7 +108,7 @@ def start(device, monkeypatch):
     def start(model):
         llm = LLM(model, device=device, tensor_parallel_size=2, enforce_eager=True, **OPTIONS)
         made.append(llm)
-        prefills = record_calls(llm.model_runner.micro_batches, "run", argument=1)
+        prefills = record_calls(llm.model_runner.micro_batches, "run")
         return llm, prefills
 
     yield start
@@ -145,7 +145,7 @@ def test_tokens_are_those_of_one_rank(case, device, start, make_llm, tmp_path):
         else:  # sums in another order: a near tie may turn out otherwise, once in a while
             assert sum(a == b for a, b in zip(given, expected, strict=True)) >= 0.7 * len(given)
     assert len(prefills) >= 5
-    halves = [split(arrays) for arrays in prefills]
+    halves = [split(step.arrays) for step in prefills]
     assert any(a["req_indices"][-1] == b["req_indices"][0] for a, b in halves)
     assert any(len(half["logits_indices"]) == 0 for pair in halves for half in pair)
     assert all(len(half["input_ids"]) <= max_half(64) for pair in halves for half in pair)
@@ -189,7 +189,7 @@ def test_what_is_never_split(device, start, make_llm, tmp_path):
     assert not prefills
     generate(llm, [prompt_of(FEWEST, seed=9)], greedy(2))
     assert len(prefills) == 1
-    takes = llm.model_runner.micro_batches.takes
+    takes = lambda batch: llm.model_runner.micro_batches.takes(batch, {})  # noqa: E731
     assert takes(prefill_batch((0, FEWEST))) and takes(prefill_batch((0, FEWEST), (4, 30), num_sampled=1))
     assert not takes(prefill_batch((0, FEWEST), num_targets={0: (3, 4)}))
     assert not takes(prefill_batch((1, FEWEST)))
@@ -198,11 +198,11 @@ def test_what_is_never_split(device, start, make_llm, tmp_path):
 def test_a_scored_prompt_that_others_continue_is_not_split():
     """Sampled sequences are put before those that are only scored, and may read blocks that these write. A scored
     prompt's last chunk may have nothing to score: it is its last token alone."""
-    batches = MicroBatches(SimpleNamespace(tensor_parallel_size=1), SINGLE_RANK, torch.device("cpu"))
+    batches = MicroBatches(SimpleNamespace(tensor_parallel_size=1), SINGLE_RANK, torch.device("cpu"), torch.empty(0))
     batches.min_tokens = FEWEST
     for scored, is_split in (((15, 16), False), ((14, 16), True)):  # the latter would have a target
-        assert batches.takes(prefill_batch((0, 40), scored, (0, 20), num_sampled=1)) == is_split
-    assert batches.takes(prefill_batch((15, 16), (0, 40)))  # sampled
+        assert batches.takes(prefill_batch((0, 40), scored, (0, 20), num_sampled=1), {}) == is_split
+    assert batches.takes(prefill_batch((15, 16), (0, 40)), {})  # sampled
 
 
 def test_small_models_and_other_numbers_of_ranks_run_whole(make_checkpoint, tmp_path):
@@ -251,7 +251,7 @@ def test_rank_0_does_not_wait_for_ever_for_its_device(monkeypatch):
         raise WorkerError(1, f"it is stuck: {condition()}")
 
     one_rank = SimpleNamespace(tensor_parallel_size=1)
-    batches = MicroBatches(one_rank, SINGLE_RANK, torch.device("cuda"), wait_until)
+    batches = MicroBatches(one_rank, SINGLE_RANK, torch.device("cuda"), torch.empty(0), wait_until)
     for _ in range(micro_batches.MAX_LAYERS_AHEAD):
         batches._limit_queue()
     with pytest.raises(WorkerError, match="stuck: False"):

@@ -37,10 +37,11 @@ def test_stop_token_known_one_step_late(make_llm, reference, device):
 def test_decode_sends_only_changes(make_llm, device):
     """In the middle of a block the host sends nothing, or it could not run ahead of the device."""
     llm = run_ahead(make_llm(device=device))
-    sent, launched = (record_calls(llm.model_runner, name) for name in ("write", "run_decode"))
+    sent = record_calls(llm.model_runner, "write", argument=1)
+    launched = record_calls(llm.model_runner.decode, "run")
     generate(llm, [prompt_of(n) for n in (3, 14, 20)], greedy(60))
     assert len(launched) == 59
-    updates = [tensors for tensors in sent if "input_ids" not in tensors]
+    updates = [tensors for tensors in sent if tensors and "input_ids" not in tensors]
     assert all(tensors.keys() == {"state_indices", "state_values"} for tensors in updates)
     sizes = [len(tensors["state_values"]) for tensors in updates]
     # the batch, at first all of its positions; then a block for each 16 tokens of each sequence

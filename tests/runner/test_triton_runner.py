@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 from nanovllm import SamplingParams, kernels  # noqa: E402
 from nanovllm.layers.attention_backends import PagedBackend  # noqa: E402
-from nanovllm.runner import model_runner  # noqa: E402
+from nanovllm.runner import parts  # noqa: E402
 
 PROMPTS = [[5, 6, 7] * 7, [5, 6, 7] * 6, [400]]
 OPTIONS = {"max_num_batched_tokens": 20, "max_num_seqs": 3}  # chunks, and a prefix that hits
@@ -39,7 +39,7 @@ def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, 
     expected = generate(make_llm(model=model, **OPTIONS), PROMPTS, params)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
 
 
@@ -51,7 +51,7 @@ def test_verify_steps(params, make_checkpoint, make_llm, monkeypatch):
     outputs = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     llm = make_llm(model=model, speculative_config={"method": "ngram", "adaptive": False}, **OPTIONS)
     know(llm, outputs, length=3)
     assert generate(llm, PROMPTS, params) == [output["token_ids"] for output in outputs]
@@ -66,7 +66,7 @@ def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
     expected = generate(twins, PROMPTS, WITHOUT_LOGITS_STEPS)
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     llm = make_llm(**options)
     assert generate(llm, PROMPTS, WITHOUT_LOGITS_STEPS) == expected
     ours, theirs = (x.model_runner.model.model.layers[0].self_attn.attn for x in (llm, twins))
@@ -88,7 +88,7 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch)
     expected = generate(make_llm(**options), prompts, greedy(3))
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     llm = make_llm(**options)
     assert generate(llm, prompts, greedy(3)) == expected
     if case == "phi3-mini":
@@ -103,7 +103,7 @@ def test_fp8_weights(tmp_path, make_llm, monkeypatch):
     expected = generate(make_llm(**options), prompts, greedy(3))
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(**options), prompts, greedy(3)) == expected
 
 
@@ -116,7 +116,7 @@ def test_mxfp4_experts(tmp_path, make_llm, monkeypatch):
     expected = generate(make_llm(**options), prompts, greedy(3))
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     llm = make_llm(**options)
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
     assert generate(llm, prompts, greedy(3)) == expected

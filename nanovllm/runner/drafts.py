@@ -1,0 +1,129 @@
+"""Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation.py``).
+
+The tokens of a draft have rows of their own in the request state, behind the padding slot: copies of their request's
+row, further on by 1, 2, ... tokens. So they are prepared, computed and sampled like requests; dead ones have length 0.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+
+import numpy as np
+import torch
+
+from nanovllm.core import Batch, DecodeBatch
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.cuda_graphs import DECODE, SAMPLE, CUDAGraphs
+from nanovllm.runner.inputs import DecodeInputs
+from nanovllm.runner.part import Launcher, Part, Step
+from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Arrays, Feature, Tensors
+from nanovllm.sampling.sampler import Sampler
+
+
+class Drafts(Part):
+    """The drafts of the decode batch on the device; ``num_tokens``: most of all drafts of a step."""
+
+    def __init__(self, state: RequestState, num_tokens: int):
+        self._state = state
+        self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=state.device)
+        self._first = state.padding_req_idx + 1
+        self._rows = torch.arange(self._first, self._first + num_tokens, dtype=torch.int32, device=state.device)
+
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
+        """Tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
+        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
+            drafts, Q = batch.drafts, batch.num_rows
+            values = np.zeros((2, len(self._tokens)), np.int32)
+            values[0, : drafts.size] = drafts.ravel()
+            values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
+            self._state.set_rows(arrays, self._first, values)
+            arrays["drafts"] = values[0]
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        if "drafts" in tensors:
+            self._tokens.copy_(tensors["drafts"])
+
+    def rows(self, size: int, num_rows: int) -> torch.Tensor:
+        """Device: the request slots i32[B * Q] of a verify step, of each sequence its own and those of its draft."""
+        drafted = self._rows[: size * (num_rows - 1)].view(size, num_rows - 1)
+        return torch.cat([self._state.batch_req_indices[:size, None], drafted], 1).flatten()
+
+    def rows_on_host(self, batch: DecodeBatch) -> np.ndarray:
+        """The same, int32 [B, Q]."""
+        assert batch.drafts is not None
+        drafted = np.arange(batch.drafts.size, dtype=np.int32).reshape(batch.drafts.shape) + self._first
+        return np.concatenate([batch.req_indices[:, None], drafted], 1)
+
+    def spread(self, size: int, num_rows: int) -> None:
+        """Device: the draft rows get what their requests' rows have behind token and length, which the host has set."""
+        owners = self._state.batch_req_indices[:size, None].expand(size, num_rows - 1).flatten()
+        table = self._state.table
+        table[self._first :][: len(owners), 2:] = table[:, 2:].index_select(0, owners)
+
+    def accept(self, rows: torch.Tensor, num_rows: int) -> None:
+        """Device: every row has sampled. Requests go on behind the tokens of their draft that are right; see
+        ``DecodeBatch.num_accepted``."""
+        state, rows = self._state, rows.view(-1, num_rows).long()
+        tokens, is_live = state.last_token[rows], state.length[rows[:, 1:]] > 0
+        drafts = self._tokens[: is_live.numel()].view(is_live.shape)
+        is_right = ((tokens[:, :-1] == drafts) & is_live).int()
+        num_accepted = is_right.cumprod(1).sum(1)
+        state.last_token[rows[:, 0]] = tokens.gather(1, num_accepted[:, None])[:, 0]
+        state.length[rows[:, 0]] += num_accepted.int()
+
+
+class VerifyLauncher(Launcher):
+    """Decode steps with drafts. ``sizes``: number of rows -> captured sizes, in sequences."""
+
+    def __init__(self, inputs: DecodeInputs, drafts: Drafts, sampler: Sampler, sizes: dict[int, list[int]]):
+        self.inputs, self.drafts, self.sampler, self.sizes = inputs, drafts, sampler, sizes
+
+    def takes(self, batch: Batch, arrays: Arrays) -> bool:
+        return isinstance(batch, DecodeBatch) and batch.drafts is not None
+
+    def run(self, step: Step) -> tuple[torch.Tensor, None]:
+        size, num_rows = len(step.batch.req_indices), step.batch.num_rows
+        if step.graphs is not None:
+            return step.graphs.replay((DECODE, num_rows), size), None
+        return self._forward(step.model, num_rows, size), None
+
+    def _forward(self, model: CausalLM, num_rows: int, size: int) -> torch.Tensor:
+        self.drafts.spread(size, num_rows)
+        return model(*self.inputs(size, rows=self.drafts.rows(size, num_rows)))
+
+    def _sample(self, model: CausalLM, hidden: torch.Tensor, num_rows: int,
+                used: tuple[Feature, ...] = ()) -> torch.Tensor:
+        rows = self.drafts.rows(len(hidden) // num_rows, num_rows)
+        tokens, _ = self.sampler(model.compute_logits(hidden), rows, used)
+        self.drafts.accept(rows, num_rows)
+        return tokens
+
+    def rows(self, step: Step) -> torch.Tensor:
+        return self.drafts.rows(len(step.batch.req_indices), step.batch.num_rows)
+
+    def sample_graph(self, batch: Batch) -> Hashable:
+        return SAMPLE, batch.num_rows
+
+    def sampled(self, batch: Batch, rows: torch.Tensor) -> None:
+        self.drafts.accept(rows, batch.num_rows)
+
+    def capture(self, model: CausalLM, graphs: CUDAGraphs) -> None:
+        def sample(num_rows: int, size: int) -> torch.Tensor:
+            return self._sample(model, graphs.output((DECODE, num_rows), size), num_rows)
+
+        for n, sizes in self.sizes.items():
+            graphs.capture((DECODE, n), sizes, partial(self._forward, model, n))
+            graphs.capture((SAMPLE, n), sizes, partial(sample, n))
+
+    def compile(self, model: CausalLM) -> None:
+        for num_rows, sizes in self.sizes.items():
+            for size in sizes:
+                hidden = self._forward(model, num_rows, size)
+                for used in ((), self.sampler.compiled_at_start):
+                    self._sample(model, hidden, num_rows, used)
+
+    def most_rows(self) -> int:
+        return max(num_rows * sizes[-1] for num_rows, sizes in self.sizes.items())
+
+    def num_graphs(self) -> int:
+        return 2 * sum(map(len, self.sizes.values()))
