@@ -12,7 +12,7 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,39 +22,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from nanovllm.outputs import FinishReason
+from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.sampling_params import SamplingParams
 
-NONE = np.empty(0, np.int32)
 NO_BLOCKS = np.empty((0, 3), np.int32)
 VERIFY_ROWS = (4, 8)  # of a sequence in a verify step: its last token and a draft
 MAX_VERIFIED_SEQS = 16  # in a step: beyond, products are not bound by the weights' bytes any more
-# kind of pooling -> the positions of a prompt of n tokens whose hidden states are added up
-POOLING: dict[str, Callable[[int], tuple[int, int]]] = {
-    "": lambda n: (0, 0),
-    "last": lambda n: (n - 1, n),
-    "cls": lambda n: (0, 1),
-    "mean": lambda n: (0, n),  # whoever gets the sum divides
-}
 
 
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Tokens whose log-probabilities the prefill of a sequence reports.
-
-    Attributes:
-        token_ids: int32 [n]. The hidden states of positions [first, first + n) predict them.
-        num_top: most probable alternatives reported beside each; -1: all.
-    """
-
-    token_ids: np.ndarray
-    first: int
-    num_top: int
 
 
 class Sequence:
@@ -70,8 +49,7 @@ class Sequence:
         group_id: the same for all completions of one prompt; they share its blocks. None: seq_id.
 
     Attributes:
-        scored: what its prefill is scored against, or None.
-        pooling: hidden states that its prefill reports, a kind of ``POOLING``; "" for none.
+        readout: results of its prompt besides tokens, or None.
         allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
         req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
     """
@@ -95,8 +73,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
-        self.scored: ScoredTokens | None = None
-        self.pooling = ""
+        self.readout: Readout | None = None
         self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: Any = None  # the scheduler's ``SequenceTable``
@@ -147,32 +124,19 @@ class Sequence:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it generates anything; otherwise its prompt is computed for the log-probabilities alone."""
+        """Whether it generates anything; otherwise its prompt is computed for the readout alone."""
         return self.sampling_params.max_tokens != 0
 
     @property
+    def pending_readout(self) -> Readout | None:
+        """The readout, unless its results are known: the sequence is resumed after preemption."""
+        return self.readout if self.num_completion_tokens == 0 else None
+
+    @property
     def max_cached_tokens(self) -> int:
-        """How much of it may come from the prefix cache: what is computed gives logits."""
-        if self.num_completion_tokens > 0 or not (self.scored or self.pooling):
-            return self.num_tokens - 1
-        firsts = [self.scored.first] if self.scored else [self.pooled_rows(0, self.num_tokens).start]
-        return min(self.num_tokens - 1, *firsts)
-
-    def target_rows(self, start: int, stop: int) -> range:
-        """Positions in [start, stop) whose logits are scored."""
-        scored = self.scored
-        if scored is None or self.num_completion_tokens > 0:  # resumed after preemption: known by then
-            return range(0)
-        return range(max(start, scored.first), min(stop, scored.first + len(scored.token_ids)))
-
-    def is_last_pooled(self, stop: int) -> bool:
-        """Whether its last hidden state is reported by a chunk that ends there."""
-        return self.pooling == "last" and stop == self.num_tokens
-
-    def pooled_rows(self, start: int, stop: int) -> range:
-        """Positions in [start, stop) whose hidden states are pooled."""
-        first, end = POOLING[self.pooling](self.num_tokens)
-        return range(max(start, first), min(stop, end))
+        """Upper bound of the prefix-cache hit. Positions whose hidden states are read must be computed."""
+        last = self.num_tokens - 1
+        return last if (readout := self.pending_readout) is None else min(last, readout.first_needed)
 
     @property
     def num_blocks(self) -> int:
@@ -228,36 +192,6 @@ class NewSequences:
         return {**vars(self), "params": [sent[id(params)] for params in self.params]}
 
 
-@dataclass(frozen=True)
-class Targets:
-    """Prompt tokens of a prefill whose log-probabilities are reported."""
-
-    seq_ids: list[int]  # of the sequences that have some
-    sizes: list[int]  # how many each of them has
-    rows: np.ndarray  # int32 [sum(sizes)], packed tokens whose logits are scored
-    token_ids: np.ndarray  # int32 [sum(sizes)], what they are scored against
-    num_top: int  # most alternatives that one of the sequences wants reported; -1: all
-
-    @classmethod
-    def of(cls, chunks: Iterable[tuple[Sequence, int, int]]) -> "Targets | None":
-        """Those of (sequence, start, stop) in the order of the packed tokens; None if there are none."""
-        seq_ids, sizes, rows, token_ids, wanted, offset = [], [], [], [], [], 0
-        for seq, start, stop in chunks:
-            if found := seq.target_rows(start, stop):
-                scored = seq.scored
-                assert scored is not None
-                seq_ids.append(seq.seq_id)
-                sizes.append(len(found))
-                rows.append(np.arange(found.start, found.stop, dtype=np.int32) + (offset - start))
-                token_ids.append(scored.token_ids[found.start - scored.first : found.stop - scored.first])
-                wanted.append(scored.num_top)
-            offset += stop - start
-        if not seq_ids:
-            return None
-        num_top = -1 if -1 in wanted else max(wanted)
-        return cls(seq_ids, sizes, np.concatenate(rows), np.concatenate(token_ids), num_top)
-
-
 class StateRows(NamedTuple):
     """What the devices keep of recurrent layers."""
 
@@ -289,34 +223,10 @@ class StateMoves:
 
 
 @dataclass(frozen=True)
-class Pooled:
-    """Prompts of a prefill whose hidden states are reported: of each, P in all, the sum over some of its tokens."""
-
-    seq_ids: list[int]  # [P]
-    sizes: np.ndarray  # int32 [P], tokens of each
-    # int32 [sum(sizes)], packed tokens; or with ``of_last`` sequences of the batch, whose last token it is
-    rows: np.ndarray
-    of_last: bool
-
-    @classmethod
-    def of(cls, chunks: Iterable[tuple[Sequence, int, int]]) -> "Pooled | None":
-        """Those of (sequence, start, stop) in the order of the packed tokens; None if there are none."""
-        seq_ids, sizes, rows, of_last, offset = [], [], list[int](), False, 0
-        for i, (seq, start, stop) in enumerate(chunks):
-            if seq.pooling and (found := seq.pooled_rows(start, stop)):
-                of_last = seq.pooling == "last"  # the kind is the checkpoint's, one for all
-                seq_ids.append(seq.seq_id)
-                sizes.append(len(found))
-                rows += [i] if of_last else range(found.start + offset - start, found.stop + offset - start)
-            offset += stop - start
-        return cls(seq_ids, _int32(sizes), _int32(rows), of_last) if seq_ids else None
-
-
-@dataclass(frozen=True)
 class PrefillBatch:
     """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
 
-    Sequences whose last hidden state is wanted, to be sampled from or pooled, come first. ``sampled_from[j]`` is the
+    Sequences whose last hidden state is wanted, to be sampled from or read out, come first. ``sampled_from[j]`` is the
     one whose logits request ``req_indices[j]`` is sampled from: itself, or the one it was forked from.
     """
 
@@ -333,9 +243,8 @@ class PrefillBatch:
     new: NewSequences  # admitted by this batch
     prefix_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to before the forward pass
     block_copies: np.ndarray  # the same, after it
-    targets: Targets | None
     states: StateMoves | None = None  # None without recurrent layers
-    pooled: Pooled | None = None
+    readouts: tuple[ReadoutBatch, ...] = ()
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
     def __getstate__(self) -> dict[str, Any]:
@@ -363,7 +272,7 @@ class PrefillBatch:
         ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
         """
         # stable: each kind in its order
-        chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or chunk[0].is_last_pooled(chunk[2])))
+        chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or _takes_last(chunk[0].readout, chunk[2])))
         sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
         return cls(
             _int32(seq.req_idx for seq, _ in sampled),
@@ -377,9 +286,8 @@ class PrefillBatch:
             NewSequences.of(new),
             np.array(prefix_copies, np.int32).reshape(-1, 2),
             np.array(block_copies, np.int32).reshape(-1, 2),
-            Targets.of(chunk[:3] for chunk in chunks),
             None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
-            Pooled.of(chunk[:3] for chunk in chunks),
+            merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop, _ in chunks),
             [seq for seq, *_ in chunks],
         )
 
@@ -390,13 +298,13 @@ class PrefillBatch:
     @property
     def num_last(self) -> int:
         """Sequences, the first ones, whose last hidden state is wanted."""
-        pooled = self.pooled.rows if self.pooled is not None and self.pooled.of_last else NONE
-        return 1 + max(int(self.sampled_from.max(initial=-1)), int(pooled.max(initial=-1)))
+        num_sampled = 1 + int(self.sampled_from.max(initial=-1))
+        return max(num_sampled, *(each.num_last for each in self.readouts)) if self.readouts else num_sampled
 
     @property
     def needs_every_state(self) -> bool:
         """Whether other hidden states than those are wanted."""
-        return self.targets is not None or (self.pooled is not None and not self.pooled.of_last)
+        return any(each.needs_every_state for each in self.readouts)
 
 
 @dataclass(frozen=True)
@@ -406,6 +314,7 @@ class DecodeBatch:
     """
 
     is_decode: ClassVar[bool] = True
+    readouts: ClassVar[tuple[ReadoutBatch, ...]] = ()
     req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
@@ -434,6 +343,10 @@ class DecodeBatch:
 
 
 Batch = PrefillBatch | DecodeBatch
+
+
+def _takes_last(readout: Readout | None, stop: int) -> bool:
+    return readout is not None and readout.takes_last(stop)
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:

@@ -13,8 +13,16 @@ from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.pooling import RERANK_INSTRUCTION, RERANK_TEMPLATE, Head, as_embedding, rerank_prompts
+from nanovllm.engine.pooling import (
+    RERANK_INSTRUCTION,
+    RERANK_TEMPLATE,
+    Head,
+    as_embedding,
+    pooled_output,
+    rerank_prompts,
+)
 from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, as_list, as_prompts, is_one_prompt
+from nanovllm.engine.readout_requests import make_pooling, make_scoring
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -28,6 +36,7 @@ from nanovllm.outputs import (
     Score,
     ScoringOutput,
 )
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import BOOLEAN, check, did_you_mean, integer, optional
@@ -187,7 +196,8 @@ class LLM(LLMEngine):
             raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
         with Guard(self):
             self._require_ready()
-            return self._collect(self._inputs.make_scoring(lists, starts), Request.score, use_tqdm)
+            requests = make_scoring(self._inputs, lists, starts)
+            return self._collect(requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
 
     def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
               use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
@@ -286,8 +296,8 @@ class LLM(LLMEngine):
         """``make`` of the pooled hidden state, fp32 [C], of each prompt."""
         with Guard(self):
             self._require_ready()
-            requests = self._inputs.make_pooling(prompts, kind)
-            return self._collect([], lambda request: request.pooled_output(make), use_tqdm, requests, len(prompts))
+            requests = make_pooling(self._inputs, prompts, kind)
+            return self._collect([], lambda request: pooled_output(request, make), use_tqdm, requests, len(prompts))
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""

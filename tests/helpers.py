@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.core import NewSequences, PrefillBatch, ScoredTokens, Sequence, Targets
+from nanovllm.core import NewSequences, PrefillBatch, Sequence
 from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.readouts import merged
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
@@ -187,14 +189,15 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
         if i in num_targets:
             first, n = num_targets[i]
             targets = -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
-            seqs[-1].scored = ScoredTokens(targets, first, 0)
+            seqs[-1].readout = PromptLogprobs(targets, first, 0)
     starts, stops = np.array(chunks, np.int32).T
     parts = [(seq, start, stop) for seq, (start, stop) in zip(seqs, chunks, strict=True)]
     each, ids = np.arange(len(chunks), dtype=np.int32), np.arange(len(chunks))
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        *(np.array(copies, np.int32).reshape(-1, 2) for copies in (prefix_copies, block_copies)), Targets.of(parts),
+        *(np.array(copies, np.int32).reshape(-1, 2) for copies in (prefix_copies, block_copies)),
+        readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),
     )  # fmt: skip
 
 

@@ -120,7 +120,10 @@ def test_the_reading_path_is_as_long_as_it_says():
     assert sum(map(lines_of, beside | files.keys())) <= PATH_AND_IMPORTS_LINES
 
 
-@pytest.mark.parametrize("module", ["nanovllm", "nanovllm.engine.llm_engine", "nanovllm.runner.worker"])
+@pytest.mark.parametrize("module", [
+    "nanovllm", "nanovllm.engine.llm_engine", "nanovllm.runner.worker", "nanovllm.readouts.prompt_logprobs",
+    "nanovllm.readouts.pooled_state",
+])  # fmt: skip
 def test_imports_no_torch(module):
     """The engine is numbers and text; and a worker sends heartbeats before it imports torch."""
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"

@@ -16,6 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
 from nanovllm.as_vllm import pooling
+from nanovllm.engine.pooling import pooled_output
+from nanovllm.engine.readout_requests import make_pooling
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -152,7 +154,8 @@ def test_beside_requests_that_generate_and_score(kind, qwen3, make_llm):
         llm.model_runner.forward = lambda batch: (batches.append(batch), forward(batch))  # noqa: B023
         check(llm.embed(PROMPTS), model, kind=kind)
         llm.model_runner.forward = forward
-        assert any(len(batch.req_indices) and getattr(batch, "pooled", None) for batch in batches)
+        kinds = [{each.kind for each in batch.readouts} for batch in batches if len(batch.req_indices)]
+        assert any("pooled_state" in found for found in kinds)
         finished = {}
         while not llm.is_finished():
             finished |= dict(llm.step()[0])
@@ -169,16 +172,16 @@ def test_order_of_a_batch(make_llm, qwen3):
     prompts, batches, more = iter(PROMPTS[4:6]), record_calls(llm.model_runner, "forward"), []
 
     def requests():  # the sampled ones are queued between those that are embedded
-        for request in llm._inputs.make_pooling([PROMPTS[4], PROMPTS[1]], "last"):
+        for request in make_pooling(llm._inputs, [PROMPTS[4], PROMPTS[1]], "last"):
             yield request
             more.append(llm._inputs.make(next(prompts), greedy(3), 5))
             yield more[-1]
 
     finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
-    check([finished[i].pooled_output(lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
+    check([pooled_output(finished[i], lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
           [PROMPTS[4], PROMPTS[1]])  # fmt: skip
     assert [request.completions[0].token_ids for request in more] == expected
-    assert batches[0].sampled_from.tolist() == [1, 3] and batches[0].pooled.rows.tolist() == [0, 2]
+    assert batches[0].sampled_from.tolist() == [1, 3] and batches[0].readouts[0].rows.tolist() == [0, 2]
 
 
 def test_norm_and_dimensions(qwen3, make_llm):

@@ -4,7 +4,6 @@ Owns the checks of prompts and parameters, the ids and the seeds. Knows nothing 
 """
 
 import logging
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -12,19 +11,19 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.core import ScoredTokens, Sequence
+from nanovllm.core import Sequence
 from nanovllm.engine.prompts import Prompt, as_list, as_token_ids, split_prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
+from nanovllm.readouts import Readout
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
-from nanovllm.validation import check, integer
 
 logger = logging.getLogger("nanovllm")
 Encoded = tuple[str | None, Any]  # of a prompt: its text, if it has one, and what should be token ids
 Params = SamplingParams | ListLike[SamplingParams] | None
-POOLING_SLICE = 256  # prompts that are tokenized at once, while the device works on those before
 
 
 class InputProcessor:
@@ -39,7 +38,7 @@ class InputProcessor:
 
     def __init__(self, config: Config, num_kvcache_blocks: int, tokenizer: AsyncTokenizer,
                  token_processors: TokenProcessors):
-        self._config, self._num_blocks = config, num_kvcache_blocks
+        self.config, self._num_blocks = config, num_kvcache_blocks
         self._tokenizer, self._token_processors = tokenizer, token_processors
         self._num_seqs = 0  # the next seq_id
         self._has_warned = False
@@ -67,9 +66,9 @@ class InputProcessor:
             RequestError: it can never be served.
         """
         ((text, ids),) = self.encode([prompt])
-        token_ids, params = self._checked(as_token_ids(ids), params)
-        self._check_ids("token id", token_ids)
-        return self._request(text, token_ids, params, index)
+        token_ids, params = self.checked(as_token_ids(ids), params)
+        self.check_ids("token id", token_ids)
+        return self.request(text, token_ids, params, index)
 
     def make_all(self, prompts: ListLike[Encoded], params: Params, is_checked: bool = False) -> list[Request]:
         """The requests of a call, whose parameters are one for all or one for each. ``is_checked``: they are our own.
@@ -92,85 +91,44 @@ class InputProcessor:
                     last, key = given, given.key() if isinstance(given, SamplingParams) else None
                     if key not in copies:
                         copies[key] = given if is_checked else self.copy_of(given)
-                checked.append(self._checked(as_token_ids(token_ids), copies[key]))
+                checked.append(self.checked(as_token_ids(token_ids), copies[key]))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
         try:
-            self._check_ids("", np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in checked)]))
+            self.check_ids("", np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in checked)]))
         except RequestError:
             for i, (ids, _) in enumerate(checked):  # slower
-                self._check_ids(f"prompt {i}: token id", ids)
+                self.check_ids(f"prompt {i}: token id", ids)
         return [
-            self._request(text, ids, resolved, i)
+            self.request(text, ids, resolved, i)
             for i, ((text, _), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
         ]
 
-    def make_scoring(self, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
-        """Requests for the log-probabilities of ``lists[i][starts[i]:]``, and nothing else.
-
-        Raises:
-            RequestError: as from ``make_all``.
-        """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
-        checked = []
-        for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
-            try:
-                ids, start = self._check_scored(given, start)
-                self._checked(ids[:-1], params)
-            except RequestError as error:
-                raise RequestError(f"list {i}: {error}") from None
-            checked.append((ids, start))
-        return [
-            self._request(None, ids[:-1], params, i, (ids[start:], start)) for i, (ids, start) in enumerate(checked)
-        ]
-
-    def make_pooling(self, prompts: ListLike[Prompt], pooling: str) -> Iterator[Request]:
-        """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for.
-
-        Raises:
-            RequestError: a prompt can never be served, with its index; when its turn comes.
-        """
-        params = SamplingParams(max_tokens=0, detokenize=False)
-        for first in range(0, len(prompts), POOLING_SLICE):
-            encoded = self.encode(prompts[first : first + POOLING_SLICE], first)
-            for i, (text, given) in enumerate(encoded, first):
-                try:
-                    ids, _ = self._checked(as_token_ids(given), params, is_computed=True)
-                    self._check_ids("token id", ids)
-                except RequestError as error:
-                    raise RequestError(f"prompt {i}: {error}") from None
-                request = self._request(text, ids, params, i)
-                request.pooling = pooling
-                yield request
-
-    def _request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
-                 targets: tuple[np.ndarray, int] | None = None) -> Request:
-        """``targets``: the tokens to score, and the place of the first; default, if any, the prompt's own."""
-        scored, num_top = None, params.prompt_logprobs
-        if num_top is not None:
-            token_ids, start = targets or (ids[1:], 1)
-            scored = ScoredTokens(token_ids.astype(np.int32), start - 1, num_top)
-        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, scored)
+    def request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
+                readout: Readout | None = None) -> Request:
+        """A request whose form is checked. ``readout``: default, if any, the prompt's own log-probabilities."""
+        if readout is None and params.prompt_logprobs is not None:
+            readout = PromptLogprobs(ids[1:].astype(np.int32), 0, params.prompt_logprobs)
+        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout)
         self._num_seqs += params.n
         return request
 
     def make_completions(self, request: Request) -> None:
         """The sequences of a request that is to be queued."""
-        params, first_id, block_size = request.params, request.request_id, self._config.kvcache_block_size
+        params, first_id, block_size = request.params, request.request_id, self.config.kvcache_block_size
         # the mask of a constrained sequence holds them back
         stop_ids = () if params.is_constrained else self._token_processors.min_tokens_stop_ids(params)
         seqs = [
             Sequence(request.prompt_ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
-        if request.scored is not None and len(request.scored.token_ids):
-            seqs[0].scored = request.scored
-        seqs[0].pooling = request.pooling
+        if request.readout is not None and request.readout.rows(0, len(request.prompt_ids)):
+            seqs[0].readout = request.readout
         request.completions = [Completion(seq, self._token_processors.make(seq)) for seq in seqs]
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:
-            return xxhash.xxh64_intdigest(f"request {seq_id}".encode(), seed=self._config.seed)
+            return xxhash.xxh64_intdigest(f"request {seq_id}".encode(), seed=self.config.seed)
         return xxhash.xxh64_intdigest(f"seed {params.seed + index}".encode())
 
     # ---------------------------------------------------------------- checks
@@ -179,9 +137,9 @@ class InputProcessor:
         """A checked copy of a user's parameters, which nobody else changes."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        params, allowed = params.snapshot(), self._config.max_logprobs
+        params, allowed = params.snapshot(), self.config.max_logprobs
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_ids(f"{name}:", np.array(list(getattr(params, name) or ()), np.int64))
+            self.check_ids(f"{name}:", np.array(list(getattr(params, name) or ()), np.int64))
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and allowed != -1 and not 0 <= asked <= allowed:
@@ -199,20 +157,20 @@ class InputProcessor:
         self._token_processors.check(params)
         return params
 
-    def _check_ids(self, what: str, ids: np.ndarray) -> None:
-        vocab_size = self._config.model_config.vocab_size
+    def check_ids(self, what: str, ids: np.ndarray) -> None:
+        vocab_size = self.config.model_config.vocab_size
         unknown = ids[(ids < 0) | (ids >= vocab_size)]
         if len(unknown):
             raise RequestError(f"{what} {unknown[0]} is outside the vocabulary [0, {vocab_size}).")
 
-    def _checked(self, ids: np.ndarray, params: SamplingParams,
-                 is_computed: bool = False) -> tuple[np.ndarray, SamplingParams]:
+    def checked(self, ids: np.ndarray, params: SamplingParams,
+                is_computed: bool = False) -> tuple[np.ndarray, SamplingParams]:
         """Prompt and parameters, truncated and resolved. The keys and values of the last token are computed only where
         there is nothing to sample, and ``is_computed``, or prompt tokens are scored.
         """
-        max_model_len, block_size = self._config.max_model_len, self._config.kvcache_block_size
+        max_model_len, block_size = self.config.max_model_len, self.config.kvcache_block_size
         num_blocks = self._num_blocks
-        if not (is_computed or self._config.model_config.has_lm_head):
+        if not (is_computed or self.config.model_config.has_lm_head):
             raise RequestError("this model has no LM head, so it predicts no tokens; see LLM.embed and LLM.classify.")
         if params.truncate_prompt_tokens is not None:
             keep = max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
@@ -250,22 +208,3 @@ class InputProcessor:
                 params.max_tokens, max_model_len - n, max_model_len, n,
             )  # fmt: skip
         return ids, params
-
-    def _check_scored(self, token_ids: Any, start: Any) -> tuple[np.ndarray, int]:
-        """A list whose tokens from ``start`` on are to be scored, and the start."""
-        ids = as_token_ids(token_ids)
-        start = check("score", "start", start, integer("an integer"), RequestError)
-        if not 1 <= start < len(ids):
-            raise RequestError(
-                f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
-                "before it, and one at least must be scored."
-            )
-        limit = self._config.max_model_len + 1
-        if len(ids) > limit:
-            raise RequestError(
-                f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
-                "Shorten it or raise max_model_len."
-            )
-        self._check_ids("token id", ids)
-        return ids, start
-

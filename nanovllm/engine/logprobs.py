@@ -12,6 +12,8 @@ import numpy as np
 from nanovllm.engine.detokenizer import decode_tokens
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.outputs import Logprob, LogprobsAt
+from nanovllm.readouts import Readout
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs, trimmed
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -34,18 +36,6 @@ class SampleLogprobs:
         """
         rows = self._rows[start:stop]
         return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, self._tokenizer)
-
-
-def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
-    """The first ``num_logprobs`` (-1 is all) alternatives of each row: another request may have asked for more.
-
-    Args:
-        rows: int32 [..., 2 + 2k].
-    """
-    k = (rows.shape[-1] - 2) // 2
-    if num_logprobs == -1 or num_logprobs >= k:
-        return rows
-    return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)
 
 
 def logprobs_at(rows: np.ndarray, token_ids: list[int], tokenizer: AsyncTokenizer | Literal[False]) -> list[LogprobsAt]:
@@ -74,3 +64,17 @@ def logprobs_at(rows: np.ndarray, token_ids: list[int], tokenizer: AsyncTokenize
                 entry[i] = Logprob(value, place, text.get(i))
         result.append(entry)
     return result
+
+
+def prompt_logprobs(readout: Readout, prompt_ids: np.ndarray,
+                    tokenizer: AsyncTokenizer | Literal[False]) -> Callable[[], list] | None:
+    """Makes the list of a finished prompt, None for its first token; None if it has no log-probabilities."""
+    if not isinstance(readout, PromptLogprobs) or readout.error is not None:
+        return None
+
+    def make() -> list:
+        if not readout.chunks:  # a prompt of one token
+            return [None]
+        return [None, *logprobs_at(readout.packed(), prompt_ids[1:].tolist(), tokenizer)]
+
+    return make

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.core import Batch, PrefillBatch, Sequence, SequenceStatus
-from nanovllm.engine.logprobs import trimmed
+from nanovllm.core import Batch, Sequence, SequenceStatus
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.request import Caller, Request
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.readouts import Readout
 
 logger = logging.getLogger("nanovllm")
-NOT_FINITE = "{} NaN or infinite. The weights hold NaN, or overflow in this dtype."
+NOT_FINITE = "{} of the prompt are NaN or infinite. The weights hold NaN, or overflow in this dtype."
 
 
 class OutputProcessor:
@@ -70,7 +70,7 @@ class OutputProcessor:
                     self.constrained[seq.seq_id] = processor
                 if seq.sampling_params.logits_processors:
                     self.with_functions[seq.seq_id] = processor
-            if seq.is_sampled or seq.scored is not None or seq.pooling:
+            if seq.is_sampled or seq.readout is not None:
                 waiting.append(seq)
             else:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
@@ -89,26 +89,15 @@ class OutputProcessor:
         return len(self._processors) > 0
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
-        """Look at what a step computed, where requests ask for it; return the sequences that end by that."""
+        """Process readouts, log-probabilities, stop strings and grammars of a step. Returns the sequences they end."""
         ended: list[Sequence] = []
-        if isinstance(batch, PrefillBatch) and batch.targets is not None:
-            stop = 0
-            for seq_id, size in zip(batch.targets.seq_ids, batch.targets.sizes, strict=True):
-                start, stop = stop, stop + size
-                if (request := self._requests.get(seq_id)) is not None:
-                    assert request.scored is not None
-                    # trimmed here: the prompt's next chunk may run beside requests that want fewer
-                    rows = trimmed(result.target_logprobs[start:stop], request.scored.num_top)
-                    request.target_logprobs.append(rows)
-                    if not np.isfinite(rows[:, 0].view(np.float32)).all():
-                        ended += self._fail(request, NOT_FINITE.format("logits of the prompt are"))
-        if isinstance(batch, PrefillBatch) and batch.pooled is not None:
-            finite = np.isfinite(result.pooled).all(axis=1).tolist()
-            for seq_id, states, is_finite in zip(batch.pooled.seq_ids, result.pooled, finite, strict=True):
-                if (request := self._requests.get(seq_id)) is not None:
-                    request.pooled = states if request.pooled is None else request.pooled + states
+        for message, values in zip(batch.readouts, result.readouts, strict=True):
+            for seq_id, of_seq, is_finite in message.results(values):
+                request = self._requests.get(seq_id)
+                if request is not None and request.readout is not None:
+                    request.readout.take_in(of_seq)
                     if not is_finite:
-                        ended += self._fail(request, NOT_FINITE.format("hidden states of the prompt are"))
+                        ended += self._fail(request, request.readout)
         for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
             processor = self._processors.get(seq_id)
             if processor is not None:
@@ -117,9 +106,9 @@ class OutputProcessor:
                     ended.append(processor.seq)
         return ended
 
-    def _fail(self, request: Request, error: str) -> list[Sequence]:
+    def _fail(self, request: Request, readout: Readout) -> list[Sequence]:
         """Mark a request whose prompt has no results; returns those of its sequences that end by that."""
-        request.error = error
+        readout.error = error = NOT_FINITE.format(readout.subject)
         for seq in request.seqs:
             seq.finish_reason, seq.stop_reason = "error", error
         return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]

@@ -1,12 +1,16 @@
 """What ``embed``, ``classify`` and ``rerank`` make of a prompt's pooled hidden state; on the host, in fp32."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.request import Request
 from nanovllm.errors import RequestError
+from nanovllm.outputs import PoolingRequestOutput
+from nanovllm.readouts.pooled_state import PooledState
 
 # the prompt of Qwen3-Reranker, whose answer is one token; and its default instruction
 RERANK_TEMPLATE = (
@@ -16,6 +20,16 @@ RERANK_TEMPLATE = (
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def pooled_output(request: Request, make: Callable[[np.ndarray], Any]) -> PoolingRequestOutput:
+    """The output of a finished prompt, with what ``make`` makes of its pooled hidden state, fp32 [C]."""
+    readout = request.readout
+    assert isinstance(readout, PooledState)
+    return PoolingRequestOutput(
+        str(request.request_id), make(readout.mean()) if readout.error is None else None, request.prompt_ids.tolist,
+        request.completions[0].seq.num_cached_tokens, prompt=request.prompt, index=request.index, error=readout.error,
+    )  # fmt: skip
 
 
 def as_embedding(state: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:

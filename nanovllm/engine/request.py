@@ -3,21 +3,19 @@
 Input and output processor fill it; the scheduler sees its sequences only.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from nanovllm.core import POOLING, ScoredTokens, Sequence
-from nanovllm.engine.logprobs import logprobs_at
+from nanovllm.core import Sequence
+from nanovllm.engine.logprobs import prompt_logprobs
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.errors import EngineError
-from nanovllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, Score
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
 DROPPED = "these requests were dropped, because a step of this engine failed or was interrupted."
@@ -86,11 +84,7 @@ class Request:
         prompt: its text; None if it was given as token ids.
         prompt_ids: integers [num_prompt_tokens], a copy of the user's.
         index: the place of the prompt in its call.
-        scored: prompt tokens whose log-probabilities are reported, or None.
-        target_logprobs: theirs, chunk by chunk, packed as by ``token_logprobs``.
-        pooling: the hidden states of the prompt that are reported, see ``Sequence``.
-        pooled: their sum so far, fp32 [C].
-        error: why the prompt has neither log-probabilities nor a hidden state, where it should.
+        readout: results of the prompt besides tokens, or None.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
         future: of ``submit``.
@@ -102,11 +96,7 @@ class Request:
     params: SamplingParams
     tokenizer: AsyncTokenizer
     index: int = 0
-    scored: ScoredTokens | None = None
-    target_logprobs: list[np.ndarray] = field(default_factory=list)
-    pooling: str = ""
-    pooled: np.ndarray | None = None
-    error: str | None = None
+    readout: Readout | None = None
     completions: list[Completion] = field(default_factory=list)
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
@@ -130,29 +120,6 @@ class Request:
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
             self.completions[0].seq.num_cached_tokens, finished,
-            None if self.scored is None or self.error else self._scored_prompt, self.index,
-        )  # fmt: skip
-
-    def _scored_prompt(self) -> list:
-        if not self.target_logprobs:  # a prompt of one token
-            return [None]
-        rows, ids = np.concatenate(self.target_logprobs), self.prompt_ids[1:].tolist()
-        return [None, *logprobs_at(rows, ids, self.params.detokenize and self.tokenizer)]
-
-    def score(self) -> Score:
-        if self.error is not None:
-            assert self.scored is not None
-            num_scored = len(self.scored.token_ids)
-            return Score([math.nan] * num_scored, [False] * num_scored, self.error)
-        rows = np.concatenate(self.target_logprobs)
-        values = np.ascontiguousarray(rows).view(np.float32)  # logprob, rank, best id, best logprob
-        return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
-
-    def pooled_output(self, make: Callable[[np.ndarray], Any]) -> PoolingRequestOutput:
-        """The finished prompt, with what ``make`` makes of its pooled hidden state, fp32 [C]."""
-        assert self.pooled is not None
-        first, end = POOLING[self.pooling](len(self.prompt_ids))
-        return PoolingRequestOutput(
-            str(self.request_id), None if self.error else make(self.pooled / (end - first)), self.prompt_ids.tolist,
-            self.completions[0].seq.num_cached_tokens, prompt=self.prompt, index=self.index, error=self.error,
+            self.readout and prompt_logprobs(self.readout, self.prompt_ids, self.params.detokenize and self.tokenizer),
+            self.index,
         )  # fmt: skip

@@ -16,7 +16,7 @@ class Pooling(NamedTuple):
     """The pooling of a checkpoint.
 
     Attributes:
-        kind: of ``core.POOLING``: which hidden states an embedding is the mean of.
+        kind: of ``POOLING`` (readouts/pooled_state.py): which hidden states an embedding is the mean of.
         normalize: whether embeddings are divided by their L2 norm, unless a call says otherwise.
     """
 

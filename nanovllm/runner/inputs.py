@@ -40,8 +40,9 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     """T packed tokens of S sequences, and where they belong, int32. ``block_tables`` [R, max_blocks] on the host.
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
-    logits_indices: packed tokens to sample from, or pooled as the last. sampled_req_indices: [N], the requests that get
-    a token. sampled_from [N], indices of logits_indices: where completions are forked, or some are not sampled.
+    logits_indices: last tokens that are sampled from or read out. sampled_req_indices: [N], the requests that get a
+    token. sampled_from [N], indices of logits_indices: where completions are forked, or some are not sampled. And those
+    of the readouts.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)
@@ -59,8 +60,10 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
         "logits_indices": cu_seqlens_q[1 : num_logits + 1] - 1,
         "sampled_req_indices": batch.req_indices,
     }
-    if batch.pooled is not None or num_logits < len(batch.sampled_from):
+    if not np.array_equal(batch.sampled_from, np.arange(num_logits)):
         arrays["sampled_from"] = batch.sampled_from
+    for readout in batch.readouts:
+        arrays |= readout.arrays()
     return arrays
 
 

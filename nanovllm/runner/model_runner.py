@@ -31,7 +31,7 @@ from nanovllm.runner.launchers import DecodeLauncher
 from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.part import Launcher, Part, Step
 from nanovllm.runner.prefill_graphs import PrefillGraphs
-from nanovllm.runner.readouts import Readout
+from nanovllm.runner.readouts import Reader
 from nanovllm.runner.request_state import RequestState
 from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Tensors
@@ -45,8 +45,7 @@ class StepResult(NamedTuple):
 
     token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch; of a verify step [B, Q]
     logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
-    target_logprobs: np.ndarray | None  # the same of the batch's ``targets``
-    pooled: np.ndarray | None  # sums of hidden states, fp32 [P, C], of the batch's ``pooled``
+    readouts: tuple[np.ndarray, ...]  # of the batch's ``readouts``
 
     def part(self, rows: np.ndarray, columns: np.ndarray) -> "StepResult":
         """See ``DecodeBatch.part``."""
@@ -58,11 +57,10 @@ class StepHandle:
     """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
-                 event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None,
-                 target_logprobs: torch.Tensor | None = None, pooled: torch.Tensor | None = None):
+                 event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
         self._rows = rows  # of sampled_tokens
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
-        self._results = logprobs, target_logprobs, pooled
+        self._logprobs, self._readouts = logprobs, readouts
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
@@ -71,10 +69,9 @@ class StepHandle:
         elif self._event is not None:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
-        logprobs, *of_prompts = (None if values is None else values.numpy().copy() for values in self._results)
-        if logprobs is not None:
-            logprobs = logprobs.reshape(*self._rows.shape, -1)
-        return StepResult(self._sampled_tokens.numpy()[self._rows], logprobs, *of_prompts)
+        readouts = tuple(values.numpy().copy() for values in self._readouts)
+        logprobs = None if self._logprobs is None else self._logprobs.numpy().reshape(*self._rows.shape, -1).copy()
+        return StepResult(self._sampled_tokens.numpy()[self._rows], logprobs, readouts)
 
 
 class Computed(NamedTuple):
@@ -84,7 +81,7 @@ class Computed(NamedTuple):
     launcher: Launcher
     hidden: torch.Tensor  # [>= num_sampled, C]
     req_indices: torch.Tensor  # int32 [>= num_sampled]
-    readouts: list[torch.Tensor | None]  # of the prompts
+    readouts: list[torch.Tensor]  # of the batch's
 
 
 class ModelRunner:
@@ -113,7 +110,7 @@ class ModelRunner:
     sampler: Sampler
     parts: list[Part]
     launchers: list[Launcher]
-    readouts: tuple[Readout, ...]
+    readers: dict[str, Reader]
     copies: memory.BlockCopies
     recurrent: recurrent.RecurrentStates
     shared_prefixes: SharedPrefixes
@@ -206,7 +203,9 @@ class ModelRunner:
         hidden, every = launcher.run(step)
         for part in self.parts:
             part.finish(batch, tensors)
-        readouts = [each.compute(batch, hidden, every, tensors, self.model) for each in self.readouts]
+        readouts = [
+            self.readers[each.kind].compute(each, hidden, every, tensors, self.model) for each in batch.readouts
+        ]
         if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.core import Batch
+from nanovllm.core import Batch, PrefillBatch
 from nanovllm.kernels.delta.reference import CHUNK, Chunks
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
@@ -79,7 +79,7 @@ class PrefillSizes(NamedTuple):
         """Tokens of the largest size."""
         return max((*self.short, *(size for size, _ in self.padded)), default=0)
 
-    def fit(self, arrays: Arrays) -> tuple[str, int] | None:
+    def fit(self, arrays: Arrays, needs_every_state: bool) -> tuple[str, int] | None:
         """Pad a prefill, in place, to a captured size; returns that graph's kind and size, None if there is none."""
         num_tokens, contexts = len(arrays["input_ids"]), int(arrays["positions"].sum())
         short = next((size for size in self.short if size >= num_tokens), None)
@@ -88,7 +88,6 @@ class PrefillSizes(NamedTuple):
             return SHORT, short
         max_seqlen_q = int(np.diff(arrays["cu_seqlens_q"]).max())
         wants_large_tiles = max_seqlen_q >= LARGE_TILES_SEQLEN and contexts > MAX_PADDED_CONTEXTS
-        needs_every_state = "target_rows" in arrays or "pooled_rows" in arrays
         if needs_every_state or wants_large_tiles:
             return None
         num_parts = int(num_parts_of(arrays["cu_seqlens_q"]).sum())
@@ -255,7 +254,7 @@ class PrefillGraphs(Launcher):
         self.graph: tuple[str, int] | None = None  # of the batch that it has taken last
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
-        self.graph = None if batch.is_decode else self.sizes.fit(arrays)
+        self.graph = self.sizes.fit(arrays, batch.needs_every_state) if isinstance(batch, PrefillBatch) else None
         return self.graph is not None
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,65 +1,61 @@
-"""What a prefill reports of its prompts besides tokens: log-probabilities of their tokens, and pooled hidden states."""
+"""Readers, the device halves of readouts: what each computes of a prefill's hidden states."""
 
 from typing import Any
 
 import torch
 
-from nanovllm.core import Batch, PrefillBatch
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.part import Part
-from nanovllm.sampling.feature import Arrays, Tensors
+from nanovllm.readouts.pooled_state import PooledRows
+from nanovllm.readouts.prompt_logprobs import ScoredRows
+from nanovllm.sampling.feature import Tensors
 from nanovllm.sampling.sampler import Sampler
 
 
-class Readout(Part):
-    """A part whose ``compute`` is sent to the host."""
+class Reader:
+    """Computes one kind of ``ReadoutBatch``; one per rank."""
 
-    def compute(self, batch: Batch, hidden: torch.Tensor, every: Any, tensors: Tensors,
-                model: CausalLM) -> torch.Tensor | None:
-        """Device: of the hidden states of ``logits_indices`` and, where ``needs_every_state``, of every token."""
+    def compute(self, rows: Any, hidden: torch.Tensor, every: Any, tensors: Tensors, model: CausalLM) -> torch.Tensor:
+        """The values that ``ReadoutBatch.results`` splits.
+
+        Args:
+            rows: the message.
+            hidden: hidden states of ``logits_indices``.
+            every: those of all packed tokens, if a message ``needs_every_state``.
+            tensors: the batch's arrays on the device.
+        """
         raise NotImplementedError
 
 
-class PromptLogprobs(Readout):
-    """``token_logprobs`` of a batch's ``Targets``."""
+class LogprobsReader(Reader):
+    """``token_logprobs`` of ``ScoredRows``."""
 
     def __init__(self, sampler: Sampler):
         self._sampler = sampler
 
-    def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        if isinstance(batch, PrefillBatch) and batch.targets is not None:
-            arrays["target_rows"], arrays["target_ids"] = batch.targets.rows, batch.targets.token_ids
-
-    def compute(self, batch: Batch, hidden: torch.Tensor, every: Any, tensors: Tensors,
-                model: CausalLM) -> torch.Tensor | None:
-        if "target_rows" not in tensors:
-            return None
-        return self._sampler.logprobs.of_targets(
-            batch.targets, every, tensors["target_rows"], tensors["target_ids"],  # type: ignore[union-attr, arg-type]
+    def compute(self, rows: ScoredRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
+                model: CausalLM) -> torch.Tensor:
+        return self._sampler.logprobs.of_prompt(
+            rows.num_top, every, tensors["target_rows"], tensors["target_ids"],
             lambda some: self._sampler.logits(model.compute_logits(some)),
         )  # fmt: skip
 
 
-class PooledStates(Readout):
-    """Sums fp32 [P, C] of hidden states, of a batch's ``Pooled``."""
+class StateReader(Reader):
+    """Sums fp32 [P, C] of hidden states, of ``PooledRows``."""
 
-    def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        if isinstance(batch, PrefillBatch) and batch.pooled is not None:
-            if batch.pooled.of_last:
-                arrays["pooled_last"] = batch.pooled.rows  # indices of logits_indices
-            else:
-                arrays["pooled_rows"], arrays["pooled_sizes"] = batch.pooled.rows, batch.pooled.sizes
-
-    def compute(self, batch: Batch, hidden: torch.Tensor, every: Any, tensors: Tensors,
-                model: CausalLM) -> torch.Tensor | None:
-        if "pooled_last" in tensors:
+    def compute(self, rows: PooledRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
+                model: CausalLM) -> torch.Tensor:
+        if rows.of_last:
             return hidden[tensors["pooled_last"].long()].float()
-        if "pooled_rows" in tensors:
-            return sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
-        return None
+        return sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
 
 
 def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Of rows fp32 [sum(sizes), C] the sums of the first sizes[0], the next sizes[1], ...: [P, C]."""
     # unsafe: it would wait for the device, to check the sizes
     return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)
+
+
+def make_readers(sampler: Sampler) -> dict[str, Reader]:
+    """The reader of each kind."""
+    return {ScoredRows.kind: LogprobsReader(sampler), PooledRows.kind: StateReader()}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.core import NewSequences, Targets
+from nanovllm.core import NewSequences
 from nanovllm.sampling.feature import Arrays, Feature, Logits
 
 MAX_TOP = 32  # alternatives of the kernel, which finds one a round; for more, topk is faster
@@ -43,10 +43,10 @@ class Logprobs(Feature):
         scales = torch.where(temperature > 0, 1 / temperature, 1.0)
         return self._compute(values, tokens, num_top, scales, thresholds)
 
-    def of_targets(self, targets: Targets, hidden: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor,
-                   compute_logits: Callable[[torch.Tensor], Logits]) -> torch.Tensor:
+    def of_prompt(self, num_top: int, hidden: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor,
+                  compute_logits: Callable[[torch.Tensor], Logits]) -> torch.Tensor:
         """The same of prompt tokens i32[n], which follow the packed tokens ``rows`` i32[n]; hidden states [T, C]."""
-        num_top = self._limited(targets.num_top)
+        num_top = self._limited(num_top)
         return torch.cat([
             self._compute(compute_logits(hidden[some.long()]).gather().values, ids, num_top)
             for some, ids in zip(rows.split(LOGITS_ROWS), token_ids.split(LOGITS_ROWS), strict=True)

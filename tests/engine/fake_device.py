@@ -22,7 +22,6 @@ from nanovllm.runner.drafts import Drafts
 from nanovllm.runner.inputs import to_device
 from nanovllm.runner.model_runner import ModelRunner, StepHandle
 from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillSizes
-from nanovllm.runner.readouts import PooledStates, PromptLogprobs
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
 
@@ -120,7 +119,7 @@ class FakeDevice:
         self.drafts = Drafts(state, num_drafted)
         self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
         self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
-        self.parts = self.shared_prefixes, self.drafts, *(PromptLogprobs(self.sampler), PooledStates())
+        self.parts = self.shared_prefixes, self.drafts
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
         if state_rows is not None:
@@ -170,7 +169,7 @@ class FakeDevice:
             logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
         if batch.num_rows > 1:
             self.drafts.accept(torch.from_numpy(req_indices), batch.num_rows)
-        return StepHandle(rows, None, self.request_state.sampled_tokens, None, logprobs, target_logprobs)
+        return StepHandle(rows, None, self.request_state.sampled_tokens, None, logprobs, *target_logprobs)
 
     def may_fail(self):
         self.num_calls += 1
@@ -264,7 +263,7 @@ class FakeDevice:
         if batch.states is not None:
             self._advance_states(batch)
         arrays = self.prepare(batch)
-        kind, size = self.sizes.fit(arrays) or (None, 0)
+        kind, size = self.sizes.fit(arrays, batch.needs_every_state) or (None, 0)
         step = SimpleNamespace(**self.take(batch, arrays))
         self._copy_blocks(batch.prefix_copies)
         check = {SHORT: self._short, PADDED: self._padded, None: self._packed}[kind]
@@ -295,7 +294,7 @@ class FakeDevice:
         self.seen.add("padded prefill")
         num_tokens, num_seqs = batch.num_tokens, len(step.req_indices)
         assert (len(step.input_ids), num_seqs) in self.sizes.padded and len(step.input_ids) == size
-        assert batch.targets is None
+        assert not batch.readouts
         lengths = batch.stops - batch.starts
         parts = -(-lengths // prefill_graphs.MAX_PADDED_SEQLEN)
         self.seen |= {"cut"} if max(parts) > 1 else set()
@@ -393,14 +392,15 @@ class FakeDevice:
                   for req_idx, (seq_id, start, stop) in zip(batch.chunk_req_indices.tolist(), chunks, strict=True)
                   for row in self.requests[seq_id].scored_rows(start, stop) if req_idx not in self.resumed]  # fmt: skip
         if not wanted:
-            assert batch.targets is None
-            return tokens, step.sampled_req_indices, None
+            assert not batch.readouts
+            return tokens, step.sampled_req_indices, ()
         scored = zip(step.target_rows, step.target_ids.tolist(), strict=True)
         assert [(*owners[i], target) for i, target in scored] == wanted
-        assert sum(batch.targets.sizes) == len(wanted)
+        (message,) = batch.readouts
+        assert sum(message.sizes) == len(wanted)
         places = [owners[i][1] for i in step.target_rows]
-        rows = fake_logprobs(step.target_ids, places, batch.targets.num_top)
-        return tokens, step.sampled_req_indices, torch.from_numpy(rows)
+        rows = fake_logprobs(step.target_ids, places, message.num_top)
+        return tokens, step.sampled_req_indices, (torch.from_numpy(rows),)
 
     def _decode(self, batch):
         self.take(batch, self.prepare(batch))
@@ -425,7 +425,7 @@ class FakeDevice:
             self._sample(req_idx, n, self._attend(request, req_idx, n, shared))
             for request, req_idx, n, shared in contexts
         ]
-        return np.array(tokens, np.int32), req_indices, None
+        return np.array(tokens, np.int32), req_indices, ()
 
     def _verify(self, batch):
         """A decode step with drafts, which may be wrong: their slots then hold hashes of histories that never were."""
@@ -468,7 +468,7 @@ class FakeDevice:
         is_drafted = batch.drafts[:, 0] >= 0
         self.seen |= {f"{n} accepted" for n in set(num_accepted[is_drafted].tolist())}
         self.seen |= set() if is_drafted.all() else {"one row beside drafts"}
-        return tokens, rows[:size].ravel(), None
+        return tokens, rows[:size].ravel(), ()
 
     def _step_states(self, batch, requests, req_indices):
         lengths = batch.lengths.tolist()

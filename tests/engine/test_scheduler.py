@@ -33,6 +33,7 @@ from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
+from nanovllm.engine.readout_requests import make_scoring
 from nanovllm.engine.request import Caller
 from nanovllm.engine.snapshots import HybridBlockManager
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
@@ -179,7 +180,7 @@ class Harness:
         num_slots = config.num_kvcache_blocks * config.kvcache_block_size
         fits = 1 <= start <= num_prompt_tokens <= min(config.max_model_len, num_slots)
         try:
-            (request,) = self.engine._inputs.make_scoring([token_ids], [start])
+            (request,) = make_scoring(self.engine._inputs, [token_ids], [start])
         except RequestError:
             assert not fits
             return None
@@ -301,7 +302,7 @@ class Harness:
         if len(expected.targets) == len(expected.prompt) - 1 and first == 0:
             entries = [fake_entry(token, i, k) for i, token in enumerate(expected.targets)]
             assert request.output().prompt_logprobs == [None, *entries]
-        rows = np.concatenate(request.target_logprobs)
+        rows = np.concatenate(request.readout.chunks)
         places = range(first, first + len(expected.targets))
         assert rows.tolist() == fake_logprobs(expected.targets, places, k).tolist()
 
@@ -600,7 +601,7 @@ def test_random_histories(max_in_flight, kind):
         seen["refused"] += len(harness.made) < len(arrivals)
         seen["at max_model_len"] += any(seq.num_tokens == limits[-1] for seq in seqs)
         seen["stop string"] += any(seq.stop_reason == STOP_TEXT for seq in seqs if seq.seq_id not in harness.ended)
-        seen["prompt logprobs in chunks"] += any(len(r.target_logprobs) > 1 for r in harness.made.values())
+        seen["prompt logprobs in chunks"] += any(r.readout and len(r.readout.chunks) > 1 for r in harness.made.values())
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
@@ -954,7 +955,7 @@ def test_preempted_sequence_is_not_scored_again():
         harness.add([token, 2, 1], max_tokens=5, ignore_eos=True, prompt_logprobs=1)
     harness.run_to_end()
     assert harness.scheduler.num_preemptions == 1
-    assert [len(request.target_logprobs) for request in harness.made.values()] == [1, 1]
+    assert [len(request.readout.chunks) for request in harness.made.values()] == [1, 1]
 
 
 def test_scores_beside_samples():

@@ -9,8 +9,10 @@ from helpers import Slots, prefill_batch, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch, ScoredTokens, Targets
+from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch
 from nanovllm.engine.structured import mask_of
+from nanovllm.readouts import merged
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner.inputs import prefill_arrays, to_device
 
 CPU = torch.device("cpu")
@@ -76,7 +78,7 @@ def test_prefill_against_a_naive_model(prefill):
     no_copies = np.empty((0, 2), np.int32)
     batch = PrefillBatch(
         int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed), np.arange(len(chunks)),
-        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), no_copies, no_copies, None,
+        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), no_copies, no_copies,
     )  # fmt: skip
     arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}
     found, ends = [], arrays["cu_seqlens_q"][1:]
@@ -103,7 +105,8 @@ def test_block_copies_and_targets():
         (0, 3), (4, 8), (2, 6), num_targets={1: (2, 4), 2: (0, 20)}, prefix_copies=[(1, 7)],
         block_copies=[(3, 9), (4, 8)],
     )  # fmt: skip
-    assert batch.targets.sizes == [2, 4] and batch.targets.seq_ids == [1, 2]
+    (scored,) = batch.readouts
+    assert scored.sizes == [2, 4] and scored.seq_ids == [1, 2]
     arrays = prefill_arrays(batch, np.zeros((MAX_NUM_SEQS, MAX_BLOCKS), np.int32), BLOCK_SIZE)
     assert (arrays["prefix_from"].tolist(), arrays["prefix_to"].tolist()) == ([1], [7])
     assert (arrays["copy_from"].tolist(), arrays["copy_to"].tolist()) == ([3, 4], [9, 8])
@@ -116,8 +119,9 @@ def test_alternatives_of_targets(wanted, num_top):
     """The most that one wants; -1 is the whole vocabulary."""
     seqs = [running([1, 2, 3], i) for i in range(len(wanted))]
     for seq, k in zip(seqs, wanted, strict=True):
-        seq.scored = ScoredTokens(int32([2, 3]), 0, k)
-    assert Targets.of([(seq, 0, 3) for seq in seqs]).num_top == num_top
+        seq.readout = PromptLogprobs(int32([2, 3]), 0, k)
+    (scored,) = merged((seq.readout, seq.seq_id, 0, 3) for seq in seqs)
+    assert scored.num_top == num_top
 
 
 # ------------------------------------------------------------------------------------------- another rank
@@ -132,11 +136,12 @@ def steps():
         running([1, 2], 4, [5], bad_words=["a"]),
     ]
     chunks = [(seqs[0], 2, 5), (seqs[1], 0, 4), (seqs[2], 0, 2)]
-    seqs[0].scored = ScoredTokens(int32([6, 7, 8, 9]), 0, 0)
+    seqs[0].readout = PromptLogprobs(int32([6, 7, 8, 9]), 0, 0)
     yield PrefillBatch(
         int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
         int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        NewSequences.of(seqs), int32([(1, 6)]), int32([(9, 5)]), Targets.of(chunks),
+        NewSequences.of(seqs), int32([(1, 6)]), int32([(9, 5)]),
+        readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in chunks),
     )  # fmt: skip
     yield DecodeBatch(int32([3, 0, 4]), np.arange(3), int32([6, 5, 3]), int32([(0, 1, 8)]))
 

@@ -18,7 +18,7 @@ TABLES = np.stack([np.arange(10 * i, 10 * i + 200, dtype=np.int32) for i in rang
 def fit(batch, *sizes):
     """The kind and size of the graph, or None, and the arrays for it."""
     arrays = prefill_arrays(batch, TABLES, block_size=4)
-    return PrefillSizes(*sizes, padding_req_idx=MAX_NUM_SEQS).fit(arrays), arrays
+    return PrefillSizes(*sizes, padding_req_idx=MAX_NUM_SEQS).fit(arrays, batch.needs_every_state), arrays
 
 
 def lists(arrays):

@@ -1,0 +1,95 @@
+"""Log-probabilities of a prompt's tokens, or of given tokens after each of its prefixes (scores); host half.
+
+A row is packed as by ``token_logprobs`` (sampling), int32 [2 + 2k]: log-probability and rank of the token itself, then
+ids and log-probabilities of the k most probable ones.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from nanovllm.outputs import Score
+from nanovllm.readouts import Readout, ReadoutBatch, Wanted
+
+
+@dataclass(frozen=True)
+class ScoredRows(ReadoutBatch):
+    """Tokens of a prefill whose log-probabilities are reported."""
+
+    kind: ClassVar[str] = "prompt_logprobs"
+    seq_ids: list[int]
+    sizes: list[int]  # tokens of each sequence
+    rows: np.ndarray  # int32 [sum(sizes)], packed tokens whose logits are scored
+    token_ids: np.ndarray  # int32 [sum(sizes)], the tokens that they are scored against
+    num_top: int  # most alternatives that one of the sequences wants; -1: all
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"target_rows": self.rows, "target_ids": self.token_ids}
+
+    def results(self, values: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
+        stop = 0
+        for seq_id, size in zip(self.seq_ids, self.sizes, strict=True):
+            start, stop = stop, stop + size
+            of_seq = values[start:stop]
+            yield seq_id, of_seq, bool(np.isfinite(of_seq[:, 0].view(np.float32)).all())
+
+
+class PromptLogprobs(Readout):
+    """Log-probabilities of tokens that the hidden states from position ``first`` on predict.
+
+    Args:
+        token_ids: int32 [n], the tokens after positions first, ..., first + n - 1.
+        num_top: most probable alternatives reported beside each; -1: all.
+
+    Attributes:
+        chunks: packed rows of the chunks taken in so far.
+    """
+
+    subject = "logits"
+
+    def __init__(self, token_ids: np.ndarray, first: int, num_top: int):
+        super().__init__(first, first + len(token_ids))
+        self.token_ids, self.num_top = token_ids, num_top
+        self.chunks: list[np.ndarray] = []
+
+    @classmethod
+    def merge(cls, wanted: list[Wanted]) -> ScoredRows:
+        found = [(each.readout, each.rows.start - each.readout.first_needed, len(each.rows)) for each in wanted]
+        tops = [readout.num_top for readout, _, _ in found]
+        return ScoredRows(
+            [each.seq_id for each in wanted],
+            [size for _, _, size in found],
+            np.concatenate([np.arange(w.rows.start, w.rows.stop, dtype=np.int32) + w.offset for w in wanted]),
+            np.concatenate([readout.token_ids[start : start + size] for readout, start, size in found]),
+            -1 if -1 in tops else max(tops),
+        )
+
+    def take_in(self, values: np.ndarray) -> None:
+        # trimmed here: the prompt's next chunk may run beside requests that want fewer
+        self.chunks.append(trimmed(values, self.num_top))
+
+    def packed(self) -> np.ndarray:
+        """The rows of all tokens, int32 [n, 2 + 2k]."""
+        return np.concatenate(self.chunks)
+
+    def score(self) -> Score:
+        if self.error is not None:
+            n = len(self.token_ids)
+            return Score([math.nan] * n, [False] * n, self.error)
+        values = np.ascontiguousarray(self.packed()).view(np.float32)  # logprob, rank, best id, best logprob
+        return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
+
+
+def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
+    """The first ``num_logprobs`` (-1 is all) alternatives of each row: another request may have asked for more.
+
+    Args:
+        rows: int32 [..., 2 + 2k].
+    """
+    k = (rows.shape[-1] - 2) // 2
+    if num_logprobs == -1 or num_logprobs >= k:
+        return rows
+    return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)
