@@ -9,8 +9,9 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
+from nanovllm.models.pooling import Pooling, read_pooling
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.utils.checkpoint import resolve_model
+from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
     Rule,
     at_least,
@@ -23,6 +24,8 @@ from nanovllm.validation import (
     optional,
     rules_of,
 )
+
+__all__ = ["Config", "SpeculativeConfig", "read_generation_config", "resolve_model"]
 
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -230,3 +233,8 @@ class Config:
             model_path=model_path, tokenizer_path=tokenizer_path, lora_path=lora_path,
             model_config=model_config.for_length(max_model_len), max_model_len=max_model_len, speculates=speculates,
         )  # fmt: skip
+
+    @property
+    def pooling(self) -> Pooling:
+        """The pooling of the checkpoint's embeddings; CheckpointError if it is not supported."""
+        return read_pooling(self.model_path)

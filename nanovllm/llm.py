@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from nanovllm.contrib.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import Params
@@ -26,11 +26,9 @@ from nanovllm.engine.readout_requests import make_pooling, make_scoring
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.models.pooling import read_pooling
 from nanovllm.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
-    LogprobsAt,
     PoolingRequestOutput,
     RequestOutput,
     Score,
@@ -216,7 +214,7 @@ class LLM(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are dropped.
             CheckpointError: the checkpoint's pooling is not supported.
         """
-        pooling, hidden_size = read_pooling(self.config.model_path), self.config.model_config.hidden_size
+        pooling, hidden_size = self.config.pooling, self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
@@ -302,21 +300,23 @@ class LLM(LLMEngine):
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
         with Guard(self):
-            self._require_ready()
-            token_ids = [ids for _, ids in self._inputs.encode(as_prompts(prompts))]
-            tokenizer, eos = self._tokenizer.tokenizer, self.scheduler.eos_token_ids
-            return beam_search(self._most_probable, token_ids, params, eos, self.config.max_model_len, tokenizer)
+            return beam_search(self, prompts, params)
 
-    def _most_probable(self, token_lists: list[list[int]], k: int) -> list[LogprobsAt]:
-        """The k most probable next tokens of each list, the best first; ``max_logprobs`` is a limit for users only."""
-        k = min(k, self.config.model_config.vocab_size)
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
-        prompts = [(None, ids) for ids in token_lists]
-        outputs = self._collect(self._inputs.make_all(prompts, params, is_checked=True), Request.output)
-        for output in outputs:
-            if output["finish_reason"] == "error":
-                raise EngineError(str(output.outputs[0].stop_reason))
-        return [output.outputs[0].logprobs[0] for output in outputs]  # type: ignore[index]
+    def most_probable(self, prompts: Prompt | ListLike[Prompt], k: int) -> list[RequestOutput]:
+        """The ``k`` most probable next tokens of one prompt or many, the best first.
+
+        They are in ``output.outputs[0].logprobs[0]``, a dictionary; ``max_logprobs`` is no limit here. Where the logits
+        are NaN, the ``finish_reason`` is "error".
+
+        Raises:
+            RequestError: a prompt can never be served; nothing was computed.
+        """
+        with Guard(self):
+            self._require_ready()
+            k = min(k, self.config.model_config.vocab_size)
+            params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
+            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params, is_checked=True)
+            return self._collect(requests, Request.output)
 
     # ---------------------------------------------------------------- between rollouts of a training loop
 
@@ -426,3 +426,12 @@ class LLM(LLMEngine):
     def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text; any thread may call it."""
         return self._tokenizer.encode(texts, add_special_tokens)
+
+    def detokenize(self, token_id_lists: Iterable[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of token ids; any thread may call it."""
+        return self._tokenizer.decode(token_id_lists, skip_special_tokens)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion, unless its request has ``ignore_eos``."""
+        return tuple(self.scheduler.eos_token_ids)

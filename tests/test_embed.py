@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
-from nanovllm.as_vllm import pooling
+from nanovllm.contrib.as_vllm import pooling
 from nanovllm.engine.pooling import pooled_output
 from nanovllm.engine.readout_requests import make_pooling
 from nanovllm.outputs import EmbeddingOutput

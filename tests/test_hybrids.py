@@ -18,8 +18,7 @@ from families import hf_logits
 from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
 from safetensors.torch import load_file, save_file
 
-from nanovllm import SamplingParams
-from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import read_model_config
 

@@ -6,6 +6,7 @@ certain of.
 """
 
 import re
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +92,11 @@ class AsyncTokenizer:
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
         # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def decode(self, token_id_lists: Iterable[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of token ids; raises RequestError without a tokenizer."""
+        tokenizer = self._required()
+        return [decode(tokenizer, list(ids), skip_special_tokens) for ids in token_id_lists]
 
     def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
         """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
