@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.core import NewSequences, PrefillBatch, Sequence
+from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
 from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.messages.prefix_copies import PrefixMoves
 from nanovllm.readouts import merged
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
-from nanovllm.runner.prefill_graphs import PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillInputs, PrefillSizes
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
 
@@ -145,7 +146,9 @@ def use_graphs_on_cpu(llm):
     """Pad decode batches and prefills to captured sizes, as with CUDA graphs."""
     runner = llm.model_runner
     sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
-    runner.prefill_graphs.__init__(sizes, runner.request_state.block_tables, llm.config.max_model_len)
+    parts = [part for part in runner.parts if part.padded_lengths(1, 1)]
+    inputs = PrefillInputs(sizes, runner.request_state.block_tables, llm.config.max_model_len, parts)
+    runner.launchers.insert(-1, PrefillGraphs(sizes, inputs, parts))
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
         runner.capture_cudagraph()
@@ -196,7 +199,7 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        *(np.array(copies, np.int32).reshape(-1, 2) for copies in (prefix_copies, block_copies)),
+        PrefixMoves(pairs(block_copies), pairs(prefix_copies)),
         readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),
     )  # fmt: skip
 

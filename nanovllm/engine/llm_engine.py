@@ -75,8 +75,7 @@ class LLMEngine:
 
                 with translate_oom():
                     runner = self.model_runner
-                    of_runner = runner.num_kvcache_blocks, eos_token_ids, runner.state_rows, runner.min_copied_tokens
-                    self._set_up(make_scheduler(config, *of_runner))
+                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts()))
             except BaseException:
                 self.exit()
                 raise

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, Chunk, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
@@ -131,7 +131,7 @@ class Scheduler:
     # ---------------------------------------------------------------- prefill
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        chunks: list[tuple[Sequence, int, int, list[Sequence]]] = []
+        chunks: list[Chunk] = []
         new_seqs: list[Sequence] = []
         budget, blocks = self.max_num_batched_tokens, self.block_manager
         self.admission.begin()
@@ -150,19 +150,19 @@ class Scheduler:
             seq.num_computed_tokens = stop
             blocks.computed(seq, start, stop)
             if stop < seq.num_tokens:
-                chunks.append((seq, start, stop, []))
+                chunks.append(Chunk(seq, start, stop, []))
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
             siblings = self._fork_siblings(seq) if seq.is_sampled else []
             new_seqs += siblings
-            chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
+            chunks.append(Chunk(seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
         if not chunks:
             return None
-        batch = PrefillBatch.of(chunks, new_seqs, *blocks.take_moves())
+        batch = PrefillBatch.of(chunks, new_seqs, blocks.take_moves)
         for seq in batch.ends:  # whoever gets slot and blocks is launched later (3)
             self._release(seq)
         self.admission.prefills()
-        self.running.extend(seq for *_, sampled in chunks for seq in sampled)
+        self.running.extend(seq for chunk in chunks for seq in chunk.sampled)
         self.running_req_indices = np.concatenate([self.running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
         return batch
@@ -240,8 +240,8 @@ class Scheduler:
         ]
         table.num_scheduled[req_indices] = lengths + 1
         self.admission.decodes()
-        blocks, copies = np.array(new_blocks, np.int32).reshape(-1, 3), self.block_manager.take_copies()
-        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks, copies)
+        blocks = np.array(new_blocks, np.int32).reshape(-1, 3)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks)
 
     def _append_block(self, seq: Sequence, position: int) -> tuple[int, int, int]:
         """A row of ``DecodeBatch.new_blocks``."""

@@ -80,11 +80,8 @@ def with_fitting_launches(config: Config, device: torch.device) -> Config:
 
 def describe(config: Config, runner: "ModelRunner") -> str:
     """One line about an engine: model, device, dtype, KV cache and limits. ``config`` as it was given."""
-    device, dtype, num_blocks = runner.device, runner.dtype, runner.num_kvcache_blocks
-    num_seqs, states = runner.config.max_num_seqs, ""
-    if runner.states is not None:
-        row_bytes = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in runner.states)
-        states = f" with states of {row_bytes / 2**20:,.1f} MiB each and {runner.num_snapshots:,} snapshots of them"
+    device, dtype, num_blocks = runner.device, runner.rank.dtype, runner.num_kvcache_blocks
+    num_seqs, states = runner.config.max_num_seqs, "".join(part.describe() for part in runner.parts)
     if num_seqs < config.max_num_seqs:
         states += f" (not {config.max_num_seqs:,}: they take half of what the weights leave)"
     num_ranks = config.tensor_parallel_size

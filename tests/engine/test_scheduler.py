@@ -27,18 +27,19 @@ from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
 from nanovllm.config import SpeculativeConfig
-from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus, StateRows
+from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
 from nanovllm.engine import admission
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
+from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.readout_requests import make_scoring
 from nanovllm.engine.request import Caller
-from nanovllm.engine.snapshots import HybridBlockManager
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
+from nanovllm.messages.states import StateRows
 from nanovllm.runner import cascade, prefill_graphs
 
 
@@ -121,7 +122,9 @@ class Harness:
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        engine._set_up(make_scheduler(self.config, num_blocks, {EOS}, state_rows, min_copied_tokens))
+        facts = {"state_rows": state_rows, "min_copied_tokens": min_copied_tokens}
+        facts = {name: fact for name, fact in facts.items() if fact is not None}
+        engine._set_up(make_scheduler(self.config, num_blocks, [EOS], facts))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
         engine._inputs._token_processors = engine._outputs._token_processors = token_processors
         self.num_steps = 0
@@ -440,7 +443,7 @@ class Harness:
         num_rows = device.state_rows.num_snapshots if self.config.enable_prefix_caching else 0
         first = self.config.max_num_seqs + 1
         assert sorted([*snapshots.free_rows, *(row for _, row in held)]) == list(range(first, first + num_rows))
-        assert len(snapshots.protected) <= num_rows * 3 / 4 and snapshots.owners.keys() <= snapshots.probation.keys()
+        assert len(snapshots.protected) <= num_rows * 3 / 4
         assert not snapshots.used
         state_of = {tuple(r.known[:n].tolist()): r.states[n - 1] for r in self.requests.values()
                     for n in range(device.grain, len(r.known) + 1, device.grain)}  # fmt: skip
@@ -551,13 +554,13 @@ def happen(harness, arrival):
 
 THINGS = {
     "chunk", "chunk to a block's end", "full budget", "hit", "preempted", "again", "refused", "two or more",
-    "short prefill", "padded prefill", "cut", "at max_model_len", "stop", "length", "fork", "block copy",
+    "padded prefill", "cut", "at max_model_len", "stop", "length", "fork", "block copy",
     "unsampled beside sampled", "hit below targets", "stop string", "prompt logprobs in chunks", "group",
     *(f"{how} {state}" for how in ("aborted", "ended") for state in ("waiting", "half computed")),
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs
 BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
-STATES = {"loaded snapshot", "rolling snapshot"}
+STATES = {"loaded snapshot"}
 DRAFTS = {"draft", "draft in another block", "one row beside drafts", "draft cut for want of blocks",
           *(f"{n} accepted" for n in range(7))}  # fmt: skip
 state_rows = st.builds(StateRows, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
@@ -640,8 +643,8 @@ class Interrupt:
 
     FILES = ("scheduler.py", "block_manager.py", "core.py", "request_state.py", "llm_engine.py", "request.py",
              "input_processor.py", "output_processor.py", "inputs.py", "cascade.py", "sampler.py", "masks.py",
-             "token_processor.py", "guard.py", "snapshots.py", "speculation.py", "admission.py",
-             "speculative_scheduler.py", "prefix_copies.py")  # fmt: skip
+             "token_processor.py", "guard.py", "snapshots.py", "lookup.py", "admission.py",
+             "prefix_copies.py")  # fmt: skip
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -936,7 +939,7 @@ def test_completions_share_the_prompt():
     assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
     tables = [seq.block_table for seq in harness.scheduler.running]
     assert len({table[0] for table in tables}) == 1 and len({table[1] for table in tables}) == 3
-    assert batch.block_copies.tolist() == [[tables[0][1], table[1]] for table in tables[1:]]
+    assert batch.moves.block_copies.tolist() == [[tables[0][1], table[1]] for table in tables[1:]]
     harness.run_to_end()
 
 
@@ -944,7 +947,7 @@ def test_a_full_last_block_needs_no_copy():
     harness = Harness(block_size=4, num_blocks=12)
     harness.add([1, 2, 1, 2], max_tokens=3, ignore_eos=True, n=3)
     batch = harness.step()
-    assert len(batch.req_indices) == 3 and not len(batch.block_copies)
+    assert len(batch.req_indices) == 3 and not len(batch.moves.block_copies)
     harness.run_to_end()
 
 
