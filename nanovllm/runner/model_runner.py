@@ -28,7 +28,6 @@ from nanovllm.runner.drafts import Drafts
 from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.launchers import DecodeLauncher
-from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.part import Launcher, Part, Step
 from nanovllm.runner.prefill_graphs import PrefillGraphs
 from nanovllm.runner.readouts import Reader
@@ -117,7 +116,6 @@ class ModelRunner:
     drafts: Drafts
     decode: DecodeLauncher
     prefill_graphs: PrefillGraphs
-    micro_batches: MicroBatches
 
     def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None):
         self.tp, self.workers = tp, workers
@@ -135,7 +133,6 @@ class ModelRunner:
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
-        self._last_long: Launcher | None = None  # that filled the launch queue
         self._owner = os.getpid()
         self.weights = Weights(self)
         if on_gpu:
@@ -198,7 +195,9 @@ class ModelRunner:
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
         self.write(batch, tensors)
-        self._leave_room(launcher)
+        if launcher.fills_queue and self.workers is not None and self._last_handle is not None:
+            # If a worker died meanwhile, a launch into a full queue would block and hold the GIL that the watch needs.
+            self._last_handle.wait()
         step = Step(batch, arrays, tensors, self.model, self.graphs)
         hidden, every = launcher.run(step)
         for part in self.parts:
@@ -235,15 +234,6 @@ class ModelRunner:
         self.sampler.write(tensors)
         for part in self.parts:
             part.write(batch, tensors)
-
-    def _leave_room(self, launcher: Launcher) -> None:
-        """Two prefills could fill the device's launch queue. If a worker then died, the next launch would block while
-        holding the GIL, and so block the watch thread. Two of one kind that limit themselves do not."""
-        if launcher.fills_queue:
-            is_safe = launcher is self._last_long and launcher is not self.launchers[-1]
-            if self.workers is not None and self._last_handle is not None and not is_safe:
-                self._last_handle.wait()
-            self._last_long = launcher
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:

@@ -12,7 +12,6 @@ from nanovllm.runner.drafts import Drafts, VerifyLauncher
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
 from nanovllm.runner.memory import BlockCopies
-from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillSizes, max_layer_work
 from nanovllm.runner.readouts import make_readers
 from nanovllm.runner.recurrent import RecurrentStates, with_fitting_slots
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
 NAMES = ("parts", "launchers", "readers", "copies", "recurrent", "shared_prefixes", "drafts", "decode",
-         "prefill_graphs", "micro_batches")  # fmt: skip
+         "prefill_graphs")  # fmt: skip
 
 
 def put_together(runner: "ModelRunner", config: Config) -> None:
@@ -60,11 +59,7 @@ def put_together(runner: "ModelRunner", config: Config) -> None:
         max_work = max_layer_work(devices, has_fp8=model.fp8 is not None)
         prefill_sizes = PrefillSizes.of(config, backend, tp.peers is not None, max_work)
     runner.prefill_graphs = PrefillGraphs(prefill_sizes, state.block_tables, max_model_len)
-    waiting = {} if runner.workers is None else {"wait_until": runner.workers.wait_until}  # not for ever, on rank 0
-    runner.micro_batches = MicroBatches(config, tp, device, state.block_tables, **waiting)
     runner.launchers = [runner.decode, runner.prefill_graphs, PrefillLauncher(state.block_tables)]
-    if runner.micro_batches.min_tokens is not None:
-        runner.launchers.insert(2, runner.micro_batches)
     if shares_prefixes:
         runner.launchers.insert(0, CascadeLauncher(runner.shared_prefixes, runner.decode))
     if config.speculates:

@@ -17,7 +17,6 @@ from nanovllm.runner import memory
 from nanovllm.runner.device import model_defaults, select_device, translate_oom
 from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.micro_batches import MIN_TOKENS, max_sum_bytes
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.packing import pack_weights
 from nanovllm.runner.recurrent import NAMES, SNAPSHOT_SHARE, allocate_states, chunks_of_one, row_bytes
@@ -48,8 +47,7 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
 
 def connect(config: Config, ranks: Workers | Worker) -> TPGroup:
     """This rank's group, once all are up. ``ranks``: the workers, on rank 0; the worker itself, on another."""
-    device = select_device(config.device, ranks.rank, config.tensor_parallel_size)
-    return ranks.connect(device, max_sum_bytes(config, device))
+    return ranks.connect(select_device(config.device, ranks.rank, config.tensor_parallel_size))
 
 
 def make_model(runner: ModelRunner, model_config: ModelConfig) -> CausalLM:
@@ -96,11 +94,7 @@ def compile_kernels(runner: ModelRunner) -> None:
         }  # fmt: skip
         if config.model_config.delta is not None:
             tensors |= zip(NAMES, chunks_of_one(num_tokens, state.padding_req_idx, runner.device), strict=True)
-        inputs = prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long())
-        model(*inputs)
-        # of larger halves a sum may not fit its buffers
-        if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
-            runner.micro_batches.forward(model.model, [inputs, inputs])
+        model(*prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long()))
     del runner.model
 
 
