@@ -7,7 +7,6 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory, parts, recurrent
 from nanovllm.runner.cascade import SharedPrefixes
 from nanovllm.runner.cuda_graphs import CUDAGraphs
-from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads
+from nanovllm.runner.device import select_device, select_dtype, step_threads
 from nanovllm.runner.drafts import Drafts
 from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.kv_scales import select_kv_dtype
@@ -144,10 +143,7 @@ class ModelRunner:
     def forward(self, batch: Batch) -> None:
         """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
         assert self._computed is None
-        start = perf_counter()
         self.call("run_model", batch)
-        if batch.is_decode and self.workers is None and isinstance(self.step_threads, CPUThreads):
-            self.step_threads.trials.took(batch.num_tokens, perf_counter() - start)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
@@ -169,16 +165,16 @@ class ModelRunner:
     def call(self, method: str, *args: Any, ranks: bool = True) -> Any:
         """Run a method on every rank, or in step with the others, and return this rank's result."""
         if self.workers is None:
-            with self.step_threads:
+            with self.step_threads():
                 return getattr(self, method)(*args)
-        with self.workers.guard(), self.step_threads:
+        with self.workers.guard(), self.step_threads():
             if ranks:
                 self.workers.send(method, *args)
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
         """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
-        with self.step_threads:
+        with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
                 if method == "weights":
