@@ -355,7 +355,6 @@ def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
 
 
 def test_two_ranks(qwen3, make_llm, tmp_path):
-    """Long prefills in two halves: tests/runner/test_micro_batches.py."""
     model, paths = qwen3
     for kind in ("last", "mean"):
         llm = make_llm(model=paths[kind], tensor_parallel_size=2)

@@ -7,7 +7,6 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import CUDAGraphs
-from nanovllm.runner.device import CPUThreads, step_threads
+from nanovllm.runner.device import step_threads
 from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.part import Equipment, Launcher, Step
 from nanovllm.runner.weights import Weights
@@ -97,7 +96,6 @@ class ModelRunner:
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
-        self._last_long: Launcher | None = None  # that filled the launch queue
         self._owner = os.getpid()
         self.weights = Weights(self)
 
@@ -106,10 +104,7 @@ class ModelRunner:
     def forward(self, batch: Batch) -> None:
         """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
         assert self._computed is None
-        start = perf_counter()
         self.call("run_model", batch)
-        if batch.is_decode and self.workers is None and isinstance(self.step_threads, CPUThreads):
-            self.step_threads.trials.took(batch.num_tokens, perf_counter() - start)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
@@ -129,16 +124,16 @@ class ModelRunner:
     def call(self, method: str, *args: Any, ranks: bool = True) -> Any:
         """Run a method on every rank, or in step with the others, and return this rank's result."""
         if self.workers is None:
-            with self.step_threads:
+            with self.step_threads():
                 return getattr(self, method)(*args)
-        with self.workers.guard(), self.step_threads:
+        with self.workers.guard(), self.step_threads():
             if ranks:
                 self.workers.send(method, *args)
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
         """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
-        with self.step_threads:
+        with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
                 if method == "weights":
@@ -155,7 +150,9 @@ class ModelRunner:
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
         self.write(batch, tensors)
-        self._leave_room(launcher)
+        if launcher.fills_queue and self.workers is not None and self._last_handle is not None:
+            # If a worker died meanwhile, a launch into a full queue would block and hold the GIL that the watch needs.
+            self._last_handle.wait()
         step = Step(batch, arrays, tensors, self.model, self.graphs)
         hidden, every = launcher.run(step)
         for part in self.parts:
@@ -192,15 +189,6 @@ class ModelRunner:
         self.sampler.write(tensors)
         for part in self.parts:
             part.write(batch, tensors)
-
-    def _leave_room(self, launcher: Launcher) -> None:
-        """Two prefills could fill the device's launch queue. If a worker then died, the next launch would block while
-        holding the GIL, and so block the watch thread. Two of one kind that limit themselves do not."""
-        if launcher.fills_queue:
-            is_safe = launcher is self._last_long and launcher is not self.launchers[-1]
-            if self.workers is not None and self._last_handle is not None and not is_safe:
-                self._last_handle.wait()
-            self._last_long = launcher
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:

@@ -64,7 +64,7 @@ class Launcher:
     """A way to launch the forward pass of some batches.
 
     Attributes:
-        fills_queue: it may fill the device's launch queue, beside another one that does.
+        fills_queue: two in a row may fill the device's launch queue.
     """
 
     fills_queue = False
