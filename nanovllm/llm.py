@@ -4,12 +4,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from nanovllm.engine.futures import RequestFuture
+from nanovllm.engine.callers import collect, run
+from nanovllm.engine.futures import RequestFuture, Submitted
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
@@ -128,7 +130,7 @@ class LLM(LLMEngine):
             with Guard(self):
                 request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
             deltas: DeltaStream | None = None
-            for _ in self._run([request]):
+            for _ in run(self, [request]):
                 deltas = deltas or DeltaStream(request)  # its sequences are made by now
                 if (delta := deltas.delta()) is not None:
                     yield delta
@@ -149,7 +151,7 @@ class LLM(LLMEngine):
                 else:
                     yield request
 
-        for _, finished in self._run([], requests()):
+        for _, finished in run(self, [], requests()):
             for request in finished:
                 yield request.output()
 
@@ -164,9 +166,16 @@ class LLM(LLMEngine):
         """
         with Guard(self):
             request = self._make(prompt, sampling_params)
-            request.future = future = RequestFuture(self, request.request_id)
-            self._queue([request], self._submitted)
+            submitted = self._submitted
+            future = submitted.add(RequestFuture(self, request.request_id))
+            self._queue([request], submitted)
         return future
+
+    @cached_property
+    def _submitted(self) -> Submitted:
+        self._callers.append(submitted := Submitted())
+        return submitted
+
     def deltas(self, request_id: int) -> DeltaStream:
         """What a request of ``add_request`` generates, to be asked after any step until it is finished.
 
@@ -197,7 +206,7 @@ class LLM(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_scoring(self._inputs, lists, starts)
-            return self._collect(requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
+            return collect(self, requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
 
     def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
               use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
@@ -297,7 +306,7 @@ class LLM(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_pooling(self._inputs, prompts, kind)
-            return self._collect([], lambda request: pooled_output(request, make), use_tqdm, requests, len(prompts))
+            return collect(self, [], lambda request: pooled_output(request, make), use_tqdm, requests, len(prompts))
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The most probable completions that a beam of ``params.beam_width`` finds; see ``BeamSearchParams``."""
@@ -312,7 +321,7 @@ class LLM(LLMEngine):
         k = min(k, self.config.model_config.vocab_size)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
         prompts = [(None, ids) for ids in token_lists]
-        outputs = self._collect(self._inputs.make_all(prompts, params, is_checked=True), Request.output)
+        outputs = collect(self, self._inputs.make_all(prompts, params, is_checked=True), Request.output)
         for output in outputs:
             if output["finish_reason"] == "error":
                 raise EngineError(str(output.outputs[0].stop_reason))

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
 from nanovllm.as_vllm import pooling
+from nanovllm.engine.callers import run
 from nanovllm.engine.pooling import pooled_output
 from nanovllm.engine.readout_requests import make_pooling
 from nanovllm.outputs import EmbeddingOutput
@@ -177,7 +178,7 @@ def test_order_of_a_batch(make_llm, qwen3):
             more.append(llm._inputs.make(next(prompts), greedy(3), 5))
             yield more[-1]
 
-    finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
+    finished = {r.index: r for _, ended in run(llm, [], requests()) for r in ended if r not in more}
     check([pooled_output(finished[i], lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
           [PROMPTS[4], PROMPTS[1]])  # fmt: skip
     assert [request.completions[0].token_ids for request in more] == expected

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from nanovllm.core import Batch, Sequence, SequenceStatus
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import Caller, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.readouts import Readout
@@ -183,9 +184,7 @@ class OutputProcessor:
         dropped = list(self.unfinished.values())
         self._metrics.aborted(len(dropped))
         for request in dropped:
-            request.caller.dropped = True
-            request.caller.num_queued = 0
-            request.caller.unfinished.clear()
+            request.caller.drop()
         self.num_not_queued = 0
         for known in (self.unfinished, self._requests, self._processors, self.constrained, self.with_functions):
             known.clear()

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.engine.callers import WINDOW
 from nanovllm.engine.futures import RequestFuture
-from nanovllm.engine.llm_engine import WINDOW
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
 from nanovllm.jobs.files import Input
 from nanovllm.jobs.rows import Row, error_record, record_of, request_of

@@ -30,12 +30,12 @@ from nanovllm.config import SpeculativeConfig
 from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
 from nanovllm.engine import admission
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.readout_requests import make_scoring
-from nanovllm.engine.request import Caller
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
@@ -255,7 +255,7 @@ class Harness:
 
     def give_up(self):
         """Ctrl-C, as ``generate`` handles it."""
-        waits = len(self.engine._added.unfinished) > 0 or self.engine._added.dropped
+        waits = len(self.engine._added.unfinished) > 0 or self.engine._added.is_dropped
         self.engine._drop_all()
         if waits:
             with pytest.raises(EngineError, match="these requests were dropped"):
