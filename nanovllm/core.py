@@ -319,7 +319,6 @@ class DecodeBatch:
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
-    state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
     drafts: np.ndarray | None = None  # int32 [B, Q - 1], guesses of the next tokens; -1 behind the last of a sequence
 
     @property

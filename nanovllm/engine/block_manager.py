@@ -228,7 +228,3 @@ class BlockManager:
         what becomes of recurrent states."""
         copies, self._copies = self._copies, []
         return [], copies, None
-
-    def take_copies(self) -> np.ndarray | None:
-        """``DecodeBatch.state_copies``."""
-        return None

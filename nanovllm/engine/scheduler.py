@@ -240,8 +240,8 @@ class Scheduler:
         ]
         table.num_scheduled[req_indices] = lengths + 1
         self.admission.decodes()
-        blocks, copies = np.array(new_blocks, np.int32).reshape(-1, 3), self.block_manager.take_copies()
-        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks, copies)
+        blocks = np.array(new_blocks, np.int32).reshape(-1, 3)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks)
 
     def _append_block(self, seq: Sequence, position: int) -> tuple[int, int, int]:
         """A row of ``DecodeBatch.new_blocks``."""

@@ -13,15 +13,13 @@ kinds:
 
     junction     where others are known to go on: a waiting prompt shares so much and no more, or the prefix cache has
                  keys and values up to there but no state
-    speculative  the last of a prompt; or the rolling one of a decoding sequence, replaced every ``grain`` tokens
+    speculative  the last of a prompt: it may be the start of a chat's next turn
 
 Knows nothing of devices.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as ListLike
-
-import numpy as np
 
 from nanovllm.core import Sequence
 from nanovllm.engine.block_manager import BlockManager
@@ -47,7 +45,6 @@ class Snapshots:
         self.free_rows = list(range(self.first_row + self.num_rows - 1, self.first_row - 1, -1))
         self.probation: OrderedDict[int, int] = OrderedDict()  # hash -> row, least recently used first; also the next
         self.protected: OrderedDict[int, int] = OrderedDict()
-        self.owners: dict[int, int] = {}  # hash -> seq_id, of rolling snapshots
         self.used: dict[int, bool] = {}  # rows that the batch being made uses -> whether it writes them
 
     def __contains__(self, block_hash: int) -> bool:
@@ -85,26 +82,12 @@ class Snapshots:
             self._promote(block_hash)
         return row
 
-    def roll(self, block_hash: int, seq_id: int, previous: int | None) -> int | None:
-        """The row for a new rolling snapshot: of the sequence's ``previous`` one (its hash), or one that is free."""
-        if block_hash in self:
-            return None
-        if previous is not None and self.owners.get(previous) == seq_id:
-            row: int | None = self._remove(previous)
-        else:
-            row = self._take_row()
-        if row is not None:
-            self.used[row] = True
-            self.probation[block_hash], self.owners[block_hash] = row, seq_id
-        return row
-
     def drop(self, block_hash: int) -> None:
         """Forget the snapshot after a block that is evicted, if there is one."""
         if block_hash in self:
             self.free_rows.append(self._remove(block_hash))
 
     def _remove(self, block_hash: int) -> int:
-        self.owners.pop(block_hash, None)
         return (self.probation if block_hash in self.probation else self.protected).pop(block_hash)
 
     def _promote(self, block_hash: int) -> int:
@@ -150,7 +133,6 @@ class HybridBlockManager(BlockManager):
         self._loads: dict[int, int] = {}  # see StateMoves.of
         self._saves: dict[int, list[tuple[int, int]]] = {}
         self._forked: list[tuple[Sequence, Sequence]] = []
-        self._grown: list[Sequence] = []  # have just opened a block
 
     def expect(self, seq: Sequence) -> None:
         """A prompt waits, and may use snapshots. Other completions of it need none: they are forked."""
@@ -222,23 +204,6 @@ class HybridBlockManager(BlockManager):
         moves = self._loads, self._saves, [(seq.req_idx, child.req_idx) for seq, child in self._forked]
         self._begin()
         return before, after, moves
-
-    def may_append(self, seq: Sequence, position: int) -> None:
-        super().may_append(seq, position)
-        self._grown.append(seq)
-
-    def take_copies(self) -> np.ndarray | None:
-        """Rolling snapshots of the sequences that have opened a block."""
-        grain, copies = self.snapshots.grain, []
-        for seq in self._grown if self.enable_prefix_caching else ():
-            position = (len(seq.block_table) - 1) * seq.block_size
-            if position % grain == 0 and self._is_cached(seq, position):
-                previous = self._hash_at(seq, position - grain) if position > grain else None
-                row = self.snapshots.roll(self._hash_at(seq, position), seq.seq_id, previous)
-                if row is not None:
-                    copies.append((seq.req_idx, row))
-        self._begin()
-        return np.array(copies, np.int32) if copies else None
 
     def _forget(self, block_id: int) -> None:
         block_hash = self.blocks[block_id].hash

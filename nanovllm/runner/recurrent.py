@@ -35,22 +35,11 @@ class RecurrentStates(Part):
         self.states: DeltaStates | None = None
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        if isinstance(batch, PrefillBatch):
-            if batch.states is not None:
-                arrays |= chunk_arrays(batch)
-        else:
-            arrays |= copy_arrays(batch.state_copies)
-
-    def write(self, batch: Batch, tensors: Tensors) -> None:
-        if batch.is_decode:
-            self._copy(tensors)
+        if isinstance(batch, PrefillBatch) and batch.states is not None:
+            arrays |= chunk_arrays(batch)
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
-        if not batch.is_decode:
-            self._copy(tensors)
-
-    def _copy(self, tensors: Tensors) -> None:
-        if "rows_from" in tensors:
+        if "rows_from" in tensors:  # completions were forked
             assert self.states is not None
             copy_rows(self.states, tensors["rows_from"].long(), tensors["rows_to"].long())
 
@@ -129,12 +118,7 @@ def chunk_arrays(batch: PrefillBatch) -> Arrays:
     fields = (cu_seqlens, batch.chunk_req_indices, moves.load_rows, first_chunks,
               np.append(0, cu_seqlens[seqs] + ends - starts[seqs]), seqs, save_rows)  # fmt: skip
     arrays = {name: values.astype(np.int32) for name, values in zip(NAMES, fields, strict=True)}
-    return arrays | copy_arrays(moves.copies)
-
-
-def copy_arrays(copies: np.ndarray | None) -> Arrays:
-    """``copies`` int32 [n, 2]: rows from and to."""
-    return {} if copies is None or not len(copies) else {"rows_from": copies[:, 0], "rows_to": copies[:, 1]}
+    return arrays | dict(zip(("rows_from", "rows_to"), moves.copies.T, strict=True)) if len(moves.copies) else arrays
 
 
 def chunks_of(tensors: Tensors) -> Chunks | None:

@@ -471,15 +471,6 @@ class FakeDevice:
         return tokens, rows[:size].ravel(), ()
 
     def _step_states(self, batch, requests, req_indices):
-        lengths = batch.lengths.tolist()
-        if batch.state_copies is not None:
-            self.seen.add("rolling snapshot")
-            rows = batch.state_copies[:, 1].tolist()
-            assert len(set(rows)) == len(rows) and min(rows) > self.config.max_num_seqs
-            position_of = dict(zip(req_indices.tolist(), batch.lengths - 1, strict=True))
-            for source, row in batch.state_copies.tolist():
-                assert position_of[source] % self.grain == 0
-                self.states[row] = self.states[source]
-        for request, row, length in zip(requests, req_indices, lengths, strict=True):
+        for request, row, length in zip(requests, req_indices, batch.lengths.tolist(), strict=True):
             assert self.states[row] == request.states[length - 2]
             self.states[row] = request.states[length - 1]

@@ -440,7 +440,7 @@ class Harness:
         num_rows = device.state_rows.num_snapshots if self.config.enable_prefix_caching else 0
         first = self.config.max_num_seqs + 1
         assert sorted([*snapshots.free_rows, *(row for _, row in held)]) == list(range(first, first + num_rows))
-        assert len(snapshots.protected) <= num_rows * 3 / 4 and snapshots.owners.keys() <= snapshots.probation.keys()
+        assert len(snapshots.protected) <= num_rows * 3 / 4
         assert not snapshots.used
         state_of = {tuple(r.known[:n].tolist()): r.states[n - 1] for r in self.requests.values()
                     for n in range(device.grain, len(r.known) + 1, device.grain)}  # fmt: skip
@@ -557,7 +557,6 @@ THINGS = {
 }  # fmt: skip
 # with a step in flight nobody but a sequence that has its last token just runs
 BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
-STATES = {"loaded snapshot", "rolling snapshot"}
 DRAFTS = {"draft", "draft in another block", "one row beside drafts", "draft cut for want of blocks",
           *(f"{n} accepted" for n in range(7))}  # fmt: skip
 state_rows = st.builds(StateRows, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
@@ -578,7 +577,7 @@ KINDS = {
 def test_random_histories(max_in_flight, kind):
     """Every step keeps the invariants; and enough of the histories hold what engines stumble over."""
     things = THINGS | {f"{how} {state}" for how in ("aborted", "ended") for state in BETWEEN_STEPS[max_in_flight]}
-    things |= {"recurrent": STATES, "drafts": DRAFTS, "copies": {"prefix copy"}}.get(kind, set())
+    things |= {"recurrent": {"loaded snapshot"}, "drafts": DRAFTS, "copies": {"prefix copy"}}.get(kind, set())
     if kind == "drafts":  # launches that hold some seldom cut a prompt
         things = {thing for thing in things if not thing.endswith("half computed")}
     rows, limits, methods = KINDS[kind]
