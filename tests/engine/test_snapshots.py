@@ -175,12 +175,27 @@ def test_protected_snapshots_outlive_many_prompts():
     assert cached(harness)[-1] == 8
 
 
-def test_a_chat_turn_finds_the_prompt_of_the_turn_before():
+def test_a_chat_turn_finds_the_state_at_the_end_of_the_prompt_before():
+    """The second turn also saves a state where the cached keys and values of the answer end."""
     harness = make()
-    first = harness.add([1, 2, 3, 1, 2, 3, 1, 2, 3], max_tokens=7, ignore_eos=True)
+    first = harness.add(prompt(2), max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        harness.run_to_end()
+        harness.add([*harness.outputs[first].token_ids, 1, 2], **GREEDY)
+    assert cached(harness) == [0, 8, 20]
+
+
+def test_a_preempted_sequence_resumes_from_the_end_of_its_prompt():
+    harness = make(block_size=2, chunk=2, num_blocks=8, max_num_seqs=2, max_model_len=16)
+    for token, max_tokens in ((1, 8), (2, 10)):
+        harness.add([token] * 5, max_tokens=max_tokens, ignore_eos=True)
+    starts = []
+    while not harness.engine.is_finished():
+        batch = harness.step()
+        if isinstance(batch, PrefillBatch):
+            starts += batch.starts.tolist()
+    assert harness.scheduler.num_preemptions == 1 and starts == [0, 0, 4]
     harness.run_to_end()
-    harness.add([*harness.outputs[first].token_ids, 1, 2], **GREEDY)
-    assert cached(harness) == [0, 8]
 
 
 @pytest.mark.parametrize("options", [{"num_snapshots": 0}, {"caching": False}])

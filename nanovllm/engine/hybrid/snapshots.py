@@ -13,7 +13,7 @@ kinds:
 
     junction     where others are known to go on: a waiting prompt shares so much and no more, or the prefix cache has
                  keys and values up to there but no state
-    speculative  the last of a prompt
+    speculative  the last of a prompt: it may be the start of a chat's next turn
 
 Knows nothing of devices.
 """
