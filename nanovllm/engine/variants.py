@@ -1,7 +1,11 @@
-"""Which scheduler and which KV cache an engine gets: the plain ones, unless its options or its model ask for others."""
+"""Which scheduler and which KV cache an engine gets: the plain ones, unless its options or its model ask for others.
+And which readouts a request may ask for by its parameters.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import lcm
+
+import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.core import StateRows
@@ -11,6 +15,14 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.snapshots import HybridBlockManager, Snapshots
 from nanovllm.engine.speculation import Speculator
 from nanovllm.engine.speculative_scheduler import SpeculativeScheduler
+from nanovllm.readouts import Readout
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
+from nanovllm.sampling_params import SamplingParams
+
+# of parameters and prompt; a request gets the first that is not None
+READOUTS: tuple[Callable[[SamplingParams, np.ndarray], Readout | None], ...] = (
+    PromptLogprobs.wanted_by,
+)
 
 
 def make_scheduler(config: Config, num_blocks: int, eos_token_ids: Iterable[int] = (),

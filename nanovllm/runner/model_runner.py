@@ -31,7 +31,7 @@ from nanovllm.runner.launchers import DecodeLauncher
 from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.part import Launcher, Part, Step
 from nanovllm.runner.prefill_graphs import PrefillGraphs
-from nanovllm.runner.readouts import Reader
+from nanovllm.runner.readers import Reader
 from nanovllm.runner.request_state import RequestState
 from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Tensors

@@ -14,7 +14,9 @@ from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
 from nanovllm.runner.memory import BlockCopies
 from nanovllm.runner.micro_batches import MicroBatches
 from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillSizes, max_layer_work
-from nanovllm.runner.readouts import make_readers
+from nanovllm.runner.readers import Reader
+from nanovllm.runner.readers.pooled_state import StateReader
+from nanovllm.runner.readers.prompt_logprobs import LogprobsReader
 from nanovllm.runner.recurrent import RecurrentStates, with_fitting_slots
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
@@ -22,6 +24,10 @@ from nanovllm.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
+READERS: tuple[type[Reader], ...] = (
+    LogprobsReader,
+    StateReader,
+)
 NAMES = ("parts", "launchers", "readers", "copies", "recurrent", "shared_prefixes", "drafts", "decode",
          "prefill_graphs", "micro_batches")  # fmt: skip
 
@@ -48,7 +54,7 @@ def put_together(runner: "ModelRunner", config: Config) -> None:
     shares_prefixes = backend.shares_prefixes and not all(model.windows)
     runner.shared_prefixes = SharedPrefixes(state.block_table_mirror, runner.block_size, device, shares_prefixes)
     runner.copies, runner.recurrent, runner.drafts = BlockCopies(), RecurrentStates(), Drafts(state, num_drafted)
-    runner.readers = make_readers(sampler)
+    runner.readers = {reader.kind: reader(sampler) for reader in READERS}
     runner.parts = [runner.copies]  # what this engine cannot need is not asked
     runner.parts += [runner.shared_prefixes] * shares_prefixes + [runner.drafts] * config.speculates
     runner.parts += [runner.recurrent] * (model.delta is not None)
