@@ -12,7 +12,7 @@ from nanovllm.engine.callers import collect
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.readouts.pooled_state import PooledState
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
-from nanovllm.runner.readouts import Reader
+from nanovllm.runner.readers import Reader
 
 
 def int32(values):

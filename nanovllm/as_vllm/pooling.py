@@ -8,9 +8,9 @@ import numpy as np
 
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import LLM
-from nanovllm.models.pooling import read_pooling
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 from nanovllm.sampling_params import Parameters
+from nanovllm.verbs.sentence_transformers import read_pooling
 
 
 @dataclass

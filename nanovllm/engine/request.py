@@ -10,7 +10,6 @@ import numpy as np
 
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.logprobs import prompt_logprobs
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -92,9 +91,9 @@ class Request:
         return self.output_of([each.output(i, self.tokenizer) for i, each in enumerate(self.completions)])
 
     def output_of(self, outputs: list[CompletionOutput], finished: bool = True) -> RequestOutput:
+        texts = self.tokenizer.texts if self.params.detokenize else None
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
-            self.completions[0].seq.num_cached_tokens, finished,
-            self.readout and prompt_logprobs(self.readout, self.prompt_ids, self.params.detokenize and self.tokenizer),
-            self.index,
+            self.completions[0].seq.num_cached_tokens, finished, index=self.index,
+            **self.readout.output_fields(texts) if self.readout is not None else {},
         )  # fmt: skip

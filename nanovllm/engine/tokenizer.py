@@ -6,13 +6,14 @@ certain of.
 """
 
 import re
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from nanovllm.engine.detokenizer import decode
+from nanovllm.engine.detokenizer import decode, decode_tokens
 from nanovllm.engine.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -135,6 +136,11 @@ class AsyncTokenizer:
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
+
+    def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """The text of each id, decoded alone; {} without a tokenizer."""
+        distinct, tokenizer = sorted(set(token_ids)), self.tokenizer
+        return {} if tokenizer is None else dict(zip(distinct, decode_tokens(tokenizer, distinct), strict=True))
 
     def replace(self, tokenizer: Any) -> None:
         """Use this tokenizer from now on."""

@@ -1,4 +1,4 @@
-"""The engine's factory: the kind of KV cache and of scheduler, by options and model.
+"""The engine's factory: the kind of KV cache and of scheduler, by options and model, and the readouts of requests.
 
 The only file that imports the engine's features. Each is one line of a list; the first that is not None is taken.
 """
@@ -6,12 +6,17 @@ The only file that imports the engine's features. Each is one line of a list; th
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.prefix_copies import CopyingBlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation.scheduler import SpeculativeScheduler
+from nanovllm.readouts import Readout
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
+from nanovllm.sampling_params import SamplingParams
 
 NewCache = Callable[[], BlockManager]
 CACHES: tuple[Callable[[Config, int, dict[str, Any]], BlockManager | None], ...] = (
@@ -20,6 +25,10 @@ CACHES: tuple[Callable[[Config, int, dict[str, Any]], BlockManager | None], ...]
 )
 SCHEDULERS: tuple[Callable[[Config, NewCache, Iterable[int]], Scheduler | None], ...] = (
     SpeculativeScheduler.of,
+)  # fmt: skip
+
+READOUTS: tuple[Callable[[SamplingParams, np.ndarray], Readout | None], ...] = (
+    PromptLogprobs.wanted_by,
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.runner.launchers import DecodeLauncher
-    from nanovllm.runner.readouts import Reader
+    from nanovllm.runner.readers import Reader
 
 
 @dataclass(frozen=True)

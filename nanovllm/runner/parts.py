@@ -20,7 +20,9 @@ from nanovllm.runner.memory import BlockCopies
 from nanovllm.runner.part import Equipment, Launcher, Part, Rank
 from nanovllm.runner.prefill_graphs import PrefillGraphs
 from nanovllm.runner.prefix_copies import PrefixCopies
-from nanovllm.runner.readouts import make_readers
+from nanovllm.runner.readers import Reader
+from nanovllm.runner.readers.pooled_state import StateReader
+from nanovllm.runner.readers.prompt_logprobs import LogprobsReader
 from nanovllm.runner.recurrent import RecurrentStates
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
@@ -32,6 +34,10 @@ PARTS: tuple[type[Part], ...] = (
     SharedPrefixes,
     RecurrentStates,
     PrefixCopies,
+)
+READERS: tuple[type[Reader], ...] = (
+    LogprobsReader,
+    StateReader,
 )
 
 
@@ -53,7 +59,8 @@ def equip(config: Config, tp: TPGroup) -> Equipment:
     if rank.use_graphs:
         launchers.append(PrefillGraphs.of(rank, state, parts))
     launchers.append(PrefillLauncher(state.block_tables))
-    return Equipment(rank, state, sampler, decode, parts, launchers, make_readers(sampler))
+    readers = {reader.kind: reader(sampler) for reader in READERS}
+    return Equipment(rank, state, sampler, decode, parts, launchers, readers)
 
 
 def make_rank(config: Config, tp: TPGroup) -> Rank:

@@ -33,14 +33,14 @@ from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.logprobs import SampleLogprobs
 from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
-from nanovllm.engine.readout_requests import make_scoring
+from nanovllm.engine.sample_logprobs import SampleLogprobs
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
 from nanovllm.messages.states import StateRows
 from nanovllm.runner import cascade, prefill_graphs
+from nanovllm.verbs.scoring import make_scoring
 
 
 @pytest.fixture(scope="module", autouse=True)
