@@ -91,6 +91,11 @@ class OutputProcessor:
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Process readouts, log-probabilities, stop strings and grammars of a step. Returns the sequences they end."""
+        ended = self._read(batch, result) if batch.readouts else []
+        return ended + self._process(batch, result) if self._processors else ended
+
+    def _read(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Take in readouts; returns the sequences that end because theirs is not finite."""
         ended: list[Sequence] = []
         for message, values in zip(batch.readouts, result.readouts, strict=True):
             for seq_id, of_seq, is_finite in message.results(values):
@@ -99,7 +104,12 @@ class OutputProcessor:
                     request.readout.take_in(of_seq)
                     if not is_finite:
                         ended += self._fail(request, request.readout)
-        for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
+        return ended
+
+    def _process(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Give tokens to their processors; returns the sequences that these end."""
+        ended: list[Sequence] = []
+        for i, seq_id in enumerate(batch.seq_ids.tolist()):
             processor = self._processors.get(seq_id)
             if processor is not None:
                 logprobs = None if result.logprobs is None else result.logprobs[i]
