@@ -16,10 +16,9 @@ from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
 from nanovllm.as_vllm import pooling
-from nanovllm.engine.pooling import pooled_output
-from nanovllm.engine.readout_requests import make_pooling
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
+from nanovllm.verbs.pooling import make_pooling, pooled_output
 
 TOLERANCE = 1e-5
 KINDS = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
