@@ -13,13 +13,13 @@ from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.messages.prefix_copies import PrefixMoves
 from nanovllm.readouts import merged
-from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
 from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillInputs, PrefillSizes
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.validation import has_feature
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,6 +30,11 @@ def gpu_param(*values):
 
 DEVICES = ["cpu", gpu_param("cuda")]
 FEATURES = ("masks", "min_tokens", "processors", "penalties", "filters", "logprobs")  # of the sampler, in their order
+
+
+def needs(feature):
+    """For a test that needs a feature which its file does not: the library may be tested without it."""
+    return pytest.mark.skipif(not has_feature(feature), reason=f"this copy of nanovllm has no {feature}")
 
 
 def greedy(max_tokens, **params):
@@ -190,6 +195,8 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
         seqs.append(running([100 * i + n for n in range(stop)], 5 - i, range(10 * i, 10 * i - (-stop // 4))))
         seqs[-1].seq_id = i
         if i in num_targets:
+            from nanovllm.readouts.prompt_logprobs import PromptLogprobs
+
             first, n = num_targets[i]
             targets = -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
             seqs[-1].readout = PromptLogprobs(targets, first, 0)

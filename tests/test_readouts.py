@@ -88,7 +88,7 @@ class NormReader(Reader):
 def test_a_kind_of_ones_own(make_llm, options):
     """One readout, its message and its reader: chunks, run-ahead, prefix cache and other requests come for nothing."""
     llm = run_ahead(make_llm(**options))
-    llm.model_runner.readers["norms"] = NormReader(None)
+    llm.model_runner.readers["norms"] = NormReader(llm.model_runner.sampler)
     prompts = [[*range(3, 3 + n)] for n in (5, 20, 33)]
     expected, params = generate(llm, prompts, greedy(4)), SamplingParams(max_tokens=0, detokenize=False)
 

@@ -38,6 +38,8 @@ RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that 
 class Pooling(LLMEngine):
     """Embeds, classifies and ranks prompts."""
 
+    read_pooling = staticmethod(read_pooling)
+
     def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
               use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
         """Embed one prompt or many: ``output.embedding`` is an array, ``output.outputs.embedding`` a list.
@@ -55,7 +57,7 @@ class Pooling(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are dropped.
             CheckpointError: the checkpoint's pooling is not supported.
         """
-        pooling, hidden_size = read_pooling(self.config.model_path), self.config.model_config.hidden_size
+        pooling, hidden_size = self.read_pooling(self.config.model_path), self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)

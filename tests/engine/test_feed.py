@@ -4,7 +4,7 @@ import weakref
 from random import Random
 
 import pytest
-from helpers import generate, greedy, prompt_of, tokens_of
+from helpers import generate, greedy, needs, prompt_of, tokens_of
 from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
@@ -165,6 +165,7 @@ class OnFirstUpdate:
     close = set_postfix = set_postfix_str = set_description = refresh
 
 
+@needs("readouts.prompt_logprobs")
 def test_scores_that_are_not_queued_keep_their_ids(make_llm):
     """A request that was added in the middle of a call took the id of a score to come: one of them was lost."""
     llm = make_llm(max_num_seqs=2)

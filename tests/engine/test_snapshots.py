@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Harness
@@ -208,6 +209,7 @@ def test_without_snapshots_no_prefix_is_found(options):
     assert cached(harness) == [0] * 4 and not harness.scheduler.block_manager.hash_to_block_id
 
 
+@needs("readouts.prompt_logprobs")
 def test_what_is_scored_is_computed():
     """Log-probabilities of a prompt need its logits: no snapshot beyond the first of them is loaded."""
     harness = make()
