@@ -9,7 +9,6 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
-from nanovllm.models.pooling import Pooling, read_pooling
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
@@ -146,8 +145,10 @@ class Config:
     num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
     device: str = option("auto", choice("auto", "cuda", "cpu"))
     dtype: str = option("auto", choice("auto", *DTYPES))
-    state_dtype: str = option("float32", choice("float32", "float16"))
-    num_state_snapshots: int = option(-1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1))
+    state_dtype: str = option("float32", choice("float32", "float16"), feature="engine.snapshots")
+    num_state_snapshots: int = option(
+        -1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1), feature="engine.snapshots"
+    )
     kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
     load_format: str = option("auto", choice("auto", "dummy"))
@@ -163,7 +164,8 @@ class Config:
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
     speculative_config: SpeculativeConfig | None = option(
-        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig)))
+        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
+        feature="engine.speculation",
     )
     quiet: bool = option(False, FLAG)
     # derived
@@ -233,8 +235,3 @@ class Config:
             model_path=model_path, tokenizer_path=tokenizer_path, lora_path=lora_path,
             model_config=model_config.for_length(max_model_len), max_model_len=max_model_len, speculates=speculates,
         )  # fmt: skip
-
-    @property
-    def pooling(self) -> Pooling:
-        """The pooling of the checkpoint's embeddings; CheckpointError if it is not supported."""
-        return read_pooling(self.model_path)

@@ -202,7 +202,7 @@ class SamplingParams(Parameters):
     stop: str | list[str] | None = option(None, STRINGS)
     include_stop_str_in_output: bool = option(False, BOOLEAN)
     logprobs: int | None = option(None, NUM_LOGPROBS)
-    prompt_logprobs: int | None = option(None, NUM_LOGPROBS)
+    prompt_logprobs: int | None = option(None, NUM_LOGPROBS, feature="readouts.prompt_logprobs")
     presence_penalty: float = option(0.0, PENALTY)
     frequency_penalty: float = option(0.0, PENALTY)
     repetition_penalty: float = option(1.0, number("> 0", lambda x: x > 0))

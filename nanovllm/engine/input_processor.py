@@ -16,9 +16,9 @@ from nanovllm.engine.prompts import Prompt, as_list, as_token_ids, split_prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.variants import READOUTS
 from nanovllm.errors import RequestError
 from nanovllm.readouts import Readout
-from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
 
 logger = logging.getLogger("nanovllm")
@@ -106,9 +106,9 @@ class InputProcessor:
 
     def request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
                 readout: Readout | None = None) -> Request:
-        """A request whose form is checked. ``readout``: default, if any, the prompt's own log-probabilities."""
-        if readout is None and params.prompt_logprobs is not None:
-            readout = PromptLogprobs(ids[1:].astype(np.int32), 0, params.prompt_logprobs)
+        """A request whose form is checked. ``readout``: by default the one that its parameters ask for, if any."""
+        for wanted_by in READOUTS:
+            readout = readout or wanted_by(params, ids)
         request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout)
         self._num_seqs += params.n
         return request

@@ -158,7 +158,7 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     config = config_of(path)
     for name in ("pooler_config", "override_pooler_config"):
         if (given := keywords.get(name)) is not None:
-            (PoolerConfig(**given) if isinstance(given, dict) else given).check(config)
+            (PoolerConfig(**given) if isinstance(given, dict) else given).check(path)
     max_model_len = keywords.get("max_model_len")
     if is_default := max_model_len in (None, -1, "auto"):
         max_model_len = config.model_config.max_position_embeddings

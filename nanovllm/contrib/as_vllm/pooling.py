@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 from nanovllm.sampling_params import Parameters
+
+VERBS: Any = LLM  # a copy of nanovllm may lack those used here
 
 
 @dataclass
@@ -58,9 +59,9 @@ class PoolerConfig(Parameters):
     dimensions: int | None = None
     task: str | None = None
 
-    def check(self, config: Config) -> None:
+    def check(self, model_path: str) -> None:
         """Raise ConfigError if the checkpoint says something else."""
-        pooling, given = config.pooling, self.pooling_type or self.seq_pooling_type
+        pooling, given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
         if given is not None and given.lower() != pooling.kind:
             raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {pooling.kind!r}.")
         flags = [flag for flag in (self.normalize, self.use_activation, self.activation) if flag is not None]
@@ -91,19 +92,19 @@ def usable(outputs: list[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
     return outputs
 
 
-def embed(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+def embed(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
     params = checked("embed", params)
     return usable(llm.embed(prompts, params.is_active, params.dimensions, use_tqdm))
 
 
-def classify(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+def classify(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
     params = checked("classify", params)
     if params.is_active is False or params.dimensions is not None:
         raise RequestError("classify: logits without activation, and dimensions, are not supported.")
     return usable(llm.classify(prompts, use_tqdm))
 
 
-def encode(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable, task: str) -> list[PoolingRequestOutput]:
+def encode(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable, task: str) -> list[PoolingRequestOutput]:
     """Embeddings or probabilities as tensors."""
     import torch
 
@@ -117,7 +118,7 @@ def encode(llm: LLM, prompts: Any, params: Any, use_tqdm: bool | Callable, task:
     return outputs
 
 
-def score(llm: LLM, data_1: Any, data_2: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+def score(llm: Any, data_1: Any, data_2: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
     """Of pairs of texts: a reranker's score of one text behind the other, else the cosine of their embeddings."""
     first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
     if len(first) == 1:

@@ -53,7 +53,7 @@ class NanoVLLM(TemplateLM):
         if options.get("max_model_len") is None:
             model_config = Config.from_options(pretrained, options).model_config
             options["max_model_len"] = model_config.max_position_embeddings
-        self.llm = LLM(pretrained, **options)
+        self.llm: Any = LLM(pretrained, **options)  # a copy of nanovllm may lack ``score``
         self.tokenizer = self.llm.tokenizer
         self.max_length: int = self.llm.config.max_model_len
         self.max_gen_toks, self.add_bos_token, self.think_end_token = max_gen_toks, add_bos_token, think_end_token

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config, SpeculativeConfig
-from nanovllm.core import MAX_VERIFIED_SEQS, VERIFY_ROWS, Sequence
+from nanovllm.core import Sequence
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS
 
 MAX_MATCH = 32  # equal tokens that are counted
 MAX_CHAIN = 16  # places that a search looks at

@@ -1,4 +1,4 @@
-"""How a checkpoint's embeddings are made of hidden states: sentence-transformers' files beside the weights."""
+"""Reads sentence-transformers' files beside the weights: how a checkpoint pools hidden states into embeddings."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MODES = {"lasttoken": "last", "cls": "cls", "mean": "mean"}
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 
 
-class Pooling(NamedTuple):
+class CheckpointPooling(NamedTuple):
     """The pooling of a checkpoint.
 
     Attributes:
@@ -24,7 +24,7 @@ class Pooling(NamedTuple):
     normalize: bool = True
 
 
-def read_pooling(model_path: str) -> Pooling:
+def read_pooling(model_path: str) -> CheckpointPooling:
     """Read ``modules.json`` and the Pooling module's ``config.json``; the default without these files.
 
     Raises:
@@ -32,7 +32,7 @@ def read_pooling(model_path: str) -> Pooling:
     """
     path = Path(model_path, "modules.json")
     if not path.is_file():
-        return Pooling()
+        return CheckpointPooling()
     kind, normalize = "last", False
     for module in _read_list(path):
         name = str(module.get("type")).rpartition(".")[2]
@@ -42,7 +42,7 @@ def read_pooling(model_path: str) -> Pooling:
             normalize = True
         elif name != "Transformer":
             raise CheckpointError(f"{path}: module {name!r} is not supported, only Transformer, Pooling and Normalize.")
-    return Pooling(kind, normalize)
+    return CheckpointPooling(kind, normalize)
 
 
 def _kind(path: Path) -> str:

@@ -1,21 +1,49 @@
-"""Requests for a readout alone: prompts that are scored, or whose hidden states are pooled."""
+"""``LLM.score``: log-probabilities of given tokens. Owns the checks of its requests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from nanovllm.engine.callers import collect
+from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.prompts import Prompt, as_token_ids
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import as_list, as_token_ids
 from nanovllm.engine.request import Request
 from nanovllm.errors import RequestError
-from nanovllm.readouts.pooled_state import PooledState
+from nanovllm.outputs import Score
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import check, integer
 
-SLICE = 256  # prompts that are tokenized at once, while the device works on those before
+
+class Scoring(LLMEngine):
+    """Scores given tokens."""
+
+    def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
+              use_tqdm: bool | Callable = False) -> list[Score]:
+        """Compute log-probabilities of given tokens, each after all before it, in one prefill.
+
+        Where the model's logits are NaN, the log-probabilities are, and ``error`` says so.
+
+        Args:
+            token_id_lists: at least two ids each, at most ``max_model_len + 1``.
+            start: the first token to score, for all lists or one for each; at least 1, the default. What stands
+                before it may come from the prefix cache.
+
+        Raises:
+            RequestError: a list can never be scored; nothing was computed.
+        """
+        lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
+        starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
+        if len(starts) != len(lists):
+            raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
+        with Guard(self):
+            self._require_ready()
+            requests = make_scoring(self._inputs, lists, starts)
+            return collect(self, requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
 
 
 def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
@@ -56,21 +84,3 @@ def _check_scored(inputs: InputProcessor, token_ids: Any, start: Any) -> tuple[n
         )
     inputs.check_ids("token id", ids)
     return ids, start
-
-
-def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str) -> Iterator[Request]:
-    """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for.
-
-    Raises:
-        RequestError: a prompt can never be served, with its index; when its turn comes.
-    """
-    params = SamplingParams(max_tokens=0, detokenize=False)
-    for first in range(0, len(prompts), SLICE):
-        encoded = inputs.encode(prompts[first : first + SLICE], first)
-        for i, (text, given) in enumerate(encoded, first):
-            try:
-                ids, _ = inputs.checked(as_token_ids(given), params, is_computed=True)
-                inputs.check_ids("token id", ids)
-            except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}") from None
-            yield inputs.request(text, ids, params, i, PooledState(pooling, len(ids)))

@@ -1,20 +1,31 @@
 """A scheduler whose decode steps may verify drafts, and so give a sequence one token or more.
 
-Nothing is scheduled while a verify step is in flight: how long its sequences are depends on its tokens. Where known
-tokens have a draft that pays, the step in flight is waited for. Other steps run ahead. ``speculation.py`` makes drafts.
+Nothing is scheduled while a verify step is in flight: the lengths of its sequences depend on its tokens. Where known
+tokens have a draft that pays, the scheduler waits for the step in flight. Other steps run ahead. Drafts come from
+``lookup.py``.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from nanovllm.core import MAX_VERIFIED_SEQS, Batch, DecodeBatch, PrefillBatch, Sequence
+from nanovllm.config import Config
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import NO_TOKEN, Scheduler
-from nanovllm.engine.speculation import Speculator
+from nanovllm.engine.speculation.lookup import Speculator
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VerifyBatch
 
 
 class SpeculativeScheduler(Scheduler):
+    @classmethod
+    def of(cls, config: Config, new_cache: Callable[[], BlockManager],
+           eos_token_ids: Iterable[int]) -> "SpeculativeScheduler | None":
+        """None unless the options ask for speculation and the model's kind allows it."""
+        speculator = Speculator.of(config)
+        return None if speculator is None else cls(speculator, config, new_cache, eos_token_ids)
+
     def __init__(self, speculator: Speculator, *args: Any):
         self.speculator = speculator
         super().__init__(*args)
@@ -45,7 +56,7 @@ class SpeculativeScheduler(Scheduler):
         batch = self._decode(*found)
         more_blocks = self._make_room(*found, drafts)
         new_blocks = np.concatenate([batch.new_blocks, np.array(more_blocks, np.int32).reshape(-1, 3)])
-        return replace(batch, new_blocks=new_blocks, drafts=drafts)
+        return VerifyBatch(batch.req_indices, batch.seq_ids, batch.lengths, new_blocks, drafts)
 
     def _propose(self, req_indices: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
         """Drafts of the next step, int32 [B, Q - 1], if it pays to verify them."""
@@ -75,7 +86,7 @@ class SpeculativeScheduler(Scheduler):
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
         """A verify step as the plain ones it stands for: one by one where a token may end a sequence, which makes the
         tokens behind it surplus; else all at once."""
-        if not isinstance(batch, DecodeBatch) or batch.drafts is None:
+        if not isinstance(batch, VerifyBatch):
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
             return super().steps(batch, result, one_by_one)
         table, req_indices, num_accepted = self.table, batch.req_indices, batch.num_accepted(result.token_ids)
@@ -92,7 +103,7 @@ class SpeculativeScheduler(Scheduler):
         if one_by_one or may_end or not alive.all():
             parts = [np.flatnonzero(columns == column) for column in range(columns[-1] + 1)]
         self.num_in_flight += len(parts) - 1
-        return [(batch.part(rows[i], columns[i]), result.part(rows[i], columns[i])) for i in parts]
+        return [(batch.part(rows[i], columns[i]), part_of(result, rows[i], columns[i])) for i in parts]
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:
         self.speculator.leave(seq)
@@ -100,3 +111,9 @@ class SpeculativeScheduler(Scheduler):
 
     def counters(self) -> dict[str, Any]:
         return self.speculator.counters()
+
+
+def part_of(result: Any, rows: np.ndarray, columns: np.ndarray) -> Any:
+    """The ``StepResult`` of ``VerifyBatch.part``."""
+    logprobs = None if result.logprobs is None else result.logprobs[rows, columns]
+    return result._replace(token_ids=result.token_ids[rows, columns], logprobs=logprobs)
