@@ -145,9 +145,9 @@ class Config:
     num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
     device: str = option("auto", choice("auto", "cuda", "cpu"))
     dtype: str = option("auto", choice("auto", *DTYPES))
-    state_dtype: str = option("float32", choice("float32", "float16"), feature="engine.snapshots")
+    state_dtype: str = option("float32", choice("float32", "float16"), feature="engine.hybrid")
     num_state_snapshots: int = option(
-        -1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1), feature="engine.snapshots"
+        -1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1), feature="engine.hybrid"
     )
     kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))

@@ -263,6 +263,12 @@ class SamplingParams(Parameters):
         return self.structured_outputs is not None or bool(self.bad_words)
 
     @property
+    def looks_at_tokens(self) -> bool:
+        """Whether the host has a part in its sampling: masks, stop strings, log-probabilities, functions."""
+        has_masks = self.is_constrained or self.allowed_token_ids is not None
+        return has_masks or bool(self.stop or self.logits_processors) or self.logprobs is not None
+
+    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 

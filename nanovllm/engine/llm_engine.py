@@ -149,7 +149,7 @@ class LLMEngine:
     def _make(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._require_ready()
         params = self.get_default_sampling_params() if params is None else params
-        return self._inputs.make(prompt, self._inputs.copy_of(params))
+        return self._inputs.make(prompt, self._inputs.checks.copy_of(params))
 
     def abort(self, request_id: int | str) -> None:
         """Drop an unfinished request; an id that is unknown, or finished, is ignored."""

@@ -152,8 +152,8 @@ def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str
         encoded = inputs.encode(prompts[first : first + SLICE], first)
         for i, (text, given) in enumerate(encoded, first):
             try:
-                ids, _ = inputs.checked(as_token_ids(given), params, is_computed=True)
-                inputs.check_ids("token id", ids)
+                ids, _ = inputs.checks.checked(as_token_ids(given), params, is_computed=True)
+                inputs.checks.check_ids("token id", ids)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
             yield inputs.request(text, ids, params, i, PooledState(pooling, len(ids)))

@@ -57,7 +57,7 @@ def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[
     for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
         try:
             ids, start = _check_scored(inputs, given, start)
-            inputs.checked(ids[:-1], params)
+            inputs.checks.checked(ids[:-1], params)
         except RequestError as error:
             raise RequestError(f"list {i}: {error}") from None
         checked.append((ids, start))
@@ -82,5 +82,5 @@ def _check_scored(inputs: InputProcessor, token_ids: Any, start: Any) -> tuple[n
             f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
             "Shorten it or raise max_model_len."
         )
-    inputs.check_ids("token id", ids)
+    inputs.checks.check_ids("token id", ids)
     return ids, start

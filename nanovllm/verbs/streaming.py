@@ -38,7 +38,7 @@ class Streaming(LLMEngine):
                 aborted.
         """
         self._require_ready()
-        copy_of = self._inputs.copy_of
+        copy_of = self._inputs.checks.copy_of
         default = copy_of(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
             with Guard(self):

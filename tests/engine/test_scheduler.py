@@ -131,6 +131,7 @@ class Harness:
         engine._set_up(make_scheduler(self.config, num_blocks, [EOS], facts))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
         engine._inputs._token_processors = engine._outputs._token_processors = token_processors
+        engine._inputs.checks.token_processors = token_processors
         self.num_steps = 0
         self.taken, steps = None, self.scheduler.steps  # the batch that a step has taken in
 
