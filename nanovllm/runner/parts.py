@@ -17,6 +17,7 @@ from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillSizes, max_laye
 from nanovllm.runner.readouts import make_readers
 from nanovllm.runner.recurrent import RecurrentStates, with_fitting_slots
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -40,15 +41,16 @@ def put_together(runner: "ModelRunner", config: Config) -> None:
     sizes = decode_sizes(R) if model.has_lm_head else []
     verified = dict.fromkeys(VERIFY_ROWS, verify_sizes(R)) if config.speculates else {}
     num_drafted = max((most[-1] * (num_rows - 1) for num_rows, most in verified.items()), default=0)
-    runner.request_state = state = RequestState(R, runner.max_blocks, device, Sampler.columns, num_drafted)
+    runner.request_state = state = RequestState(R, runner.max_blocks, device, COLUMNS, num_drafted)
     processed = config.logprobs_mode == "processed_logprobs"
-    runner.sampler = sampler = Sampler(state, tp, max_model_len, model.vocab_size, processed)
+    features = make_features(state, max_model_len, model.vocab_size, processed)
+    runner.sampler = sampler = Sampler(state, tp, features)
     inputs = DecodeInputs(state, runner.block_size, max_model_len, runner.ops)
     # parts
     shares_prefixes = backend.shares_prefixes and not all(model.windows)
     runner.shared_prefixes = SharedPrefixes(state.block_table_mirror, runner.block_size, device, shares_prefixes)
     runner.copies, runner.recurrent, runner.drafts = BlockCopies(), RecurrentStates(), Drafts(state, num_drafted)
-    runner.readers = make_readers(sampler)
+    runner.readers = make_readers(sampler, features.logprobs)
     runner.parts = [runner.copies]  # what this engine cannot need is not asked
     runner.parts += [runner.shared_prefixes] * shares_prefixes + [runner.drafts] * config.speculates
     runner.parts += [runner.recurrent] * (model.delta is not None)

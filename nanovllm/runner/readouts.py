@@ -9,6 +9,7 @@ from nanovllm.readouts.pooled_state import PooledRows
 from nanovllm.readouts.prompt_logprobs import ScoredRows
 from nanovllm.sampling.feature import Tensors
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.token_logprobs import Logprobs
 
 
 class Reader:
@@ -29,12 +30,12 @@ class Reader:
 class LogprobsReader(Reader):
     """``token_logprobs`` of ``ScoredRows``."""
 
-    def __init__(self, sampler: Sampler):
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, logprobs: Logprobs):
+        self._sampler, self._logprobs = sampler, logprobs
 
     def compute(self, rows: ScoredRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
                 model: CausalLM) -> torch.Tensor:
-        return self._sampler.logprobs.of_prompt(
+        return self._logprobs.of_prompt(
             rows.num_top, every, tensors["target_rows"], tensors["target_ids"],
             lambda some: self._sampler.logits(model.compute_logits(some)),
         )  # fmt: skip
@@ -56,6 +57,6 @@ def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)
 
 
-def make_readers(sampler: Sampler) -> dict[str, Reader]:
+def make_readers(sampler: Sampler, logprobs: Logprobs) -> dict[str, Reader]:
     """The reader of each kind."""
-    return {ScoredRows.kind: LogprobsReader(sampler), PooledRows.kind: StateReader()}
+    return {ScoredRows.kind: LogprobsReader(sampler, logprobs), PooledRows.kind: StateReader()}
