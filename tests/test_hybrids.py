@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.engine.beam_search import BeamSearchParams
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 
 TOLERANCE = 1e-5  # of the largest logit
 RNG = random.Random(0)

@@ -18,7 +18,7 @@ from nanovllm.as_vllm.pooling import PoolerConfig
 from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.utils import checkpoint
 from nanovllm.validation import did_you_mean, rules_of
 
