@@ -6,6 +6,7 @@ Owns the unfinished requests. A plain sequence is looked at when it finishes. On
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -124,6 +125,22 @@ class OutputProcessor:
             seq.finish_reason, seq.stop_reason = "error", error
         return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
 
+    def late_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
+        """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
+
+        Returns:
+            Masks of constrained requests, or None; a function that calls logits processors, or None; and a list of
+            sequences to end once the sampling is launched, which that function extends.
+        """
+        failed: list[Sequence] = []
+        masks = process = None
+        if self.constrained:
+            req_indices, bitmask, failed = self.masks(batch)
+            masks = req_indices, bitmask
+        if self.with_functions:
+            process = partial(self.process_logits, batch, failed)
+        return masks, process, failed
+
     def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
         """Constrained request slots of a batch, int32 [n]; the tokens each may sample next, int32 [n, ceil(V / 32)];
         and the sequences that end because their grammar fails.
@@ -143,8 +160,10 @@ class OutputProcessor:
             rows: their places in the batch.
         """
         for row, values in zip(rows.tolist(), logits, strict=True):
-            processor = self.with_functions.get(int(batch.seq_ids[row]))  # none: a grammar has ended it
-            if processor is not None and not processor.process_logits(values):
+            processor = self.with_functions.get(int(batch.seq_ids[row]))
+            if processor is None or processor.seq.finish_reason is not None:  # its grammar has failed
+                continue
+            if not processor.process_logits(values):
                 failed.append(processor.seq)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:

@@ -33,6 +33,7 @@ class CopyingBlockManager(BlockManager):
         self.min_copied_tokens = min_copied_tokens
         # those that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
         self.children: dict[tuple[int, bytes], list[int]] = {}
+        self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key of ``children``
         self.tails: OrderedDict[int, None] = OrderedDict()  # of ``children``, least recently used first
         self._prefix_copies: list[tuple[int, int]] = []
         self._computed: list[tuple[Sequence, int]] = []  # by the batch being made, up to which token
@@ -98,9 +99,9 @@ class CopyingBlockManager(BlockManager):
             if block.hash is None and block.ref_count == 1 and self.min_copied_tokens <= len(tokens) < self.block_size:
                 block.token_ids = tokens.tobytes()
                 self.tails[block.block_id] = None
-            if block.token_ids is not None and block.place is None:
-                block.place = self._place_of(seq, i)
-                self.children.setdefault(block.place, []).append(block.block_id)
+            if block.token_ids is not None and block.block_id not in self.places:
+                place = self.places[block.block_id] = self._place_of(seq, i)
+                self.children.setdefault(place, []).append(block.block_id)
         self._forget_tails()
 
     def register(self, seq: Sequence, num_computed: int) -> None:
@@ -130,7 +131,7 @@ class CopyingBlockManager(BlockManager):
         super().forget_prefixes()
 
     def _forget(self, block_id: int) -> None:
-        place = self.blocks[block_id].place
+        place = self.places.pop(block_id, None)
         if place is not None:
             self.children[place].remove(block_id)
             if not self.children[place]:

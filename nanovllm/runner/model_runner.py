@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch
+from nanovllm.core import Batch, DecodeBatch
 from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory
@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class StepHandle:
-    """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
+    """A step in flight; its results are on the host when the event has happened."""
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
@@ -107,9 +107,9 @@ class ModelRunner:
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
 
-        ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
-        for them; without a constrained request they sample at once. ``process``: calls its logits processors, whose
-        results the other ranks wait for in a collective.
+        Args:
+            masks: of constrained requests. The other ranks wait for them; without such a request they sample at once.
+            process: calls logits processors; the other ranks wait for the results in a collective.
         """
         assert self._computed is not None
         batch = self._computed.batch
@@ -168,18 +168,14 @@ class ModelRunner:
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
         else:
-            self.prepare_new(batch, arrays)
+            if len(batch.new):
+                rows = np.zeros(len(batch.new), self.request_state.row)
+                self.sampler.add(batch.new, rows, arrays)
+                self.request_state.add(batch.new, rows, arrays)
             arrays |= prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
         for part in self.parts:
             part.prepare(batch, arrays)
         return arrays
-
-    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
-        """Host: the requests that a batch admits."""
-        if len(batch.new):
-            rows = np.zeros(len(batch.new), self.request_state.row)
-            self.sampler.add(batch.new, rows, arrays)
-            self.request_state.add(batch.new, rows, arrays)
 
     def write(self, batch: Batch, tensors: Tensors) -> None:
         """Device: everyone takes in what it has put into the arrays."""
@@ -190,7 +186,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:
-        """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
+        """Launch sampling. Returns the completion event and the device-to-host copies in flight."""
         assert self._computed is not None
         (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
@@ -239,8 +235,7 @@ class ModelRunner:
             part.release(self.model)
 
     def capture_cudagraph(self) -> None:
-        """Capture the launchers' graphs: of forward passes, and of sampling, for the tokens of the step before are
-        taken in between. A batch whose requests use a feature launches the sampler kernel by kernel."""
+        """Capture graphs of forward passes and, apart, of sampling; with sampling features no graph samples."""
         self.graphs = CUDAGraphs()
         for launcher in self.launchers:
             launcher.capture(self.model, self.graphs)

@@ -111,7 +111,7 @@ class Request:
 class FakeDevice:
     """Stands for the model runner: prepares batches as it does, and keeps hashes of histories in its KV slots."""
 
-    prepare, prepare_new, write = ModelRunner.prepare, ModelRunner.prepare_new, ModelRunner.write
+    prepare, write = ModelRunner.prepare, ModelRunner.write
 
     def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests

@@ -326,7 +326,7 @@ def test_few_tails_are_kept():
     for i in range(30):
         leave(manager, admit(manager, [i, i, i]))
     assert len(manager.tails) == MAX_TAILS == len(manager.cached_block_ids)
-    used = {block.block_id for block in manager.blocks if block.place is not None}
+    used = set(manager.places)
     leave(manager, admit(manager, [77, 77, 77]))
     assert len(used | manager.tails.keys()) == MAX_TAILS + 1
     oldest = next(iter(manager.tails))

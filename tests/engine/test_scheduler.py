@@ -393,7 +393,7 @@ class Harness:
         assert all(len(set(seq.block_table)) == len(seq.block_table) for seq in holders)
         assert sorted([*free, *cached, *references]) == list(range(self.config.num_kvcache_blocks))
         assert all(block.ref_count == references[block.block_id] for block in manager.blocks)
-        assert all(manager.blocks[i].hash is manager.blocks[i].place is None for i in free)
+        assert all(manager.blocks[i].hash is manager.blocks[i].token_ids is None for i in free)
         tails = manager.tails if isinstance(manager, CopyingBlockManager) else {}
         assert all(manager.blocks[i].hash is not None or i in tails for i in cached)
         assert len(tails) <= MAX_TAILS
@@ -423,14 +423,12 @@ class Harness:
         """What may be copied is what launches wrote, and nothing else is offered."""
         manager, size, kv = self.scheduler.block_manager, self.config.kvcache_block_size, self.device.kv
         if not isinstance(manager, CopyingBlockManager):
-            assert all(block.place is None for block in manager.blocks)
             return
         histories = {state: request.known[: i + 1] for request in self.requests.values()
                      for i, state in enumerate(request.states.tolist())}  # fmt: skip
         offered = [(place, block_id) for place, ids in manager.children.items() for block_id in ids]
-        placed = [block for block in manager.blocks if block.place is not None]
-        assert sorted(offered) == sorted((block.place, block.block_id) for block in placed)
-        assert manager.tails.keys() == {block.block_id for block in placed if block.hash is None}
+        assert sorted(offered) == sorted((place, block_id) for block_id, place in manager.places.items())
+        assert manager.tails.keys() == {i for i in manager.places if manager.blocks[i].hash is None}
         for (parent, beginning), block_id in offered:
             tokens = np.frombuffer(manager.blocks[block_id].token_ids, np.int32)
             history = histories[int(kv[block_id * size + len(tokens) - 1])]
