@@ -26,7 +26,7 @@ from nanovllm.engine.readout_requests import make_pooling, make_scoring
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.models.pooling import read_pooling
+from nanovllm.models.sentence_pooling import read_pooling
 from nanovllm.outputs import (
     ClassificationOutput,
     EmbeddingOutput,

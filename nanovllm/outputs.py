@@ -1,6 +1,7 @@
-"""What ``generate`` returns: one ``RequestOutput`` per prompt; and what ``embed``, ``classify`` and ``rerank`` do.
+"""Results of ``generate`` (one ``RequestOutput`` per prompt), ``embed``, ``classify`` and ``rerank``.
 
-nano-vllm's scripts read it as a dictionary (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
+nano-vllm's scripts read a ``RequestOutput`` as a dictionary (``output["text"]``), vLLM's scripts read it as an object
+(``output.outputs[0].text``).
 """
 
 from collections.abc import Callable

@@ -105,7 +105,7 @@ class Parameters:
 
 @dataclass
 class StructuredOutputsParams(Parameters):
-    """What the completion must be; exactly one of the first six.
+    """A constraint on the completion: exactly one of the first six.
 
     Args:
         json: a JSON schema, as text or as a dictionary.
@@ -259,7 +259,7 @@ class SamplingParams(Parameters):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the tokens that it may sample depend on those before."""
+        """Whether the tokens that it may sample depend on the tokens before."""
         return self.structured_outputs is not None or bool(self.bad_words)
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import LLM
-from nanovllm.models.pooling import read_pooling
+from nanovllm.models.sentence_pooling import read_pooling
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 from nanovllm.sampling_params import Parameters
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.kernels.delta.reference import Chunks
-
 
 @dataclass(frozen=True)
 class Context:
@@ -32,7 +30,7 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
-    chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
+    chunks: tuple[torch.Tensor, ...] | None = None  # ``Chunks`` of kernels/delta, for recurrent layers (prefill)
     row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property

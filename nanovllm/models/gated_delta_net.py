@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         delta, C = config.delta, config.hidden_size
         assert delta is not None
-        self.tp, self.ops = tp, kernels.select()
+        self.tp, self.ops = tp, kernels.select(folder="delta")
         if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
             raise ConfigError(
                 f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "

@@ -58,7 +58,7 @@ class WeightFiller:
         self._targets = {part: (name, shard_id) for name, parts in self._parts.items() for part, shard_id in parts}
         self._attentions = {
             name.removesuffix(".attn"): module for name, module in model.named_modules()
-            if hasattr(module, "load_kv_scales")
+            if hasattr(module, "set_kv_scale")
         }  # fmt: skip
         # of the decoder: checkpoints of a decoder alone have them at the top
         self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
@@ -89,8 +89,9 @@ class WeightFiller:
             name, tensor = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             attention = self._attentions[match[1]]
-            scales = read_kv_scales(tensor, attention.num_kv_heads * attention.kv_shard[1])
-            attention.load_kv_scales(match[2] or match[3], scales)
+            part, total = attention.kv_shard
+            scales = read_kv_scales(tensor, attention.num_kv_heads * total)
+            attention.set_kv_scale(match[2] or match[3], scales.chunk(total)[part])
             return
         parts = self._parts_of(name)
         if self._only is not None and parts and self._only.isdisjoint(parts):

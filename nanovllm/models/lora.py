@@ -91,7 +91,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def scale_of(config: dict[str, Any], module: str, rank: int) -> float:
-    """What the product of a module's factors is multiplied by: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
+    """Factor of the product of a module's two matrices: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

@@ -183,8 +183,10 @@ def _read_group(raw: dict[str, Any]) -> str:
 
 
 def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
-    """Whether a module is named by one of the patterns: "re:" and a regular expression of the beginning of its name; a
-    name with asterisks; or dotted parts of its name, wherever they stand in it.
+    """A test of whether one of the patterns names a module.
+
+    A pattern is "re:" and a regular expression of the beginning of its name; a name with asterisks; or dotted parts of
+    its name, wherever they stand in it.
     """
     prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
     compiled, dotted = [], set()

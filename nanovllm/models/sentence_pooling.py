@@ -1,4 +1,4 @@
-"""How a checkpoint's embeddings are made of hidden states: sentence-transformers' files beside the weights."""
+"""Reads the pooling of an embedding model from sentence-transformers' files beside the weights."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ class Pooling(NamedTuple):
     """The pooling of a checkpoint.
 
     Attributes:
-        kind: of ``POOLING`` (readouts/pooled_state.py): which hidden states an embedding is the mean of.
+        kind: of ``POOLING`` (readouts/pooled_state.py): the hidden states whose mean is the embedding.
         normalize: whether embeddings are divided by their L2 norm, unless a call says otherwise.
     """
 
