@@ -100,7 +100,7 @@ class Config:
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
         enforce_eager: no CUDA graphs and no run-ahead; slower, easier to debug.
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
-        num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
+        num_kvcache_blocks: size of the KV cache in blocks; -1: as memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
         dtype: "auto" (the checkpoint's; float32 on a CPU, unless it is bfloat16 and the CPU has AVX512-BF16 or AMX;
             float16 on a GPU without bfloat16), "bfloat16", "float16" or "half", "float32" or "float"; or torch's.

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-Owns each layer's ``k_cache`` and ``v_cache``, and says what a block of them takes. Keys and values of a step are stored
+Owns each layer's ``k_cache`` and ``v_cache``, and the shape of their blocks. Keys and values of a step are stored
 before a backend runs (by ``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
 
 T packed tokens, B sequences of a decode batch, H query heads, K KV heads, D head size, NB blocks of BS tokens.

@@ -95,8 +95,8 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
     """Split a 16-bit tensor [N, C] into FP8 data and scale, each with its parameter.
 
-    Rows are quantized as they are read: a rank reads and quantizes its own. Scales are those of the tensor's rows or
-    blocks whatever the shard, so ranks have the numbers of a single one.
+    Rows are quantized as they are read: a rank reads and quantizes its own. Scales belong to rows or blocks of the
+    whole tensor, so every rank has the numbers of a single rank.
     """
     if len(loaded.shape) != 2:
         return [(param, loaded)]  # its shape will be refused

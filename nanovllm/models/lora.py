@@ -1,6 +1,6 @@
 """A PEFT adapter as changes of checkpoint tensors: W + scale B A, computed in fp32 as W is read.
 
-Owns ``adapter_config.json``, of which each field is honoured, has no effect on the numbers, or is refused; and the
+Owns ``adapter_config.json``: each field is honoured, has no effect on the numbers, or is refused; and the
 adapter's tensors. A rank reads the rows of B and the columns of A that its part of W needs. Knows no parameters:
 ``loader.py`` finds the tensor that a change belongs to.
 
