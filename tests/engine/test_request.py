@@ -10,12 +10,13 @@ import torch
 from helpers import generate
 
 from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.engine.callers import Caller, run
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Caller
 from nanovllm.engine.scheduler import SequenceTable
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.validation import has_feature
 
 
 def refuses(text):
@@ -89,23 +90,12 @@ REQUESTS = [
     ([[1]], SamplingParams(allowed_token_ids=[600]), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
     ([[1]], SamplingParams(logit_bias={600: 1}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
     ([[1]], SamplingParams(logprobs=21), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
-    ([[1]], SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
     ([[1]], SamplingParams(stop="a"), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
     ([[1]], SamplingParams(bad_words="a"), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
-    (
-        [[1] * 100],
-        SamplingParams(max_tokens=0, prompt_logprobs=0),
-        "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, ",
-    ),
     (
         [[1] * 97],
         SamplingParams(max_tokens=None),
         "prompt (97 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
-    ),
-    (
-        [[1] * 100],
-        SamplingParams(max_tokens=None, prompt_logprobs=0),  # this one was queued, and waited for ever
-        "prompt (100 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
     ),
     (
         [[1]],
@@ -113,6 +103,20 @@ REQUESTS = [
         "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21.",
     ),
 ]
+if has_feature("readouts.prompt_logprobs"):
+    REQUESTS += [
+        ([[1]], SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
+        (
+            [[1] * 100],
+            SamplingParams(max_tokens=0, prompt_logprobs=0),
+            "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, ",
+        ),
+        (
+            [[1] * 100],
+            SamplingParams(max_tokens=None, prompt_logprobs=0),  # this one was queued, and waited for ever
+            "prompt (100 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
+        ),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +311,7 @@ def test_requests_come_out_as_they_finish(small_llm):
     """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
     requests = small_llm._inputs.make_all([(None, [5]), (None, [6]), (None, [7])], params)
-    assert [request.index for _, finished in small_llm._run(requests) for request in finished] == [1, 2, 0]
+    assert [request.index for _, finished in run(small_llm, requests) for request in finished] == [1, 2, 0]
 
 
 def test_equal_parameters_share_a_snapshot(small_llm):
