@@ -150,7 +150,7 @@ class SparseMoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        assert config.moe is not None and not config.family.post_norm, "experts add the residual themselves"
+        assert config.moe is not None
         moe, C = config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()
