@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
             self.register_buffer("ones", torch.ones(D), persistent=False)
             weights = [self.ones, self.ones]
-        # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
+        # The epilogue of the product, without the tokens of a step; and the cache moves when it wakes up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
             num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
