@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.config_reader import DTYPES, read_model_config
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (

@@ -192,16 +192,9 @@ class RequestOutput(dict):
                  prompt_logprobs: Any = None, index: int = 0):
         first = outputs[0]
         super().__init__(text=first.text, token_ids=first.token_ids, finish_reason=first.finish_reason)
-        self.request_id = request_id
-        self.index = index
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.prompt_logprobs = prompt_logprobs
-        self.outputs = outputs
-        self.num_cached_tokens = num_cached_tokens
-        self.finished = finished
-        self.metrics = None
-        self.lora_request = None
+        self.request_id, self.index, self.outputs, self.finished = request_id, index, outputs, finished
+        self.prompt, self.prompt_token_ids, self.prompt_logprobs = prompt, prompt_token_ids, prompt_logprobs
+        self.num_cached_tokens, self.metrics, self.lora_request = num_cached_tokens, None, None
 
     def __getattr__(self, name: str) -> Any:  # where it is no attribute
         is_of_completion = name in CompletionOutput.__dataclass_fields__

@@ -18,6 +18,8 @@ from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
 from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillInputs, PrefillSizes
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Sampled
+from nanovllm.sampling.features import COLUMNS, Features, make_features
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.validation import has_feature
 
@@ -29,7 +31,7 @@ def gpu_param(*values):
 
 
 DEVICES = ["cpu", gpu_param("cuda")]
-FEATURES = ("masks", "min_tokens", "processors", "penalties", "filters", "logprobs")  # of the sampler, in their order
+FEATURES = Features._fields
 
 
 def needs(feature):
@@ -215,8 +217,9 @@ class Slots:
     """The request slots of one rank: request state and sampler, host and device side together."""
 
     def __init__(self, max_num_seqs, max_blocks=1, max_model_len=32, vocab_size=64, tp=SINGLE_RANK, processed=False):
-        self.state = RequestState(max_num_seqs, max_blocks, torch.device("cpu"), Sampler.columns)
-        self.sampler = Sampler(self.state, tp, max_model_len, vocab_size, processed)
+        self.state = RequestState(max_num_seqs, max_blocks, torch.device("cpu"), COLUMNS)
+        self.features = make_features(self.state, max_model_len, vocab_size, processed)
+        self.sampler = Sampler(self.state, tp, self.features)
         self.arrays = {}
 
     def add(self, *seqs):
@@ -236,7 +239,12 @@ class Slots:
         self.arrays = {}
         return {name: len(values) for name, values in tensors.items()}
 
+    def num_top(self, *req_indices):
+        """Alternatives that a batch with these request slots reports."""
+        self.features.logprobs.begin(Sampled(np.array(req_indices, np.int32)), {})
+        return self.features.logprobs.num_top
+
     def used(self, *req_indices):
         """Names of the features that a batch with these request slots uses."""
         used = self.sampler.used_by(np.array(req_indices, np.int32))
-        return [name for name in FEATURES if getattr(self.sampler, name) in used]
+        return [name for name in FEATURES if getattr(self.features, name) in used]

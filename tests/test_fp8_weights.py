@@ -25,7 +25,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.quantization import quantize, quantized
 from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.models.quantization_config import linears
@@ -316,10 +316,10 @@ def test_vision_prefix():
 
 
 def families_config(architecture, quantization, **more):
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.models.config_reader import model_config
 
     raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
-    return ModelConfig.from_json({**raw, "torch_dtype": "bfloat16"})
+    return model_config({**raw, "torch_dtype": "bfloat16"})
 
 
 # ---------------------------------------------------------------- refusals

@@ -7,7 +7,7 @@ from conftest import TINY
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import MODELS
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config_reader import model_config
 from nanovllm.models.rope import RopeScaling
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
@@ -61,7 +61,7 @@ def test_refused_values(rule, change):
     if name in IN_ROPE:
         raw = {**RAW, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, **change}}
     with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(f"{name}={value!r} must be {rule}")):
-        ModelConfig.from_json(raw)
+        model_config(raw)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_refused_values(rule, change):
 )
 def test_fields_that_do_not_fit_together(change, text):
     with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(text)):
-        ModelConfig.from_json({**RAW, **change})
+        model_config({**RAW, **change})
 
 
 @pytest.mark.parametrize("size", (3, 8))
 def test_ranks_that_do_not_fit(size):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} must divide the model's 4 attention heads"):
-        ModelConfig.from_json(RAW).check_tensor_parallel(size)
+        model_config(RAW).check_tensor_parallel(size)
 
 
 def test_kv_heads_that_do_not_fit_the_ranks():
-    config = ModelConfig.from_json({**RAW, "num_attention_heads": 12, "num_key_value_heads": 6})
+    config = model_config({**RAW, "num_attention_heads": 12, "num_key_value_heads": 6})
     config.check_tensor_parallel(2)
     with pytest.raises(ConfigError, match="the model's 6 KV heads, or be a multiple"):
         config.check_tensor_parallel(4)
@@ -117,7 +117,7 @@ PUBLISHED = {  # config.json of Qwen3-0.6B
 
 
 def test_a_published_config():
-    config = ModelConfig.from_json(PUBLISHED)
+    config = model_config(PUBLISHED)
     assert config.family is MODELS["Qwen3ForCausalLM"] and config.family.qk_norm
     assert set(config.ropes) == {RopeScaling(kind="default", theta=1e6, original_max_position=40960)}
     assert config.windows == (0,) * 28 and config.moe is None and config.attention_scale == 128**-0.5
@@ -134,21 +134,21 @@ def test_defaults_of_fields_left_out_or_null():
         ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "eos_token_id",
          "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "quantization_config", "use_sliding_window")
     )  # fmt: skip
-    config = ModelConfig.from_json(minimal)
-    assert ModelConfig.from_json({**minimal, **nullable}) == config
+    config = model_config(minimal)
+    assert model_config({**minimal, **nullable}) == config
     assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (16, 64, 32768)
     assert (config.tie_word_embeddings, config.o_bias, config.dtype) == (False, False, "float32")
     assert config.rms_norm_eps == 1e-6 and config.eos_token_ids == () and config.ropes[0].theta == 10_000
 
 
 def test_several_eos_ids():
-    assert ModelConfig.from_json({**RAW, "eos_token_id": [1, 3]}).eos_token_ids == (1, 3)
+    assert model_config({**RAW, "eos_token_id": [1, 3]}).eos_token_ids == (1, 3)
 
 
 def test_yarn_added_to_a_published_config():
     """Qwen's recipe for long contexts leaves max_position_embeddings at 40960, and longer prompts were refused."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert ModelConfig.from_json({**PUBLISHED, "rope_scaling": scaling}).max_position_embeddings == 131072
+    assert model_config({**PUBLISHED, "rope_scaling": scaling}).max_position_embeddings == 131072
 
 
 def test_yarn_without_original_length_takes_the_models():
@@ -192,4 +192,4 @@ def test_a_rope_of_windows_that_is_left_out():
     """It was the family's rope_theta, 1e6, not rope_local_base_freq."""
     changes = {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"],
                "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}  # fmt: skip
-    assert [rope.theta for rope in ModelConfig.from_json({**TINY, "rope_theta": 1e6, **changes}).ropes] == [1e4, 5e5]
+    assert [rope.theta for rope in model_config({**TINY, "rope_theta": 1e6, **changes}).ropes] == [1e4, 5e5]

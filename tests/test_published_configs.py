@@ -10,7 +10,8 @@ import pytest
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import DeltaConfig, ModelConfig
+from nanovllm.models.config import DeltaConfig
+from nanovllm.models.config_reader import model_config
 from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
@@ -396,7 +397,7 @@ PLAIN_MOE = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published(model):
     architecture, raw, expected = PUBLISHED[model]
-    config = ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw})
+    config = model_config({**SHARED, "architectures": [architecture], **raw})
     family, layers = MODELS[architecture], config.num_hidden_layers
     plain = {
         "family": family, "qk_norm": family.qk_norm, "dtype": "bfloat16", "tie_word_embeddings": False,
@@ -415,7 +416,7 @@ def test_published(model):
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.moe is None) == (moe is None)
     assert moe is None or vars(config.moe) == {**PLAIN_MOE, **moe}
-    assert moe is None or [layer.is_sparse for layer in config.layers] == [i not in dense for i in range(layers)]
+    assert moe is None or [layer.mlp == "experts" for layer in config.layers] == [i not in dense for i in range(layers)]
 
 
 SIZES = (
@@ -447,8 +448,8 @@ def test_as_transformers_reads_it(model, kept):
     if architecture in ("Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
         kind += "Text"
     today = getattr(transformers, f"{kind}Config")(**copy.deepcopy(raw)).to_dict()
-    want = ModelConfig.from_json({**today, "architectures": [architecture]})
-    got = ModelConfig.from_json({**raw, "architectures": [architecture]})
+    want = model_config({**today, "architectures": [architecture]})
+    got = model_config({**raw, "architectures": [architecture]})
     if architecture == "Gemma3ForConditionalGeneration":  # the class drops the outer list
         want = replace(want, eos_token_ids=(1, 106), dtype=got.dtype)
     assert vars(got) == vars(want)
@@ -456,7 +457,7 @@ def test_as_transformers_reads_it(model, kept):
 
 def read(model, **changes):
     architecture, raw, _ = PUBLISHED[model]
-    return ModelConfig.from_json({**SHARED, "architectures": [architecture], **raw, **changes})
+    return model_config({**SHARED, "architectures": [architecture], **raw, **changes})
 
 
 def test_every_family_is_published():
@@ -477,7 +478,7 @@ def test_layers_of_the_warm_up():
     gemma = read("gemma-3-1b-it").one_layer_of_each_kind()
     assert gemma.windows == (512, 0, 512) and [rope.theta for rope in gemma.ropes] == [1e4, 1e6, 1e4]
     air = read("GLM-4.5-Air").one_layer_of_each_kind()
-    assert [layer.is_sparse for layer in air.layers] == [False, True, True]
+    assert [layer.mlp for layer in air.layers] == ["dense", "experts", "experts"]
     assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
 
 

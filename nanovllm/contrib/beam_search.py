@@ -113,7 +113,7 @@ def _next_tokens(output: RequestOutput) -> LogprobsAt:
     (completion,) = output.outputs
     if completion.logprobs is None or completion.finish_reason == "error":
         raise EngineError(str(completion.stop_reason))
-    return completion.logprobs[0]
+    return completion.logprobs[0]  # type: ignore[index]  # made when it is read
 
 
 class _Search:

@@ -14,6 +14,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import MAX_STOP_IDS, SamplingParams
 
 logger = logging.getLogger("nanovllm")
+MAX_COPIES = 1024
 NO_LM_HEAD = "this model has no LM head, so it predicts no tokens; see LLM.embed and LLM.classify."
 EMPTY = "the prompt is empty; it must hold at least one token."
 TOO_LONG = (
@@ -37,9 +38,21 @@ class Checks:
     def __init__(self, config: Config, num_blocks: int, token_processors: TokenProcessors):
         self.config, self._num_blocks, self.token_processors = config, num_blocks, token_processors
         self._has_warned = False
+        self._copies: dict[Any, SamplingParams] = {}  # by the values of parameters
 
     def copy_of(self, params: Any) -> SamplingParams:
-        """A checked copy of a user's parameters, which nobody else changes."""
+        """A checked copy of a user's parameters, which nobody else changes; equal parameters share one."""
+        key = params.key() if isinstance(params, SamplingParams) else None
+        if key not in self._copies:
+            checked = self._checked_copy(params)
+            if not isinstance(key, tuple):  # an object's identity: another may have it later
+                return checked
+            if len(self._copies) == MAX_COPIES:
+                self._copies.clear()
+            self._copies[key] = checked
+        return self._copies[key]
+
+    def _checked_copy(self, params: Any) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         params, allowed = params.snapshot(), self.config.max_logprobs

@@ -81,16 +81,13 @@ class InputProcessor:
             raise RequestError(
                 f"{len(prompts)} prompts but {len(every)} sampling_params; give one, or one for each prompt."
             )
-        copies: dict[Any, SamplingParams] = {}  # requests with equal parameters share a copy
-        last: Any = copies  # the parameters before: none yet
+        copies: dict[int, SamplingParams] = {}  # by the identity of the user's
         checked = []
         for i, ((_, token_ids), given) in enumerate(zip(prompts, every, strict=True)):
             try:
-                if given is not last:
-                    last, key = given, given.key() if isinstance(given, SamplingParams) else None
-                    if key not in copies:
-                        copies[key] = given if is_checked else self.checks.copy_of(given)
-                checked.append(self.checks.checked(as_token_ids(token_ids), copies[key]))
+                if id(given) not in copies:
+                    copies[id(given)] = given if is_checked else self.checks.copy_of(given)
+                checked.append(self.checks.checked(as_token_ids(token_ids), copies[id(given)]))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
         try:

@@ -65,7 +65,7 @@ class LLMEngine:
             try:
                 # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
                 eos_token_ids = self._tokenizer.eos_token_ids()
-                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config)
+                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config.eos_token_ids)
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
                 with translate_oom():

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from nanovllm.layers.context import Context
-from nanovllm.layers.quantization import read_kv_scales
-from nanovllm.layers.weight_loader import CheckpointTensor
 
 
 class AttentionBackend(Protocol):
@@ -65,12 +63,11 @@ class Attention(nn.Module):
         """Views of the KV cache; empty ones detach the layer, which then stores nothing."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def load_kv_scale(self, which: str, loaded: CheckpointTensor) -> None:
-        """Take the checkpoint's scale of "k", "v" or both ("kv"): one number, or one for each KV head of all ranks."""
-        shard, num_shards = self.kv_shard
-        scales = read_kv_scales(loaded, self.num_kv_heads * num_shards).chunk(num_shards)[shard]
+    def load_kv_scales(self, which: str, scales: torch.Tensor) -> None:
+        """Take this rank's part of the checkpoint's scales of "k", "v" or both ("kv"), one for each KV head."""
+        part, total = self.kv_shard
         for name in which:
-            self.set_kv_scale(name, scales)
+            self.set_kv_scale(name, scales.chunk(total)[part])
 
     def set_kv_scale(self, which: str, scale: torch.Tensor) -> None:
         """Take a given scale of "k" or "v": one number, or one for each KV head of this rank."""

@@ -8,17 +8,10 @@ score, and those of V meet zeros in the output projection.
 D is the head size here, r the number of rotated dimensions of the checkpoint's heads.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
-
-class HeadOrders(NamedTuple):
-    """The dimensions of a checkpoint's head in our order, -1 for padding; None: as they are."""
-
-    qk: list[int] | None = None  # of Q and K
-    v: list[int] | None = None  # of V, and of the output projection's input
+from nanovllm.layers.weight_loader import HeadOrders
 
 
 def head_orders(head_dim: int, padded: int, r: int, interleaved: bool) -> HeadOrders:

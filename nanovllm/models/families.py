@@ -1,4 +1,4 @@
-"""What a row of ``MODELS`` can say: how the decoder of an architecture differs from Llama's. Imports no torch."""
+"""The rows of ``MODELS``: the ways in which the decoder of an architecture differs from Llama's. Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Family(NamedTuple):
             usual order, [E, 2I, C] and [E, C, I].
         gpt_oss_experts: they and their router have biases and ``reference.clamped_swiglu``; tensors of all experts
             are [E, C, 2I], gate and up taking turns, and [E, I, C], or MXFP4.
-        recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
+        recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
         sinks: each query head of a layer has a learned score that joins the sum of the softmax, and nothing else.
         output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each

@@ -8,6 +8,7 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,13 +20,10 @@ from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales, new_mxfp4_weight, new_weight
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
+from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
+from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_bias, copy_shard, split_rows
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
-
-
-def new_bias(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Router(nn.Module):
@@ -107,10 +105,8 @@ class Experts(nn.Module):
         rows, loaded = self.of_expert(param[shard_id[0]], loaded, 0)
         if rows.dim() > 1:
             copy_shard(rows, loaded, 1, self.tp.rank, self.tp.size)
-        else:  # the bias is added once, by rank 0
-            copy_shard(rows, loaded)
-            if self.tp.rank > 0:
-                rows.zero_()
+        else:
+            copy_bias(rows, loaded, self.tp.rank)
 
     def of_expert(
         self, param: torch.Tensor, loaded: CheckpointTensor, same_dim: int
@@ -135,6 +131,8 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """An MLP that every token passes. Its result, without the residual, is this rank's partial sum."""
 
+    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         C, I = config.hidden_size, moe.shared_size
@@ -152,7 +150,7 @@ class SparseMoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        assert config.moe is not None
+        assert config.moe is not None and not config.family.post_norm, "experts add the residual themselves"
         moe, C = config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()

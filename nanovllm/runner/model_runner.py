@@ -21,9 +21,7 @@ from nanovllm.runner.device import step_threads
 from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.part import Equipment, Launcher, Step
 from nanovllm.runner.weights import Weights
-from nanovllm.sampling.feature import Arrays, Tensors
-from nanovllm.sampling.masks import Masks
-from nanovllm.sampling.processors import Process
+from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
 class StepResult(NamedTuple):
@@ -117,7 +115,7 @@ class ModelRunner:
         batch = self._computed.batch
         self._process = process
         rows = self._computed.launcher.rows_on_host(batch)
-        outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
+        outputs = self.call("run_sampler", masks, ranks=self.sampler.waits(batch.req_indices))
         self._last_handle = StepHandle(rows, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
@@ -140,7 +138,7 @@ class ModelRunner:
                     worker.report("answer", self.weights.attempt(*args))
                     continue
                 getattr(self, method)(*args)
-                if method == "run_model" and not self.sampler.masks.are_due(args[0].req_indices):
+                if method == "run_model" and not self.sampler.waits(args[0].req_indices):
                     self.run_sampler()
 
     @torch.inference_mode()
@@ -195,17 +193,15 @@ class ModelRunner:
         """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
         assert self._computed is not None
         (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
-        if masks is not None:
-            self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
-        used, graph = self.sampler.used_by(batch.req_indices), launcher.sample_graph(batch)
-        if self.sampler.processors in used:
-            self.sampler.processors.set_batch(batch.req_indices, self._process, batch.num_rows)
+        used, arrays = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))
+        if arrays:
+            self.sampler.write(to_device(arrays, self.device))
+        graph = launcher.sample_graph(batch)
         if graph is not None and not used and self.graphs is not None:
             self.graphs.replay(graph, len(hidden) // batch.num_rows)  # as padded as the forward pass
         elif n:
-            num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
-            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used, num_top)
+            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used)
             launcher.sampled(batch, req_indices[:n])
         if self.device.type == "cpu":
             return None, logprobs, *readouts

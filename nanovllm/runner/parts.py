@@ -25,6 +25,7 @@ from nanovllm.runner.readers.pooled_state import StateReader
 from nanovllm.runner.readers.prompt_logprobs import LogprobsReader
 from nanovllm.runner.recurrent import RecurrentStates
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
 # In this order they take in a batch, and their launchers are asked.
@@ -49,8 +50,9 @@ def equip(config: Config, tp: TPGroup) -> Equipment:
     config, model = rank.config, rank.config.model_config
     R, max_model_len = config.max_num_seqs, config.max_model_len
     num_rows = sum(kind.num_request_rows(rank) for kind in PARTS)
-    state = RequestState(R, rank.max_blocks, rank.device, Sampler.columns, num_rows)
-    sampler = Sampler(state, tp, max_model_len, model.vocab_size, config.logprobs_mode == "processed_logprobs")
+    state = RequestState(R, rank.max_blocks, rank.device, COLUMNS, num_rows)
+    processed = config.logprobs_mode == "processed_logprobs"
+    sampler = Sampler(state, tp, make_features(state, max_model_len, model.vocab_size, processed))
     inputs = DecodeInputs(state, config.kvcache_block_size, max_model_len, rank.ops)
     decode = DecodeLauncher(inputs, sampler, decode_sizes(R) if model.has_lm_head else [])
     # parts that this engine cannot need are not asked

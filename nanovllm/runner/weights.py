@@ -151,7 +151,8 @@ class Weights:
         else:
             from safetensors.torch import save_file
 
-            for bucket in in_buckets(as_pairs(weights), self._runner.model.unused_tensors):
+            unused = re.compile(self._runner.model.config.unused_tensors())
+            for bucket in in_buckets(as_pairs(weights), unused):
                 with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
                     file = os.path.join(directory, "update_weights")  # errors name it
                     save_file(bucket, file)

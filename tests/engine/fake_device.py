@@ -25,6 +25,8 @@ from nanovllm.runner.inputs import to_device
 from nanovllm.runner.model_runner import ModelRunner, StepHandle
 from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Sampled
+from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
 VOCAB, EOS = 5, 0
@@ -117,9 +119,10 @@ class FakeDevice:
         max_blocks = -(-config.max_model_len // self.block_size)
         self.sizes = PrefillSizes(((4, 3), (6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         num_drafted = 7 * config.max_num_seqs * config.speculates
-        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns, num_drafted)
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, num_drafted)
         self.drafts = Drafts(state, num_drafted)
-        self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
+        self.features = make_features(state, config.max_model_len, VOCAB)
+        self.sampler = Sampler(state, SINGLE_RANK, self.features)
         self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
         self.parts = self.shared_prefixes, self.drafts
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
@@ -160,14 +163,14 @@ class FakeDevice:
         self.last_token[req_indices] = self.sampled_tokens[req_indices] = tokens  # those of dead rows are undefined
         self.length[live] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
-        used = self.sampler.used_by(batch.req_indices)
-        assert (self.sampler.logprobs in used) == any(params.logprobs is not None for params in wanted)
+        used, _ = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows))
+        assert (self.features.logprobs in used) == any(params.logprobs is not None for params in wanted)
         holds_back = [p.min_tokens and (p.stop_token_ids or not p.ignore_eos) for p in wanted]
-        assert (self.sampler.min_tokens in used) == any(holds_back)
-        num_top = self.sampler.logprobs.num_top(batch.req_indices)
-        assert num_top == min(VOCAB, max((params.logprobs or 0 for params in wanted), default=0))
+        assert (self.features.min_tokens in used) == any(holds_back)
         logprobs = None
-        if self.sampler.logprobs in used:
+        if self.features.logprobs in used:
+            num_top = self.features.logprobs.num_top
+            assert num_top == min(VOCAB, max((params.logprobs or 0 for params in wanted), default=0))
             logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
         if batch.num_rows > 1:
             self.drafts.accept(torch.from_numpy(req_indices), batch.num_rows)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.sampling.logprobs import unpack_logprobs
+from nanovllm.sampling.token_logprobs import unpack_logprobs
 
 from .sampling_state import BOTH, DEVICE, KERNELS, every_request, make_state, reference
 

@@ -157,9 +157,9 @@ def prepared(slots, batch):
         slots.state.add(batch.new, rows, slots.arrays)
         arrays = slots.arrays | prefill_arrays(batch, slots.state.block_table_mirror, BLOCK_SIZE)
     slots.arrays = {}
-    rows, sampler = batch.req_indices, slots.sampler
+    rows = batch.req_indices
     on_device = {name: tensor.tolist() for name, tensor in to_device(arrays, CPU).items()}
-    return on_device, slots.used(*rows), sampler.logprobs.num_top(rows), sampler.masks.are_due(rows)
+    return on_device, slots.used(*rows), slots.num_top(*rows), slots.sampler.waits(rows)
 
 
 def test_another_rank_makes_the_same_of_a_batch():

@@ -71,13 +71,13 @@ def test_a_slot_keeps_nothing_of_its_last_owner():
         running([1], 0, [1, 2, 3], seed=77, stop_ids=(4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5,
                 min_tokens=2, logit_bias={3: 1.0}, presence_penalty=1, logprobs=3, allowed_mask=np.ones(2, np.int32))
     )  # fmt: skip
-    assert len(rows.used(0)) == 5 and rows.sampler.logprobs.num_top(np.array([0])) == 3
+    assert len(rows.used(0)) == 5 and rows.num_top(0) == 3
     rows.add(running([1], 0, [6], temperature=0))
     rows.send()
     fresh = rows_of(running([1], 0, [6, 2, 3], temperature=0))  # table entries past the length are never read
     assert rows.state.buffer.tolist() == fresh.state.buffer.tolist()
     assert rows.state.block_table_mirror[0].tolist() == [6, -1, -1, -1, -1]
-    assert rows.used(0) == [] and rows.sampler.logprobs.num_top(np.array([0])) == 0
+    assert rows.used(0) == [] and rows.num_top(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.readouts.prompt_logprobs import ScoredRows
 from nanovllm.runner.readers import Reader
 from nanovllm.sampling.feature import Tensors
+from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.token_logprobs import Logprobs
 
 
 class LogprobsReader(Reader):
@@ -15,9 +17,13 @@ class LogprobsReader(Reader):
 
     kind = ScoredRows.kind
 
+    def __init__(self, sampler: Sampler):
+        super().__init__(sampler)
+        (self._logprobs,) = (feature for feature in sampler.features if isinstance(feature, Logprobs))
+
     def compute(self, rows: ScoredRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
                 model: CausalLM) -> torch.Tensor:
-        return self._sampler.logprobs.of_prompt(
+        return self._logprobs.of_prompt(
             rows.num_top, every, tensors["target_rows"], tensors["target_ids"],
             lambda some: self._sampler.logits(model.compute_logits(some)),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Triton: log-probabilities of one token per row and of the most probable ones, in one pass over the logits.
 
-Owns `token_logprobs`; its reference in nanovllm/sampling/logprobs.py defines it, and runs where many are asked for.
+Owns `token_logprobs`. The reference in nanovllm/sampling/token_logprobs.py defines it, and runs for many alternatives.
 
 The pass leaves per block the sum of exponentials, and per group of 128 logits their maximum. Then one program per row
 takes the most probable tokens one by one: each lies in the group with the largest maximum left, so only that group is
@@ -144,7 +144,7 @@ def token_logprobs_kernel(
 
 
 def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
-    """See token_logprobs in nanovllm/sampling/logprobs.py. Two launches."""
+    """See token_logprobs in nanovllm/sampling/token_logprobs.py. Two launches."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and num_top <= vocab_size
     num_blocks = triton.cdiv(vocab_size, _BLOCK)

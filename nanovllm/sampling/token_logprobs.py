@@ -1,4 +1,4 @@
-"""Log-probabilities: of sampled tokens and those most probable beside them, and of a prompt's own tokens."""
+"""Log-probabilities of sampled tokens and of a prompt's tokens, each with its most probable alternatives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,41 +7,40 @@ import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import Arrays, Feature, Logits
+from nanovllm.sampling.feature import Arrays, Feature, Logits, Sampled
 
 MAX_TOP = 32  # alternatives of the kernel, which finds one a round; for more, topk is faster
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
 
 
 class Logprobs(Feature):
-    """Computed after the draw, in one pass: of the model's logits, or of those that were sampled from.
+    """Computed after the draw, in one pass: from the model's logits, or from the logits that were sampled from.
 
     Args:
         processed: report the distribution after masks, penalties, temperature and filters.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, processed: bool):
-        self.processed, self._vocab_size = processed, vocab_size
+        self.reads_raw, self._processed, self._vocab_size = not processed, processed, vocab_size
         self._num_top = np.zeros(max_num_seqs, np.int32)
+        self.num_top = 0  # most alternatives of a request of the batch; each gets that number, and its owner trims them
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         wanted = [params.logprobs for params in new.params]
         self._num_top[new.req_indices] = [self._limited(num_top or 0) for num_top in wanted]
         return [num_top is not None for num_top in wanted]
 
-    def num_top(self, req_indices: np.ndarray) -> int:
-        """Most alternatives that one of these requests wants; each is given as many, and its owner trims them."""
-        return int(self._num_top[req_indices].max(initial=0))
+    def begin(self, sampled: Sampled, arrays: Arrays) -> None:
+        self.num_top = int(self._num_top[sampled.req_indices].max(initial=0))
 
-    def of_sampled(self, raw: Logits, processed: Logits, tokens: torch.Tensor, num_top: int,
-                   req_indices: torch.Tensor) -> torch.Tensor:
-        """``token_logprobs`` of tokens i32[B]; ``raw`` are the logits as the model gave them."""
-        if not self.processed:
-            return self._compute(raw.gather().values, tokens, num_top)
-        values, thresholds, _ = processed.gather()
+    def report(self, raw: Logits, logits: Logits, tokens: torch.Tensor, req_indices: torch.Tensor) -> torch.Tensor:
+        """``token_logprobs`` of the sampled tokens."""
+        if not self._processed:
+            return self._compute(raw.gather().values, tokens, self.num_top)
+        values, thresholds, _ = logits.gather()
         temperature = self.state.temperature[req_indices.long()]
         scales = torch.where(temperature > 0, 1 / temperature, 1.0)
-        return self._compute(values, tokens, num_top, scales, thresholds)
+        return self._compute(values, tokens, self.num_top, scales, thresholds)
 
     def of_prompt(self, num_top: int, hidden: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor,
                   compute_logits: Callable[[torch.Tensor], Logits]) -> torch.Tensor:
