@@ -1,3 +1,1 @@
-"""Entry point of the command ``nanovllm``."""
-
 from nanovllm.contrib.cli import main as main

@@ -9,8 +9,6 @@ from nanovllm.engine.guard import Guard
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.engine.request import Request
-from nanovllm.engine.stream import DeltaStream
-from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.chat import Chat
@@ -30,16 +28,6 @@ class LLM(
     WeightVerbs,
 ):
     __doc__ = LLMEngine.__doc__
-
-    def deltas(self, request_id: int) -> DeltaStream:
-        """Stream the deltas of one request of ``add_request``, to be asked after any step until it is finished.
-
-        Raises:
-            RequestError: no unfinished request has this id.
-        """
-        if (request := self._added.unfinished.get(request_id)) is None:
-            raise RequestError(f"deltas: request_id={request_id!r} is of no unfinished request of add_request.")
-        return DeltaStream(request)
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the most probable completions with a beam; see ``BeamSearchParams``."""

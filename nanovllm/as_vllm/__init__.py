@@ -1,1 +1,1 @@
-"""Public name of ``nanovllm.contrib.as_vllm``."""
+"""Public names of ``nanovllm.contrib.as_vllm``, a line each."""

@@ -1,5 +1,3 @@
-"""Runs ``python -m nanovllm.as_vllm``."""
-
 import sys
 
 from nanovllm.contrib.as_vllm.__main__ import main

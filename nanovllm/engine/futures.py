@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.request import Request
+from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 
@@ -20,10 +21,12 @@ class RequestFuture(Future[RequestOutput]):
     ``result`` and ``exception`` step the engine, unless another thread does: then they wait for it.
     """
 
-    def __init__(self, engine: Any, request_id: int):
+    def __init__(self, engine: Any, request: Request):
         super().__init__()
         self.set_running_or_notify_cancel()
-        self.request_id = request_id
+        self.request_id = request.request_id
+        self._request = request
+        self._deltas: DeltaStream | None = None
         self._engine = weakref.ref(engine)  # which holds this future
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -39,6 +42,14 @@ class RequestFuture(Future[RequestOutput]):
         """What ``result`` would raise; None if it would return."""
         self._run(timeout)
         return super().exception(0)
+
+    def delta(self, cumulative: bool = False) -> RequestOutput | None:
+        """The output since the last call, as from ``stream``; None if nothing is new. It takes no step.
+
+        To be asked after any step, until an output is ``finished``. ``cumulative``: the output from the beginning.
+        """
+        self._deltas = self._deltas or DeltaStream(self._request)
+        return self._deltas.delta(cumulative)
 
     def _run(self, timeout: float | None) -> None:
         end = float("inf") if timeout is None else monotonic() + timeout

@@ -1,1 +1,1 @@
-"""Public names of ``nanovllm.contrib.integrations``."""
+"""Public names of ``nanovllm.contrib.integrations``, a line each."""

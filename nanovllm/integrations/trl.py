@@ -1,3 +1,1 @@
-"""Public name of ``nanovllm.contrib.integrations.trl``."""
-
 from nanovllm.contrib.integrations.trl import rollout_func as rollout_func

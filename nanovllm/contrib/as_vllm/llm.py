@@ -39,7 +39,7 @@ class LLMEngine:
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
-        self._requests: dict[str, tuple[int, RequestOutputKind, Any]] = {}  # by the user's name
+        self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -100,9 +100,8 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
         self._adapt(lora_request)
-        number = self.awake().add_request(as_prompt(prompt), snapshots(params, self._processors))
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        self._requests[request_id] = number, kind, self._llm.deltas(number)
+        future = self.awake().submit(as_prompt(prompt), snapshots(params, self._processors))
+        self._requests[request_id] = future, getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         return request_id
 
     def _adapt(self, lora_request: Any) -> None:
@@ -135,23 +134,23 @@ class LLMEngine:
         """Ids that are unknown or finished are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             if name in self._requests:
-                self._llm.abort(self._requests.pop(name)[0])
+                self._llm.abort(self._requests.pop(name)[0].request_id)
 
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
         try:
-            finished = dict(self.awake().step()[0])  # ids -> tokens
+            self.awake().step()
         except BaseException:
             if self._llm.is_finished():
                 self._requests.clear()  # they were dropped
             raise
         outputs = []
-        for name, (number, kind, stream) in list(self._requests.items()):
-            if number in finished:
-                del self._requests[name]
-            elif kind is RequestOutputKind.FINAL_ONLY:
+        for name, (future, kind) in list(self._requests.items()):
+            if kind is RequestOutputKind.FINAL_ONLY and not future.done():
                 continue
-            if (output := stream.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
+            if (output := future.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
+                if output.finished:
+                    del self._requests[name]
                 output.request_id = name
                 outputs.append(output)
         return outputs

@@ -155,13 +155,12 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
         path = overlay.name
     if overlay is not None or download_dir:
         model = path
-    config = config_of(path)
     for name in ("pooler_config", "override_pooler_config"):
         if (given := keywords.get(name)) is not None:
             (PoolerConfig(**given) if isinstance(given, dict) else given).check(path)
     max_model_len = keywords.get("max_model_len")
     if is_default := max_model_len in (None, -1, "auto"):
-        max_model_len = config.model_config.max_position_embeddings
+        max_model_len = config_of(path).model_config.max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
     if overlay is not None:
         weakref.finalize(llm, overlay.cleanup)
