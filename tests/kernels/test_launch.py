@@ -195,10 +195,10 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.engine import llm_engine
     from nanovllm.kernels.linear import dispatch
     from nanovllm.layers.attention_backends import PagedBackend
-    from nanovllm.runner import model_runner
+    from nanovllm.runner import parts
     from nanovllm.runner.start import compile_kernels, start_rank
 
-    model_runner.select_backend = lambda *_: PagedBackend(ops, capturable=True)
+    parts.select_backend = lambda *_: PagedBackend(ops, capturable=True)
     tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: start_rank(config, tp)
     llm = LLM(

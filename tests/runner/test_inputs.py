@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import Slots, prefill_batch, running
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS, V = 4, 6, 12, 100
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(sizes=st.lists(st.integers(0, 9), max_size=6), is_long=st.booleans())
 def test_named_arrays_there_in_one_copy(sizes, is_long):
     arrays = {
@@ -60,7 +61,7 @@ def int32(values):
     return np.array(values, np.int32)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(prefill=prefills())
 def test_prefill_against_a_naive_model(prefill):
     """Each packed token: its id, position, slot of the KV cache, request, and the keys it attends."""

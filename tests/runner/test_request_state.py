@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import Slots, running
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch
@@ -143,7 +144,7 @@ def test_the_padding_slot_stays_empty():
     assert not table[SLOTS].any() and table[:SLOTS].tolist() == [[*range(BLOCKS)]] * SLOTS
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(batches=st.lists(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True), max_size=8))
 def test_batches_follow_each_other(batches):
     rows = Rows()
