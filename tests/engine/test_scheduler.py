@@ -606,7 +606,8 @@ def test_random_histories(max_in_flight, kind):
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
-    print(sorted(seen.items(), key=lambda x: x[1])[:14]); assert seen.keys() == things and min(seen.values()) >= 1, seen
+    missing = [thing for thing, number in seen.items() if number < (3 if ALL else 1)]
+    assert seen.keys() == things and len(missing) <= (0 if ALL else 2), seen  # a fifth may miss the rarest
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])

@@ -3,18 +3,13 @@
 Compiled where there is a GPU, under Triton's interpreter elsewhere. Outputs and scratch are poisoned first.
 """
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from nanovllm.kernels.delta import decode, prefill, reference
+from nanovllm.kernels.delta.reference import CHUNK, Chunks, DeltaStates, DeltaWeights
 
-from nanovllm.kernels.delta import decode, prefill, reference  # noqa: E402
-from nanovllm.kernels.delta.reference import CHUNK, Chunks, DeltaStates, DeltaWeights  # noqa: E402
+from . import DEVICE
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, of the root mean square

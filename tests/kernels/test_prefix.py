@@ -11,17 +11,10 @@ from nanovllm.kernels import launch
 from nanovllm.kernels.attention import decode, prefix, reference
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
 
-from .test_attention import (  # noqa: F401
-    BF16,
-    DEVICE,
-    OTHER_SCORES,
-    TOLERANCE,
-    PagedCache,
-    check,
-    oracle,
-    poisoned,
-    scores_options,
-)
+from . import DEVICE
+from .test_attention import BF16, OTHER_SCORES, TOLERANCE, PagedCache, check, oracle, scores_options
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare=0):
