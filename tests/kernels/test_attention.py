@@ -6,6 +6,7 @@ output before the call: reading too much or writing too little fails.
 
 import pytest
 import torch
+from histories import at_night
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention import decode, prefill, reference
@@ -116,23 +117,30 @@ def check_decode(
     return cache, args, expected
 
 
-def check_prefill(
-    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0,
-    make_cache=PagedCache,
-):  # fmt: skip
+def prefill_of(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, make_cache=PagedCache):
+    """A cache, and the kernels' arguments up to the scale."""
     new, contexts = zip(*new_and_context, strict=True)
     cache = make_cache(contexts, num_kv_heads, head_size, block_size, dtype)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
     q = cache.queries(sum(new), num_heads, num_kv_heads)
-    args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    options = scores_options(num_heads, dtype, sinks, softcap)
-    expected = cache.oracle(reference.paged_prefill_attention, *args, max(new), window=window, **options)
+    return cache, (
+        q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale,
+    )  # fmt: skip
+
+
+def check_prefill(
+    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0,
+    make_cache=PagedCache,
+):  # fmt: skip
+    cache, args = prefill_of(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, make_cache)
+    options, max_new = scores_options(num_heads, dtype, sinks, softcap), max(new for new, _ in new_and_context)
+    expected = cache.oracle(reference.paged_prefill_attention, *args, max_new, window=window, **options)
     if window:
         firsts = (context - num_new - window + 1 for num_new, context in new_and_context)
         cache.poison_blocks_before([max(first, 0) for first in firsts])
     options |= {"window": window, **cache.kernel_options}
     for _ in range(1 if DEVICE == "cpu" else 3):  # no race, and nothing is left from launch to launch
-        check(cache, prefill.paged_prefill_attention(*args, max(new), **options), expected)
+        check(cache, prefill.paged_prefill_attention(*args, max_new, **options), expected)
     return cache, args, expected
 
 
@@ -219,13 +227,13 @@ def many_splits(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- decode
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("block_size", [16, 48, *at_night(64, 256)])
 def test_decode_around_block_boundaries(block_size):
     contexts = [0, 1, block_size - 1, block_size, block_size + 1, 0]
     check_decode(contexts, 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
 def test_decode_grouped_heads(group):
     check_decode([37, 5, 130], 2 * group, 2, 32, 16, torch.float32)
 
@@ -252,7 +260,7 @@ def test_decode_many_splits_of_large_groups(monkeypatch, group, merged):
     check_decode([130, 47, 1], group, 1, 128, 16, torch.float32)
 
 
-@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), (1, 8, 2), (2, 4, 3), (1, 8, 4)])
+@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), *at_night((1, 8, 2), (2, 4, 3), (1, 8, 4))])
 def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads):
     """Several programs share the query heads of a KV head."""
     assert decode.decode_config(num_seqs, num_kv_heads, group, 128, 4).kv_head_programs > 1
@@ -273,7 +281,7 @@ def test_decode_with_a_window(block_size, window):
     check_decode([130, 0, 1, 15, 64, 65], 2, 1, 32, block_size, torch.float32, window)
 
 
-@pytest.mark.parametrize("block_size, window", [(16, 1), (48, 7), (48, 16), (16, 33), (48, 100)])
+@pytest.mark.parametrize("block_size, window", [(16, 1), (48, 16), (16, 33), *at_night((48, 7), (48, 100))])
 def test_decode_with_a_window_in_many_splits(many_splits, block_size, window):
     check_decode([130, 47, 0, 1, 16], 7, 1, 32, block_size, torch.float32, window)
 
@@ -284,7 +292,7 @@ def test_decode_splits_that_hold_parts_of_several_windows(monkeypatch):
     check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32, window=40)
 
 
-@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (3, 4), (4, 8), (7, 4), (8, 4), (16, 8)])
+@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8))])
 def test_verify_grouped_heads(group, num_rows):
     check_verify([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, torch.float32)
 
@@ -300,7 +308,7 @@ def test_verify_many_splits(many_splits, block_size, contexts):
     check_verify(contexts, 4, 6, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("block_size, window", [(16, 1), (64, 7), (16, 33), (48, 64), (16, 500)])
+@pytest.mark.parametrize("block_size, window", [(16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500))])
 def test_verify_with_a_window(block_size, window):
     check_verify([100, 9, 65, 131], 4, 4, 2, 32, block_size, torch.float32, window)
 
@@ -410,7 +418,7 @@ def test_prefill_after_a_prefix(block_size):
     check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
 def test_prefill_grouped_heads(group):
     check_prefill([(19, 19), (7, 40)], 2 * group, 2, 32, 16, torch.float32)
 
@@ -427,7 +435,8 @@ def test_prefill_more_rows_than_one_program_takes(group):
 
 
 @pytest.mark.parametrize(
-    "block_size, window", [(16, 1), (64, 7), (16, 16), (64, 32), (16, 33), (16, 64), (64, 100), (16, 500)]
+    "block_size, window",
+    [(16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500))],
 )
 def test_prefill_with_a_window(block_size, window):
     """Tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits."""
@@ -486,8 +495,8 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     assert prefill.prefill_sm90 is prefill_sm90
     spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
-    cache, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
-    sizes = []
+    cache, args = prefill_of(spans, 2, 1, 128, 64, torch.float16)
+    expected, sizes = oracle(reference.paged_prefill_attention, *args, 3), []
 
     def run_twin(
         kernel, grid, q, k, v, kv_scale, sinks, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs,

@@ -208,10 +208,10 @@ def main(model: str, num_ranks: int) -> None:
     runner = llm.model_runner
 
     phase = "warmup"
-    model_and_cache = runner.model, runner.kv_cache
+    model = runner.model
     with torch.inference_mode(), ops.parallel_compile(runner.device):
         compile_kernels(runner)
-    runner.model, runner.kv_cache = model_and_cache
+    runner.model = model
 
     phase = "run"
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)
