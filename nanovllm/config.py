@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.utils.checkpoint import resolve_model
+from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
     Rule,
     at_least,
@@ -23,6 +23,8 @@ from nanovllm.validation import (
     optional,
     rules_of,
 )
+
+__all__ = ["Config", "SpeculativeConfig", "read_generation_config", "resolve_model"]
 
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -143,8 +145,10 @@ class Config:
     num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
     device: str = option("auto", choice("auto", "cuda", "cpu"))
     dtype: str = option("auto", choice("auto", *DTYPES))
-    state_dtype: str = option("float32", choice("float32", "float16"))
-    num_state_snapshots: int = option(-1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1))
+    state_dtype: str = option("float32", choice("float32", "float16"), feature="engine.hybrid")
+    num_state_snapshots: int = option(
+        -1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1), feature="engine.hybrid"
+    )
     kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
     load_format: str = option("auto", choice("auto", "dummy"))
@@ -160,7 +164,8 @@ class Config:
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
     speculative_config: SpeculativeConfig | None = option(
-        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig)))
+        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
+        feature="engine.speculation",
     )
     quiet: bool = option(False, FLAG)
     # derived

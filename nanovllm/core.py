@@ -12,7 +12,7 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,10 +24,6 @@ import numpy as np
 from nanovllm.outputs import FinishReason
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.sampling_params import SamplingParams
-
-NO_BLOCKS = np.empty((0, 3), np.int32)
-VERIFY_ROWS = (4, 8)  # of a sequence in a verify step: its last token and a draft
-MAX_VERIFIED_SEQS = 16  # in a step: beyond, products are not bound by the weights' bytes any more
 
 
 class SequenceStatus(Enum):
@@ -192,34 +188,20 @@ class NewSequences:
         return {**vars(self), "params": [sent[id(params)] for params in self.params]}
 
 
-class StateRows(NamedTuple):
-    """What the devices keep of recurrent layers."""
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of a sequence in a prefill; ``sampled``: the requests sampled from its last logits."""
 
-    num_snapshots: int
-    chunk: int = 64  # tokens; kernels compute a sequence in chunks, counted from its first token
+    seq: Sequence
+    start: int
+    stop: int
+    sampled: list[Sequence]
 
 
 @dataclass(frozen=True)
-class StateMoves:
-    """Which states of recurrent layers a prefill of S sequences begins with, and where it leaves more than their own.
+class Moves:
+    """Copies within the KV cache that go with a prefill. A cache kind that moves more has a subclass."""
 
-    A state is a row in tables of every rank: a row for each request slot, one for padding, and one for each snapshot.
-    """
-
-    load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
-    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, and the row
-    copies: np.ndarray  # int32 [n, 2], rows from and to: after the forward pass, for forked completions
-
-    @classmethod
-    def of(cls, seqs: ListLike[Sequence], loads: dict[int, int], saves: dict[int, list[tuple[int, int]]],
-           copies: list[tuple[int, int]]) -> "StateMoves":
-        """Of sequences in the order of the batch. ``loads`` and ``saves`` (tokens, row) by seq_id."""
-        flat = [(i, *save) for i, seq in enumerate(seqs) for save in saves.get(seq.seq_id, ())]
-        return cls(
-            _int32(loads[seq.seq_id] for seq in seqs),
-            np.array(flat, np.int32).reshape(-1, 3),
-            np.array(copies, np.int32).reshape(-1, 2),
-        )
+    block_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to after the forward pass, for forked completions
 
 
 @dataclass(frozen=True)
@@ -241,9 +223,7 @@ class PrefillBatch:
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
     new: NewSequences  # admitted by this batch
-    prefix_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to before the forward pass
-    block_copies: np.ndarray  # the same, after it
-    states: StateMoves | None = None  # None without recurrent layers
+    moves: Moves
     readouts: tuple[ReadoutBatch, ...] = ()
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
@@ -264,31 +244,26 @@ class PrefillBatch:
         ]  # fmt: skip
 
     @classmethod
-    def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
-           prefix_copies: list[tuple[int, int]], block_copies: list[tuple[int, int]],
-           state_moves: tuple | None = None) -> "PrefillBatch":
-        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one.
-
-        ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
-        """
+    def of(cls, chunks: ListLike[Chunk], new: ListLike[Sequence],
+           take_moves: Callable[[list[Sequence]], Moves]) -> "PrefillBatch":
+        """From at least one chunk. ``take_moves``: the moves of these sequences, given in the order of the batch."""
         # stable: each kind in its order
-        chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or _takes_last(chunk[0].readout, chunk[2])))
-        sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
+        chunks = sorted(chunks, key=lambda chunk: not (chunk.sampled or _takes_last(chunk.seq.readout, chunk.stop)))
+        sampled = [(seq, i) for i, chunk in enumerate(chunks) for seq in chunk.sampled]
+        seqs = [chunk.seq for chunk in chunks]
         return cls(
             _int32(seq.req_idx for seq, _ in sampled),
             np.fromiter((seq.seq_id for seq, _ in sampled), np.int64),
             _int32(i for _, i in sampled),
-            _int32(seq.req_idx for seq, *_ in chunks),
-            np.fromiter((seq.seq_id for seq, *_ in chunks), np.int64),
-            _int32(start for _, start, _, _ in chunks),
-            _int32(stop for _, _, stop, _ in chunks),
+            _int32(seq.req_idx for seq in seqs),
+            np.fromiter((seq.seq_id for seq in seqs), np.int64),
+            _int32(chunk.start for chunk in chunks),
+            _int32(chunk.stop for chunk in chunks),
             np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),
             NewSequences.of(new),
-            np.array(prefix_copies, np.int32).reshape(-1, 2),
-            np.array(block_copies, np.int32).reshape(-1, 2),
-            None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
+            take_moves(seqs),
             merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop, _ in chunks),
-            [seq for seq, *_ in chunks],
+            seqs,
         )
 
     @property
@@ -309,37 +284,19 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Compute one token of every sequence and sample the next. With drafts, a verify step: of every sequence also
-    compute the draft of its next tokens, and sample the token after each.
-    """
+    """Compute the last token of every sequence and sample the next; a subclass may compute several rows of each."""
 
     is_decode: ClassVar[bool] = True
+    num_rows: ClassVar[int] = 1  # computed of each sequence
     readouts: ClassVar[tuple[ReadoutBatch, ...]] = ()
     req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
-    state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
-    drafts: np.ndarray | None = None  # int32 [B, Q - 1], guesses of the next tokens; -1 behind the last of a sequence
-
-    @property
-    def num_rows(self) -> int:
-        """Q: tokens computed of each sequence, those included that fill up its draft."""
-        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
     @property
     def num_tokens(self) -> int:
         return len(self.req_indices) * self.num_rows
-
-    def num_accepted(self, token_ids: np.ndarray) -> np.ndarray:
-        """How many tokens of each draft are right, [B]. ``token_ids`` int32 [B, Q]: sampled after the last token and
-        after each of the draft; those up to the first that differs are what plain steps would sample."""
-        return np.logical_and.accumulate(token_ids[:, :-1] == self.drafts, axis=1).sum(1)
-
-    def part(self, rows: np.ndarray, columns: np.ndarray) -> "DecodeBatch":
-        """A plain batch, to take in the tokens that it has sampled in these places; more than one of a sequence in
-        their order."""
-        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows] + columns, NO_BLOCKS)
 
 
 Batch = PrefillBatch | DecodeBatch
@@ -351,3 +308,8 @@ def _takes_last(readout: Readout | None, stop: int) -> bool:
 
 def _int32(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int32)
+
+
+def pairs(copies: list[tuple[int, int]]) -> np.ndarray:
+    """(from, to) as int32 [n, 2]."""
+    return np.array(copies, np.int32).reshape(-1, 2)

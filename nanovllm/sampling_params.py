@@ -202,7 +202,7 @@ class SamplingParams(Parameters):
     stop: str | list[str] | None = option(None, STRINGS)
     include_stop_str_in_output: bool = option(False, BOOLEAN)
     logprobs: int | None = option(None, NUM_LOGPROBS)
-    prompt_logprobs: int | None = option(None, NUM_LOGPROBS)
+    prompt_logprobs: int | None = option(None, NUM_LOGPROBS, feature="readouts.prompt_logprobs")
     presence_penalty: float = option(0.0, PENALTY)
     frequency_penalty: float = option(0.0, PENALTY)
     repetition_penalty: float = option(1.0, number("> 0", lambda x: x > 0))
@@ -261,6 +261,12 @@ class SamplingParams(Parameters):
     def is_constrained(self) -> bool:
         """Whether the tokens that it may sample depend on those before."""
         return self.structured_outputs is not None or bool(self.bad_words)
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether the host has a part in its sampling: masks, stop strings, log-probabilities, functions."""
+        has_masks = self.is_constrained or self.allowed_token_ids is not None
+        return has_masks or bool(self.stop or self.logits_processors) or self.logprobs is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -14,13 +14,14 @@ PACKAGE = ROOT / "nanovllm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Lines of Python that a package may have. To raise one is a decision of its own: first look for a concept to remove.
 BUDGETS = {
-    "as_vllm": 1_450,
-    "cli": 115,
+    "contrib.as_vllm": 1_450,
+    "contrib.beam_search": 175,
+    "contrib.cli": 115,
+    "contrib.integrations": 455,
+    "contrib.jobs": 950,
     "core": 425,
     "distributed": 865,
     "engine": 4_175,
-    "integrations": 455,
-    "jobs": 950,
     "kernels": 7_760,
     "layers": 1_010,
     "models": 2_375,
@@ -44,8 +45,9 @@ def modules() -> list[Path]:
 
 
 def package_of(name: str) -> str:
-    """The package, or module at the top, that "nanovllm.NAME" is in."""
-    return name.removeprefix("nanovllm.").split(".")[0]
+    """The package, or module at the top, that "nanovllm.NAME" is in; of ``contrib`` the part, a client of its own."""
+    top, *rest = name.removeprefix("nanovllm.").split(".")
+    return ".".join([top, *rest[:1]]) if top == "contrib" else top
 
 
 def imports_of(path: Path) -> set[str]:

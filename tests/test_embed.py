@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
-from nanovllm.as_vllm import pooling
-from nanovllm.engine.pooling import pooled_output
-from nanovllm.engine.readout_requests import make_pooling
+from nanovllm.contrib.as_vllm import pooling
+from nanovllm.engine.callers import run
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
+from nanovllm.verbs.pooling import make_pooling, pooled_output
 
 TOLERANCE = 1e-5
 KINDS = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
@@ -177,7 +177,7 @@ def test_order_of_a_batch(make_llm, qwen3):
             more.append(llm._inputs.make(next(prompts), greedy(3), 5))
             yield more[-1]
 
-    finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
+    finished = {r.index: r for _, ended in run(llm, [], requests()) for r in ended if r not in more}
     check([pooled_output(finished[i], lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
           [PROMPTS[4], PROMPTS[1]])  # fmt: skip
     assert [request.completions[0].token_ids for request in more] == expected
@@ -355,7 +355,6 @@ def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
 
 
 def test_two_ranks(qwen3, make_llm, tmp_path):
-    """Long prefills in two halves: tests/runner/test_micro_batches.py."""
     model, paths = qwen3
     for kind in ("last", "mean"):
         llm = make_llm(model=paths[kind], tensor_parallel_size=2)

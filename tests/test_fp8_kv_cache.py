@@ -9,8 +9,8 @@ from helpers import DEVICES, generate, greedy, prompt_of
 from test_demo_model import check_answers, check_held_out_sums
 
 from nanovllm import LLM, ConfigError, SamplingParams
-from nanovllm.as_vllm.options import to_nanovllm
 from nanovllm.config import Config
+from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.kernels.linear import reference
 from nanovllm.runner import kv_scales, memory
 from nanovllm.utils.checkpoint import DEMO_MODEL

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
-from nanovllm.as_vllm.options import EngineArgs, start, to_nanovllm
+from nanovllm.contrib.as_vllm.options import EngineArgs, start, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers import quantization as fp8_weights

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_moe import NUM_DECODED, PROMPTS, check, logits_of
 
 from nanovllm import kernels
-from nanovllm.as_vllm.options import to_nanovllm
+from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels import mxfp4

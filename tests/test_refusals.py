@@ -3,6 +3,8 @@
 ``VALUES`` has the values that break a rule, ``TEXTS`` the other refusals; one test reads both.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.models import MODELS
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.validation import BOOLEAN, at_least, check, choice, list_of, number, optional
+from nanovllm.validation import BOOLEAN, at_least, check, choice, has_feature, list_of, number, optional
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -25,6 +27,12 @@ OTHERS = "(others are not supported)."
 PROMPT_FORM = "a prompt must be a string or a flat list of integer token ids"
 ONE_OF = "StructuredOutputsParams: give exactly one of json, regex, choice, grammar, json_object, structural_tag, not"
 NO_TOKENIZER = "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."
+
+
+class Raw(NamedTuple):
+    """In the place of parameters: no parameters."""
+
+    value: dict
 
 
 def config_json(**changes):
@@ -221,7 +229,8 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1], [2]], [SamplingParams()]), "2 prompts but 1 sampling_params; give one, or one for each prompt."),
         (([[1]], []), "1 prompts but 0 sampling_params"),
         (([[1]], 0.7), "must be a SamplingParams or a list of them, not 0.7."),
-        (([[1]], ({"temperature": 0.7},)), "prompt 0: sampling_params must be a SamplingParams, not dict."),
+        (([[1]], Raw({"temperature": 0.7})), "a SamplingParams or a list of them, not {'temperature': 0.7}."),
+        (([[1]], [{"temperature": 0.7}]), "prompt 0: sampling_params must be a SamplingParams, not dict."),
         (([[1]], {"stop_token_ids": [600]}), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"allowed_token_ids": [600]}), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
@@ -257,6 +266,8 @@ CASES = [
       for rule, names in rules.items() for name, values in names.items() for value in values),
     *((call, given, [text]) for call, cases in TEXTS.items() for given, text in cases),
 ]  # fmt: skip
+if not has_feature("readouts.prompt_logprobs"):
+    CASES = [case for case in CASES if "prompt_logprobs" not in repr(case)]
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -274,7 +285,7 @@ def make_call(call, given, model, llm):
     elif call == "generate":
         prompts, params = given
         params = SamplingParams(**params) if isinstance(params, dict) else params
-        llm.generate(prompts, list(params) if isinstance(params, tuple) else params, use_tqdm=False)
+        llm.generate(prompts, params.value if isinstance(params, Raw) else params, use_tqdm=False)
     elif call == "chat":
         llm.chat(given, use_tqdm=False)
     else:

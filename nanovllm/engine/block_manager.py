@@ -16,7 +16,7 @@ from collections import OrderedDict
 import numpy as np
 import xxhash
 
-from nanovllm.core import Sequence
+from nanovllm.core import Moves, Sequence, pairs
 
 NO_PARENT = -1  # parent hash of a sequence's first block
 
@@ -223,12 +223,7 @@ class BlockManager:
         """The batch being made computes tokens [start, stop) of a prompt."""
         self.register(seq, stop)
 
-    def take_moves(self) -> tuple:
-        """Of the prefill being made, as ``PrefillBatch.of`` wants them: the blocks to copy before it and after it, and
-        what becomes of recurrent states."""
+    def take_moves(self, seqs: list[Sequence]) -> Moves:
+        """The moves of the prefill being made, which computes tokens of ``seqs``, in this order."""
         copies, self._copies = self._copies, []
-        return [], copies, None
-
-    def take_copies(self) -> np.ndarray | None:
-        """``DecodeBatch.state_copies``."""
-        return None
+        return Moves(pairs(copies))

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from nanovllm.core import Batch, Sequence, SequenceStatus
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import Caller, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.readouts import Readout
@@ -90,6 +91,11 @@ class OutputProcessor:
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Process readouts, log-probabilities, stop strings and grammars of a step. Returns the sequences they end."""
+        ended = self._read(batch, result) if batch.readouts else []
+        return ended + self._process(batch, result) if self._processors else ended
+
+    def _read(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Take in readouts; returns the sequences that end because theirs is not finite."""
         ended: list[Sequence] = []
         for message, values in zip(batch.readouts, result.readouts, strict=True):
             for seq_id, of_seq, is_finite in message.results(values):
@@ -98,7 +104,12 @@ class OutputProcessor:
                     request.readout.take_in(of_seq)
                     if not is_finite:
                         ended += self._fail(request, request.readout)
-        for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
+        return ended
+
+    def _process(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Give tokens to their processors; returns the sequences that these end."""
+        ended: list[Sequence] = []
+        for i, seq_id in enumerate(batch.seq_ids.tolist()):
             processor = self._processors.get(seq_id)
             if processor is not None:
                 logprobs = None if result.logprobs is None else result.logprobs[i]
@@ -183,9 +194,7 @@ class OutputProcessor:
         dropped = list(self.unfinished.values())
         self._metrics.aborted(len(dropped))
         for request in dropped:
-            request.caller.dropped = True
-            request.caller.num_queued = 0
-            request.caller.unfinished.clear()
+            request.caller.drop()
         self.num_not_queued = 0
         for known in (self.unfinished, self._requests, self._processors, self.constrained, self.with_functions):
             known.clear()

@@ -6,17 +6,27 @@ Owns which blocks may be copied: full ones, and *tails*, which are partly filled
 """
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 
-from nanovllm.core import Sequence
+from nanovllm.config import Config
+from nanovllm.core import Sequence, pairs
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
+from nanovllm.messages.prefix_copies import PrefixMoves
 
 MAX_TAILS = 16  # that can be found; the blocks of older ones are free, once their sequences have left
 
 
 class CopyingBlockManager(BlockManager):
     """``min_copied_tokens``: how much of a block must be in common for a copy of it."""
+
+    @classmethod
+    def of(cls, config: Config, num_blocks: int, facts: dict[str, Any]) -> "CopyingBlockManager | None":
+        """None where the device copies no beginnings (runner/prefix_copies.py)."""
+        if "min_copied_tokens" not in facts or not config.enable_prefix_caching:
+            return None
+        return cls(num_blocks, config.kvcache_block_size, facts["min_copied_tokens"])
 
     def __init__(self, num_blocks: int, block_size: int, min_copied_tokens: int):
         super().__init__(num_blocks, block_size)
@@ -66,11 +76,11 @@ class CopyingBlockManager(BlockManager):
         super().computed(seq, start, stop)
         self._computed.append((seq, stop))
 
-    def take_moves(self) -> tuple:
-        _, copies, states = super().take_moves()
+    def take_moves(self, seqs: list[Sequence]) -> PrefixMoves:
+        moves = super().take_moves(seqs)
         self._computed_before, self._computed = self._computed, []
-        prefix_copies, self._prefix_copies = self._prefix_copies, []
-        return prefix_copies, copies, states
+        copies, self._prefix_copies = self._prefix_copies, []
+        return PrefixMoves(moves.block_copies, pairs(copies))
 
     def _offer_computed(self) -> None:
         for seq, num_computed in self._computed_before:

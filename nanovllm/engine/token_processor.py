@@ -13,7 +13,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.core import Sequence
-from nanovllm.engine.logprobs import SampleLogprobs
+from nanovllm.engine.sample_logprobs import SampleLogprobs
 from nanovllm.engine.stop_strings import StopStrings
 from nanovllm.engine.structured import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -42,7 +42,7 @@ class TokenProcessor:
         as ended.
 
         Args:
-            logprobs: packed row of the token; see ``engine/logprobs.py``.
+            logprobs: packed row of the token; see ``utils/packed_logprobs.py``.
         """
         seq = self.seq
         if seq.finish_reason == "error":  # no token could be sampled

@@ -3,11 +3,10 @@
 An immutable value, passed to the layers as an argument. Holds no token ids.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-
-from nanovllm.kernels.delta.reference import Chunks
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
-    chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further arrays of a prefill, for some layers
     row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property

@@ -13,7 +13,6 @@ Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV he
 """
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -154,29 +153,18 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
         self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
 
-    @property
-    def sublayers(self) -> Iterator[tuple[Any, RMSNorm | None, RMSNorm | None]]:
-        """(mixer or MLP, the norm of its input, that of its result)."""
-        yield getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
-        yield self.mlp, self.post_attention_layernorm, self.mlp_post_norm
-
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        for sublayer, norm, post_norm in self.sublayers:
-            y = sublayer(residual, norm, context)
-            if self.tp.size > 1:
-                y = self.tp.all_reduce(y)
-            residual = added_to(residual, y, post_norm, context)
+        mixer = getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
+        mlp = self.mlp, self.post_attention_layernorm, self.mlp_post_norm
+        for sublayer, norm, post_norm in (mixer, mlp):
+            y = self.tp.all_reduce(sublayer(residual, norm, context))
+            if post_norm is not None:
+                if len(y) < len(residual):  # the last layer of a prefill
+                    residual = residual[context.logits_indices]
+                y = post_norm.add_to(residual, y)
+            residual = y  # without a post-norm, the sublayer has added the residual
         return residual
-
-
-def added_to(residual: torch.Tensor, y: torch.Tensor, post_norm: RMSNorm | None, context: Context) -> torch.Tensor:
-    """residual + post_norm(y); without a norm y, which has the residual in it. y is summed up over ranks."""
-    if post_norm is None:
-        return y
-    if len(y) < len(residual):  # the last layer of a prefill
-        residual = residual[context.logits_indices]
-    return post_norm.add_to(residual, y)
 
 
 class Decoder(nn.Module):

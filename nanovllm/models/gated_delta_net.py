@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.delta.reference import DeltaStates, DeltaWeights
+from nanovllm.kernels.delta.reference import Chunks, DeltaStates, DeltaWeights
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
@@ -127,8 +127,9 @@ class GatedDeltaNet(nn.Module):
             ba = self.in_proj_ba(residual, norm)
         else:
             u, ba = u[:, : -self.num_gates], u[:, -self.num_gates :]
-        if context.chunks is not None:
-            y = self.ops.gated_delta_prefill(u, ba, self.weights, self.states, context.positions, context.chunks)
+        chunks = Chunks.of(context.tensors)
+        if chunks is not None:
+            y = self.ops.gated_delta_prefill(u, ba, self.weights, self.states, context.positions, chunks)
         else:
             y = self.ops.gated_delta_decode(
                 u, ba, self.weights, self.states, context.positions, context.slot_mapping, context.req_indices

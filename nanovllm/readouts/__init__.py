@@ -2,15 +2,18 @@
 
 A ``Readout`` hangs on a sequence. It names the positions whose hidden states it reads and gathers its results, chunk by
 chunk. The readouts of a batch are merged by kind into ``ReadoutBatch``es, frozen messages in ``PrefillBatch.readouts``
-that every rank receives. The device half of a kind is a reader (``runner/readouts.py``).
+that every rank receives. The device half of a kind is a reader (``runner/readers/``).
 
-A new kind is one file here, with a readout and its message, and one reader there. Knows neither queues nor devices.
+A new kind is one file here, with a readout and its message, and one reader there. It is made by a verb (``verbs/``), or
+where a request's parameters ask for it (``READOUTS`` of ``engine/variants.py``). Knows neither queues nor devices.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+
+from nanovllm.utils.packed_logprobs import Texts
 
 
 class Wanted(NamedTuple):
@@ -76,6 +79,10 @@ class Readout:
     def take_in(self, values: np.ndarray) -> None:
         """Gather the results of a chunk, on the host."""
         raise NotImplementedError
+
+    def output_fields(self, texts: Texts | None) -> dict[str, Any]:
+        """Fields that it sets in the prompt's ``RequestOutput``. ``texts``: None if the request wants no text."""
+        return {}
 
 
 def merged(chunks: Iterable[tuple[Readout | None, int, int, int]]) -> tuple[ReadoutBatch, ...]:

@@ -11,7 +11,6 @@ import torch
 from nanovllm.core import PrefillBatch
 from nanovllm.kernels.attention.reference import PrefixGroups
 from nanovllm.layers.context import Context
-from nanovllm.runner.recurrent import chunks_of
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
@@ -76,8 +75,7 @@ def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: in
     """The packed tokens of ``prefill_arrays`` and their attention metadata. See ``Context``."""
     return tensors["input_ids"], Context(
         tensors["positions"], tensors["slot_mapping"], tensors["req_indices"], tensors["context_lens"], block_tables,
-        max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices,
-        chunks=chunks_of(tensors),
+        max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices, tensors=tensors,
     )  # fmt: skip
 
 
@@ -89,7 +87,7 @@ class DecodeInputs:
 
     def __call__(self, size: int, max_context: int | None = None, groups: PrefixGroups | None = None,
                  rows: torch.Tensor | None = None) -> tuple[torch.Tensor, Context]:
-        """``rows``: request slots i32[size * Q] of a verify step, see drafts.py."""
+        """``rows``: request slots i32[size * Q], where each sequence has Q rows."""
         state, req_indices = self.state, self.state.batch_req_indices[:size]
         input_ids, positions, slot_mapping, context_lens = self._ops.decode_inputs(
             req_indices if rows is None else rows, state.last_token, state.length, state.block_tables, self._block_size

@@ -21,9 +21,7 @@ import torch
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
 from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.memory import detach_kv_cache
 from nanovllm.runner.packing import drop_packed_weights, pack_weights
-from nanovllm.runner.recurrent import detach_states
 from nanovllm.utils.checkpoint import resolve_model
 
 if TYPE_CHECKING:
@@ -185,7 +183,7 @@ class Weights:
         runner = self._runner
         if runner.device.type == "cpu":
             pack_weights(runner.model)
-        calibrate(runner.model, runner.config, runner.dtype, runner.device)
+        calibrate(runner.rank, runner.model, runner.parts)
         runner.synchronize()
 
     def sleep(self, level: int) -> None:
@@ -197,7 +195,7 @@ class Weights:
         self.sleeping = set(TAGS)  # before the work, so that wake_up mends what an interrupt leaves
         runner.graphs = None  # they hold addresses of weights and KV cache
         runner.sampler.release()
-        self._drop_kv_cache()
+        runner.release_kv_cache()
         if level == 2:
             why = "the weights were dropped by sleep(level=2)"
             self.missing = dict.fromkeys(WeightFiller(runner.model).missing, why)
@@ -222,12 +220,12 @@ class Weights:
                     self._restore()
                 if "kv_cache" in waking:
                     runner.allocate_kv_cache()
-                if waking == self.sleeping and runner.use_graphs and runner.graphs is None:
+                if waking == self.sleeping and runner.rank.use_graphs and runner.graphs is None:
                     runner.capture_cudagraph()
         except (torch.OutOfMemoryError, MemoryError) as error:
             runner.graphs = None
             if "kv_cache" in waking:
-                self._drop_kv_cache()
+                runner.release_kv_cache()
             for storage, _, _ in self._offloaded.values() if "weights" in waking else ():
                 storage.resize_(0)
             free_cached_memory(runner.device)
@@ -238,11 +236,6 @@ class Weights:
         self.sleeping -= waking
         if "weights" in waking:
             self._offloaded = {}
-
-    def _drop_kv_cache(self) -> None:
-        self._runner.copies.kv_cache = self._runner.recurrent.states = None
-        detach_kv_cache(self._runner.model)
-        detach_states(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""

@@ -10,9 +10,9 @@ import torch
 from helpers import generate
 
 from nanovllm import RequestError, SamplingParams
+from nanovllm.engine.callers import Caller, run
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request import Caller
 from nanovllm.engine.scheduler import SequenceTable
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -185,7 +185,7 @@ def test_requests_come_out_as_they_finish(small_llm):
     """The seam of streaming: the loop yields a request as soon as it is finished, and an abort drops the others."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 1, 4)]
     requests = small_llm._inputs.make_all([(None, [5]), (None, [6]), (None, [7])], params)
-    assert [request.index for _, finished in small_llm._run(requests) for request in finished] == [1, 2, 0]
+    assert [request.index for _, finished in run(small_llm, requests) for request in finished] == [1, 2, 0]
 
 
 def test_equal_parameters_share_a_snapshot(small_llm):
