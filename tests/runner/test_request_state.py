@@ -55,18 +55,6 @@ def test_a_slot_holds_what_the_request_asked_for():
     assert not state.length[untouched].any() and not state.block_tables[untouched].any()
 
 
-def test_several_at_once_are_those_one_by_one():
-    """Their block tables travel one behind the other."""
-    seqs = [running([1], 3, [7, 8, 9], seed=2), running([2, 3], 0, [4], top_k=5), running([6], 1, [1, 2], min_p=0.5)]
-    one_by_one = Rows()
-    for seq in seqs:
-        one_by_one.add(seq)
-    one_by_one.send()
-    at_once = rows_of(*seqs)
-    assert torch.equal(at_once.state.buffer, one_by_one.state.buffer)
-    assert np.array_equal(at_once.state.block_table_mirror, one_by_one.state.block_table_mirror)
-
-
 def test_a_slot_keeps_nothing_of_its_last_owner():
     rows = rows_of(
         running([1], 0, [1, 2, 3], seed=77, stop_ids=(4, 5), temperature=0.5, top_k=3, top_p=0.5, min_p=0.5,
