@@ -1,110 +1,15 @@
-"""config.json: every field that would change the computation is honoured or refused."""
-
-import re
+"""config.json: fields that change the computation are honoured. Those that are refused: ``test_refusals.py``."""
 
 import pytest
 from conftest import TINY
 
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
 from nanovllm.models.config_reader import model_config
 from nanovllm.models.rope import RopeScaling
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-# rule -> changes that break it; Python's TypeErrors came through, or values were taken for something else
-KINDS = {
-    "an integer >= 1": [
-        *({"vocab_size": bad} for bad in (True, 512.0, "512", None)),
-        *({"num_key_value_heads": bad} for bad in ("2", 2.0, 0, -2)),
-        *({"head_dim": bad} for bad in ("32", -32)),
-        *({"max_position_embeddings": bad} for bad in (None, "4096", 0)),
-        *({"num_hidden_layers": bad} for bad in (0, 10**9)),
-        {"original_max_position_embeddings": "64"},
-    ],
-    "a positive number": [
-        *({"rms_norm_eps": bad} for bad in (None, "1e-6", -1e-6, float("nan"), [1e-6])),
-        *({"rope_theta": bad} for bad in (None, "1e6", 0, float("inf"))),
-        *({"factor": bad} for bad in ("2", 0, -2.0, True)),
-        {"beta_fast": "32"},
-        {"beta_slow": 0},
-        {"attention_factor": "1"},
-    ],
-    "true or false": [{"tie_word_embeddings": "false"}, {"attention_bias": 0}],
-    "an object": [{"rope_scaling": "linear"}, {"rope_parameters": ["yarn"]}],
-    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)": [
-        {"layer_types": 5},
-        {"layer_types": ["full_attention", "mamba"]},
-    ],
-    "a token id or a list of them": [{"eos_token_id": bad} for bad in ("</s>", 1.0, [1, "2"], -1, True)],
-    f"one of {', '.join(MODELS)} (others are not supported)": [
-        {"architectures": bad}
-        for bad in (["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"],
-                    ["HunYuanMoEV1ForCausalLM"], None, 5, [["Qwen3ForCausalLM"]])
-    ],
-    "'silu' or 'swish' or 'gelu_pytorch_tanh' (others are not supported)": [
-        {"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"hidden_act": None},
-    ],
-    "'bfloat16' or 'float16' or 'float32' (others are not supported)": [{"dtype": "float8_e4m3fn"}],
-    "'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'dynamic' (others are not supported)": [
-        {"rope_type": bad} for bad in ("proportional", ["yarn"])
-    ],
-}
-IN_ROPE = ("rope_type", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow", "attention_factor")
-
-
-@pytest.mark.parametrize(("rule", "change"), [(rule, change) for rule in KINDS for change in KINDS[rule]], ids=str)
-def test_refused_values(rule, change):
-    ((name, value),) = change.items()
-    raw = {**RAW, **change}
-    if name in IN_ROPE:
-        raw = {**RAW, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, **change}}
-    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(f"{name}={value!r} must be {rule}")):
-        model_config(raw)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    (
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic': alpha=None must be a"),
-        ({"rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha=2.0 is not supported for this architecture."),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear': factor=None must be a positive number."),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be a positive number"),
-        ({"rope_scaling": {**YARN, "mscales": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscales': 0.7}."),
-        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported for this"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-         "partial_rotary_factor=0.5 is not supported for this architecture."),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be absent or 1 for Qwen3ForCausalLM."),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be absent for Qwen3ForCausalLM."),
-        ({"logits_scaling": 8.0}, "logits_scaling=8.0 must be absent or 1 for Qwen3ForCausalLM."),
-        ({"layer_types": ["sliding_attention", "full_attention"]},
-         "layer_types has 'sliding_attention' without a sliding_window."),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers."),
-        ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
-        ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
-        ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),
-        ({"head_dim": None, "num_attention_heads": 128}, "heads of size 0"),
-    ),
-)
-def test_fields_that_do_not_fit_together(change, text):
-    with pytest.raises(CheckpointError, match=r"^config\.json: .*" + re.escape(text)):
-        model_config({**RAW, **change})
-
-
-@pytest.mark.parametrize("size", (3, 8))
-def test_ranks_that_do_not_fit(size):
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} must divide the model's 4 attention heads"):
-        model_config(RAW).check_tensor_parallel(size)
-
-
-def test_kv_heads_that_do_not_fit_the_ranks():
-    config = model_config({**RAW, "num_attention_heads": 12, "num_key_value_heads": 6})
-    config.check_tensor_parallel(2)
-    with pytest.raises(ConfigError, match="the model's 6 KV heads, or be a multiple"):
-        config.check_tensor_parallel(4)
-
 
 PUBLISHED = {  # config.json of Qwen3-0.6B
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import Sequence
@@ -81,7 +82,7 @@ def same_state(manager, naive):
     assert sorted(manager.hash_to_block_id.values()) == sorted(naive.prefix_of)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@histories(300)
 @given(
     num_blocks=st.integers(1, 8),
     block_size=st.integers(1, 3),

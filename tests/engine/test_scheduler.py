@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 from fake_device import EOS, STOP_TEXT, VOCAB, FakeDevice, Request, fake_entry, fake_logprobs
 from helpers import needs
-from hypothesis import given, settings
+from histories import ALL, histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
@@ -595,7 +596,7 @@ def test_random_histories(max_in_flight, kind):
     # thing -> histories; they differ with hypothesis's version, and with the modules in which it finds constants
     seen = Counter(dict.fromkeys(things, 0))
 
-    @settings(max_examples=800, derandomize=True, deadline=None, database=None)
+    @histories(800)
     @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
     def one(limits, caching, graphs, rows, method, arrivals):
         min_copied_tokens = 1 + len(arrivals) % 2 if kind == "copies" else None
@@ -616,11 +617,12 @@ def test_random_histories(max_in_flight, kind):
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
-    assert seen.keys() == things and min(seen.values()) >= 3, seen
+    missing = [thing for thing, number in seen.items() if number < (3 if ALL else 1)]
+    assert seen.keys() == things and len(missing) <= (0 if ALL else 2), seen  # a fifth may miss the rarest
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@histories(150)
 @given(limits=limits | wider, rows=st.none() | state_rows, method=st.sampled_from([None, "suffix", "knowing"]),
        copies=st.booleans(), first=arrivals, second=arrivals, fail_at=st.integers(1, 25),
        before=st.integers(0, 20))  # fmt: skip
@@ -700,7 +702,7 @@ def test_interrupted_at_any_line(max_in_flight, options):
         harness.forget()
         play(harness, second)
         harness.run_to_end()
-        countdown += 13
+        countdown += 13 if ALL else 53
     assert countdown > 500
 
 
@@ -774,7 +776,7 @@ def test_slots_that_become_free_seldom_are_filled_at_once():
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@histories(60)
 @given(
     max_num_seqs=st.integers(1, 9),
     budget=st.integers(1, 20),

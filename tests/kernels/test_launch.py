@@ -195,10 +195,10 @@ def main(model: str, num_ranks: int) -> None:
     from nanovllm.engine import llm_engine
     from nanovllm.kernels.linear import dispatch
     from nanovllm.layers.attention_backends import PagedBackend
-    from nanovllm.runner import model_runner
+    from nanovllm.runner import parts
     from nanovllm.runner.start import compile_kernels, start_rank
 
-    model_runner.select_backend = lambda *_: PagedBackend(ops, capturable=True)
+    parts.select_backend = lambda *_: PagedBackend(ops, capturable=True)
     tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: start_rank(config, tp)
     llm = LLM(
@@ -208,10 +208,10 @@ def main(model: str, num_ranks: int) -> None:
     runner = llm.model_runner
 
     phase = "warmup"
-    model_and_cache = runner.model, runner.kv_cache
+    model = runner.model
     with torch.inference_mode(), ops.parallel_compile(runner.device):
         compile_kernels(runner)
-    runner.model, runner.kv_cache = model_and_cache
+    runner.model = model
 
     phase = "run"
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)

@@ -5,12 +5,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import Slots, prefill_batch, running
-from hypothesis import given, settings
+from helpers import prefill_batch, running
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch
-from nanovllm.engine.structured import mask_of
 from nanovllm.readouts import merged
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner.inputs import prefill_arrays, to_device
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS, V = 4, 6, 12, 100
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(sizes=st.lists(st.integers(0, 9), max_size=6), is_long=st.booleans())
 def test_named_arrays_there_in_one_copy(sizes, is_long):
     arrays = {
@@ -60,7 +60,7 @@ def int32(values):
     return np.array(values, np.int32)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(prefill=prefills())
 def test_prefill_against_a_naive_model(prefill):
     """Each packed token: its id, position, slot of the KV cache, request, and the keys it attends."""
@@ -124,54 +124,7 @@ def test_alternatives_of_targets(wanted, num_top):
     assert scored.num_top == num_top
 
 
-# ------------------------------------------------------------------------------------------- another rank
-
-
-def steps():
-    """A prefill of requests with and without features, forked, copied and scored; then a decode batch."""
-    seqs = [
-        running([5, 6, 7, 8, 9], 3, [4, 7], seed=2**64 - 1),
-        running([5, 6, 7], 0, [2], completion=[8], repetition_penalty=1.5, top_k=3, logit_bias={3: 1.0}, logprobs=2),
-        running([1, 2], 1, [9], allowed_mask=mask_of([3, 40], V), stop_ids=(3, 4), min_tokens=2, temperature=0.5),
-        running([1, 2], 4, [5], bad_words=["a"]),
-    ]
-    chunks = [(seqs[0], 2, 5), (seqs[1], 0, 4), (seqs[2], 0, 2)]
-    seqs[0].readout = PromptLogprobs(int32([6, 7, 8, 9]), 0, 0)
-    yield PrefillBatch(
-        int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
-        int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        NewSequences.of(seqs), int32([(1, 6)]), int32([(9, 5)]),
-        readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in chunks),
-    )  # fmt: skip
-    yield DecodeBatch(int32([3, 0, 4]), np.arange(3), int32([6, 5, 3]), int32([(0, 1, 8)]))
-
-
-def prepared(slots, batch):
-    """What a rank makes of a batch: the arrays on its device, and what its host decides about the sampling."""
-    if batch.is_decode:
-        slots.state.set_batch(batch, slots.arrays)
-        arrays = slots.arrays
-    else:
-        rows = np.zeros(len(batch.new), slots.state.row)
-        slots.sampler.add(batch.new, rows, slots.arrays)
-        slots.state.add(batch.new, rows, slots.arrays)
-        arrays = slots.arrays | prefill_arrays(batch, slots.state.block_table_mirror, BLOCK_SIZE)
-    slots.arrays = {}
-    rows = batch.req_indices
-    on_device = {name: tensor.tolist() for name, tensor in to_device(arrays, CPU).items()}
-    return on_device, slots.used(*rows), slots.num_top(*rows), slots.sampler.waits(rows)
-
-
-def test_another_rank_makes_the_same_of_a_batch():
-    """It gets the batch pickled, and nothing else."""
-    one, other = (Slots(MAX_NUM_SEQS, MAX_BLOCKS, vocab_size=V) for _ in range(2))
-    names = set()
-    for batch in steps():
-        arrays, *_ = expected = prepared(one, batch)
-        assert prepared(other, pickle.loads(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))) == expected
-        assert len(expected[1]) == 4 + (not batch.is_decode) and expected[3]
-        names |= arrays.keys()
-    assert names >= {"copy_to", "target_ids", "sampled_from", "penalty_values", "masks", "state_values", "input_ids"}
+# ------------------------------------------------------------------------------------------- messages
 
 
 def test_a_batch_is_a_small_message():
