@@ -7,6 +7,7 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,9 @@ class ModelRunner:
         workers: the other ranks, on rank 0 of several.
 
     Attributes:
-        model, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        model: set by the start (start.py), as are
+        num_kvcache_blocks: the same on every rank; and
+        facts: of the parts, for the engine's factory.
         kv_cache: None while it is not allocated.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
@@ -79,6 +82,7 @@ class ModelRunner:
 
     model: CausalLM
     num_kvcache_blocks: int
+    facts: dict[str, Any]
 
     def __init__(self, equipment: Equipment, workers: Workers | None = None):
         rank = equipment.rank
@@ -100,7 +104,7 @@ class ModelRunner:
     # ------------------------------------------------------------ a step
 
     def forward(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
+        """Launch the forward pass of a batch on every rank; ``sample`` must follow."""
         assert self._computed is None
         self.call("run_model", batch)
 
@@ -215,9 +219,9 @@ class ModelRunner:
     # ------------------------------------------------------------ between steps
 
     @torch.inference_mode()
-    def head(self, token_ids: list[int] | None) -> np.ndarray:
-        """See ``CausalLM.head``; on the host."""
-        return self.model.head(token_ids).cpu().numpy()
+    def on_model(self, function: Callable, *args: Any) -> Any:
+        """A feature's way to the weights: ``function(model, *args)``."""
+        return function(self.model, *args)
 
     def allocate_kv_cache(self) -> None:
         """A KV cache of ``num_kvcache_blocks``, of which each layer gets its views; parts take their memory."""
@@ -239,10 +243,6 @@ class ModelRunner:
         self.graphs = CUDAGraphs()
         for launcher in self.launchers:
             launcher.capture(self.model, self.graphs)
-
-    def facts(self) -> dict[str, Any]:
-        """Facts of the device, from every part, for the engine's factory."""
-        return {name: fact for part in self.parts for name, fact in part.facts().items()}
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

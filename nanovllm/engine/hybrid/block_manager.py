@@ -47,6 +47,12 @@ class HybridBlockManager(BlockManager):
         self._saves: dict[int, list[tuple[int, int]]] = {}
         self._forked: list[tuple[Sequence, Sequence]] = []
 
+    def hashes(self, seq: Sequence) -> list[int]:
+        """Hashes of all full blocks whose tokens are known."""
+        if seq.num_tokens >= self.block_size:
+            self._hash_of(seq, seq.num_tokens // self.block_size - 1)
+        return seq.block_hashes
+
     def expect(self, seq: Sequence) -> None:
         """A prompt waits, and may use snapshots. Other completions of it need none: they are forked."""
         if self.enable_prefix_caching and seq.seq_id == seq.group_id:
