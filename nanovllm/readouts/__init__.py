@@ -49,7 +49,7 @@ class ReadoutBatch:
 
 
 class Readout:
-    """What one prompt reports: positions ``first_needed`` to ``end - 1``, and their results.
+    """The report of one prompt: positions ``first_needed`` to ``end - 1``, and their results.
 
     Attributes:
         subject: names the results in an error's text.

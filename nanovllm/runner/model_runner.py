@@ -26,7 +26,7 @@ from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
 class StepResult(NamedTuple):
-    """What a step computed, on the host."""
+    """Results of a step on the host."""
 
     token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
     logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
@@ -134,7 +134,7 @@ class ModelRunner:
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
-        """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
+        """Another rank's main loop: run the calls of rank 0, until it dismisses this rank."""
         with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
@@ -147,7 +147,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_model(self, batch: Batch) -> None:
-        """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
@@ -167,7 +167,7 @@ class ModelRunner:
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
 
     def prepare(self, batch: Batch) -> Arrays:
-        """Host: what the device must know of a batch, as named arrays."""
+        """Host: make named arrays of the changes that a batch brings."""
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
@@ -182,7 +182,7 @@ class ModelRunner:
         return arrays
 
     def write(self, batch: Batch, tensors: Tensors) -> None:
-        """Device: everyone takes in what it has put into the arrays."""
+        """Device: state, sampler and parts read their arrays."""
         self.request_state.write(tensors)
         self.sampler.write(tensors)
         for part in self.parts:
@@ -224,7 +224,7 @@ class ModelRunner:
         return function(self.model, *args)
 
     def allocate_kv_cache(self) -> None:
-        """A KV cache of ``num_kvcache_blocks``, of which each layer gets its views; parts take their memory."""
+        """Allocate a KV cache of ``num_kvcache_blocks``; layers get views of it, parts take their memory."""
         self.kv_cache = memory.allocate_kv_cache(
             self.model, self.num_kvcache_blocks, self.block_size, self.rank.kv_dtype, self.device
         )
@@ -250,7 +250,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        """After an interrupted step: wait for the device and forget what it was sent."""
+        """Wait for the device after an interrupted step, and forget its batch."""
         self.synchronize()
         self._computed = None
         self.request_state.reset()

@@ -73,7 +73,7 @@ class HybridBlockManager(BlockManager):
         return found[: self.snapshots.longest(seq.block_hashes, len(found), self.block_size)]
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Nor may a sequence load what the batch being made saves."""
+        """Also refuse a sequence that would load a snapshot which the batch being made saves."""
         if not super().can_allocate(seq, num_reserved):
             return False
         prefix = self.find_prefix(seq) if self._saves else []
@@ -92,7 +92,7 @@ class HybridBlockManager(BlockManager):
         return aligned if aligned > start else stop
 
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
-        """What a sequence begins with, and what it saves."""
+        """Record the initial state of a sequence and the snapshots that it saves."""
         super().computed(seq, start, stop)
         self._loads.setdefault(seq.seq_id, seq.req_idx if start else -1)
         grain = self.snapshots.grain

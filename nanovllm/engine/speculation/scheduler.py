@@ -83,8 +83,10 @@ class SpeculativeScheduler(Scheduler):
         return new_blocks
 
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
-        """A verify step as the plain ones it stands for: one by one where a token may end a sequence, which makes the
-        tokens behind it surplus; else all at once."""
+        """Split a verify step into plain ones: one by one if a token may end a sequence, else all at once.
+
+        Tokens behind the end of a sequence are surplus.
+        """
         if not isinstance(batch, VerifyBatch):
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
             return super().steps(batch, result, one_by_one)
