@@ -1,4 +1,4 @@
-"""config.json as published, of files older and newer than transformers 5: each reads to the right row.
+"""config.json as published, of files older and newer than transformers 5: each reads to the right row; RoPE's forms.
 
 Written by hand from the model cards' fields. Fields that change nothing here (dropout, initializer_range) are left out.
 """
@@ -7,7 +7,9 @@ import copy
 from dataclasses import replace
 
 import pytest
+from conftest import TINY
 
+from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
 from nanovllm.models.config import DeltaConfig
 from nanovllm.models.config_reader import model_config
@@ -51,6 +53,7 @@ MINISTRAL3_ROPE = {
 }  # fmt: skip
 MINISTRAL3 = rope(1e6, 16384, **{name: value for name, value in MINISTRAL3_ROPE.items() if name in (
     "factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")}, kind="yarn")  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA_LOCAL = rope(1e4, 131072)
 
 DELTA = DeltaConfig(16, 32, 128, 128, 4)
@@ -70,6 +73,11 @@ del QWEN3_5_MOE["intermediate_size"]  # no layer is dense
 
 # model -> (architecture, published fields, what they are read to; the rest is a plain Llama)
 PUBLISHED = {
+    "Qwen3-0.6B": ("Qwen3ForCausalLM", shape(1024, 3072, 28, 16, 8, 151936, 40960, 1e-6, head_dim=128,
+        tie_word_embeddings=True, attention_bias=False, attention_dropout=0.0, rope_theta=1000000, rope_scaling=None,
+        sliding_window=None, use_sliding_window=False, max_window_layers=28, bos_token_id=151643, eos_token_id=151645,
+        initializer_range=0.02, model_type="qwen3"), dict(head_dim=128, tie_word_embeddings=True, qk_norm="head",
+        eos_token_ids=(151645,), rope=rope(1e6, 40960))),
     "Llama-3.2-1B": ("LlamaForCausalLM", shape(2048, 8192, 16, 32, 8, 128256, 131072, 1e-5, head_dim=64,
         tie_word_embeddings=True, attention_bias=False, mlp_bias=False, pretraining_tp=1, rope_theta=500000.0,
         rope_scaling=llama3(32.0), eos_token_id=128001), dict(head_dim=64, tie_word_embeddings=True,
@@ -382,7 +390,12 @@ def read(model, **changes):
 
 
 def test_every_family_is_published():
-    assert {architecture for architecture, _, _ in PUBLISHED.values()} == MODELS.keys() - {"Qwen3ForCausalLM"}
+    assert {architecture for architecture, _, _ in PUBLISHED.values()} == MODELS.keys()
+
+
+def test_ranks_that_fit():
+    for size in (1, 2, 4, 8):
+        read("Qwen3-0.6B").check_tensor_parallel(size)
 
 
 def test_for_length():
@@ -401,3 +414,63 @@ def test_layers_of_the_warm_up():
     air = read("GLM-4.5-Air").one_layer_of_each_kind()
     assert [layer.mlp for layer in air.layers] == ["dense", "experts", "experts"]
     assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
+
+
+def test_defaults_of_fields_left_out_or_null():
+    architecture, raw, _ = PUBLISHED["Qwen3-0.6B"]
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    minimal = {"architectures": [architecture], **{name: raw[name] for name in sizes}}
+    nullable = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "eos_token_id",
+         "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "quantization_config", "use_sliding_window")
+    )  # fmt: skip
+    config = model_config(minimal)
+    assert model_config({**minimal, **nullable}) == config
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (16, 64, 32768)
+    assert (config.tie_word_embeddings, config.o_bias, config.dtype) == (False, False, "float32")
+    assert config.rms_norm_eps == 1e-6 and config.eos_token_ids == () and config.ropes[0].theta == 10_000
+
+
+def test_yarn_added_to_a_published_config():
+    """Qwen's recipe for long contexts leaves max_position_embeddings at 40960, and longer prompts were refused."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert read("Qwen3-0.6B", rope_scaling=scaling).max_position_embeddings == 131072
+
+
+def test_yarn_without_original_length_takes_the_models():
+    given = {"rope_scaling": {**YARN, "original_max_position_embeddings": 2048}, "rope_theta": 1e6}
+    absent = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1e6, "max_position_embeddings": 2048}
+    assert RopeScaling.from_json(given) == RopeScaling.from_json(absent)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}, YARN,
+    {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25},
+])  # fmt: skip
+def test_both_layouts_of_rope(rope):
+    """One dict, as transformers 5 writes it, or ``rope_theta`` and ``rope_scaling`` apart."""
+    new = RopeScaling.from_json({"rope_parameters": {**rope, "rope_theta": 1e4}})
+    scaling = {("type" if name == "rope_type" else name): value for name, value in rope.items()}
+    assert RopeScaling.from_json({"rope_theta": 1e4, "rope_scaling": scaling}) == new
+    assert new.kind == rope["rope_type"] and new.theta == 1e4
+    for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+        assert getattr(new, name) == rope.get(name, getattr(RopeScaling(), name))
+
+
+def test_two_different_rope_scalings():
+    """The recipe's dict beside the one that transformers 5 writes was ignored: the model ran unstretched."""
+    new, old = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(CheckpointError, match=r"rope_parameters=.* and rope_scaling=.* differ; write all into"):
+        RopeScaling.from_json({"rope_parameters": new, "rope_scaling": old})
+    want = RopeScaling.from_json({"rope_parameters": new})
+    assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": {"type": "default"}}) == want
+    for other in (new, None, {}):
+        assert RopeScaling.from_json({"rope_parameters": new, "rope_scaling": other}) == want
+        assert RopeScaling.from_json({"rope_parameters": other, "rope_scaling": new}) == want
+
+
+def test_a_rope_of_windows_that_is_left_out():
+    """It was the family's rope_theta, 1e6, not rope_local_base_freq."""
+    changes = {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"],
+               "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}  # fmt: skip
+    assert [rope.theta for rope in model_config({**TINY, "rope_theta": 1e6, **changes}).ropes] == [1e4, 5e5]

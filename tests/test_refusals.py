@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY
-from test_published_configs import read
+from test_published_configs import YARN, read
 
 from nanovllm import CheckpointError, ConfigError, RequestError, SamplingParams
 from nanovllm.config import Config
@@ -19,7 +19,6 @@ from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.validation import BOOLEAN, at_least, check, choice, has_feature, list_of, number, optional
 
 RAW = {**TINY, "architectures": ["Qwen3ForCausalLM"]}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OF_YARN = ("rope_type", "original_max_position_embeddings", "factor", "beta_fast", "beta_slow", "attention_factor")
 NAN, INF, MANY = float("nan"), float("inf"), dict.fromkeys(range(1025), 1.0)
 UNIT = number("in (0, 1]", lambda x: 0 < x <= 1)

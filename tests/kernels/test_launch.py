@@ -187,8 +187,8 @@ def main(model: str, num_ranks: int) -> None:
 
     # before anything imports them
     launch.is_sm90, launch.num_sms = (lambda device: True), (lambda device: 132)
-    ops = kernels._load_ops(use_triton=True)
-    kernels.select = lambda device_type=None: ops
+    select, ops = kernels.select, kernels.select("cuda")
+    kernels.select = lambda device_type=None, folder="": select("cuda", folder)
 
     from nanovllm import LLM, SamplingParams
     from nanovllm.distributed.group import SINGLE_RANK, TPGroup
@@ -212,6 +212,7 @@ def main(model: str, num_ranks: int) -> None:
     with torch.inference_mode(), ops.parallel_compile(runner.device):
         compile_kernels(runner)
     runner.model = model
+    runner.allocate_kv_cache()  # parts have released theirs
 
     phase = "run"
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)

@@ -43,8 +43,8 @@ def use_triton(monkeypatch):
     """Call it: engines that are made from then on run the kernels."""
 
     def use():
-        ops = kernels.select("cuda")
-        monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+        select, ops = kernels.select, kernels.select("cuda")
+        monkeypatch.setattr(kernels, "select", lambda device_type=None, folder="": select("cuda", folder))
         monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
 
     return use
