@@ -49,7 +49,7 @@ class ReadoutBatch:
 
 
 class Readout:
-    """What one prompt reports: positions ``first_needed`` to ``end - 1``, and their results.
+    """Gathers the results of one prompt at positions ``first_needed`` to ``end - 1``.
 
     Attributes:
         subject: names the results in an error's text.
