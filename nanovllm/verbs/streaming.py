@@ -20,7 +20,7 @@ class Streaming(LLMEngine):
     def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
                sampling_params: SamplingParams | None = None, *,
                on_error: Callable[[int, RequestError], None] | None = None) -> Iterator[RequestOutput]:
-        """Yield outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests and no others.
+        """Yield outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests alone.
 
         Args:
             prompts: one prompt: yields what is new whenever there is something new, ``finished`` with the last. An
