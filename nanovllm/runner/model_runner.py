@@ -151,17 +151,17 @@ class ModelRunner:
         arrays = self.prepare(batch)
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
-        self.write(batch, tensors)
+        if tensors:
+            self.write(batch, tensors)
         if launcher.fills_queue and self.workers is not None and self._last_handle is not None:
             # If a worker died meanwhile, a launch into a full queue would block and hold the GIL that the watch needs.
             self._last_handle.wait()
         step = Step(batch, arrays, tensors, self.model, self.graphs)
         hidden, every = launcher.run(step)
-        for part in self.parts:
+        for part in self.parts if tensors else ():
             part.finish(batch, tensors)
-        readouts = [
-            self.readers[each.kind].compute(each, hidden, every, tensors, self.model) for each in batch.readouts
-        ]
+        compute = [(self.readers[each.kind].compute, each) for each in batch.readouts]
+        readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
         if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)

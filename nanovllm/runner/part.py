@@ -143,7 +143,8 @@ class Part:
         """The part, if these options and this model use it."""
         raise NotImplementedError
 
-    # ---------------------------------------------------------------- a step, in this order
+    # ---------------------------------------------------------------- a step, in this order; a batch without arrays has
+    # nothing to write or finish
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         """Host: put changes for the device into the arrays, which travel in one copy."""

@@ -117,7 +117,7 @@ class FakeDevice:
         max_blocks = -(-config.max_model_len // self.block_size)
         self.sizes = PrefillSizes(((4, 3), (6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         num_drafted = 7 * config.max_num_seqs * config.speculates
-        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, num_drafted)
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, 2 * num_drafted)
         self.features = make_features(state, config.max_model_len, VOCAB)
         self.sampler = Sampler(state, SINGLE_RANK, self.features)
         self.drafts = Drafts and Drafts(state, num_drafted)
