@@ -13,7 +13,7 @@ def check_is_empty(llm):
     assert blocks.num_available == llm.model_runner.num_kvcache_blocks
     assert all(block.ref_count == 0 for block in blocks.blocks)
     assert sorted(scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
-    assert scheduler._seqs == [None] * llm.config.max_num_seqs
+    assert not scheduler._seqs
     assert scheduler.num_in_flight == len(scheduler.running_req_indices) == 0
 
 

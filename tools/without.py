@@ -46,7 +46,7 @@ FEATURES = {
     ),
     "pooling": Feature(
         ("readouts/pooled_state.py", "runner/readers/pooled_state.py", "verbs/pooling.py", "verbs/heads.py",
-         "models/sentence_pooling.py"),
+         "verbs/sentence_transformers.py"),
         r"StateReader|\bPooling\b", ("test_embed.py", "test_readouts.py"),
     ),
     "prefix_copies": Feature(

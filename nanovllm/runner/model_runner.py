@@ -57,10 +57,9 @@ class StepHandle:
 class Computed(NamedTuple):
     """A forward pass that was launched and is to be sampled."""
 
-    batch: Batch
+    step: Step
     launcher: Launcher
     hidden: torch.Tensor  # [>= num_sampled, C]
-    req_indices: torch.Tensor  # int32 [>= num_sampled]
     readouts: list[torch.Tensor]  # of the batch's
 
 
@@ -116,7 +115,7 @@ class ModelRunner:
             process: calls logits processors; the other ranks wait for the results in a collective.
         """
         assert self._computed is not None
-        batch = self._computed.batch
+        batch = self._computed.step.batch
         self._process = process
         rows = self._computed.launcher.rows_on_host(batch)
         outputs = self.call("run_sampler", masks, ranks=self.sampler.waits(batch.req_indices))
@@ -149,7 +148,9 @@ class ModelRunner:
     def run_model(self, batch: Batch) -> None:
         """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
-        launcher = next(each for each in self.launchers if each.takes(batch, arrays))
+        for launcher in self.launchers:
+            if launcher.takes(batch, arrays):
+                break
         tensors = to_device(arrays, self.device)
         if tensors:
             self.write(batch, tensors)
@@ -164,7 +165,7 @@ class ModelRunner:
         readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
         if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
-        self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
+        self._computed = Computed(step, launcher, hidden, readouts)
 
     def prepare(self, batch: Batch) -> Arrays:
         """Host: make named arrays of the changes that a batch brings."""
@@ -192,7 +193,8 @@ class ModelRunner:
     def run_sampler(self, masks: Masks | None = None) -> tuple:
         """Launch sampling. Returns the completion event and the device-to-host copies in flight."""
         assert self._computed is not None
-        (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
+        (step, launcher, hidden, readouts), self._computed = self._computed, None
+        batch = step.batch
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
         used, arrays = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))
         if arrays:
@@ -201,8 +203,9 @@ class ModelRunner:
         if graph is not None and not used and self.graphs is not None:
             self.graphs.replay(graph, len(hidden) // batch.num_rows)  # as padded as the forward pass
         elif n:
-            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used)
-            launcher.sampled(batch, req_indices[:n])
+            req_indices = launcher.rows(step)[:n]
+            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices, used)
+            launcher.sampled(batch, req_indices)
         if self.device.type == "cpu":
             return None, logprobs, *readouts
         on_host = [self._to_host(values) for values in (logprobs, *readouts)]
