@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import generate, greedy, record_calls, run_ahead, use_graphs_on_cpu
+from leaks import check_is_empty, finish
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -79,39 +80,17 @@ def check(outputs, model, prompts=PROMPTS, kind="last"):
         assert (output.index, output.prompt_token_ids, output.finished) == (i, ids, True)
 
 
-def check_nothing_is_left(llm):
-    manager = llm.scheduler.block_manager
-    assert llm.is_finished() and manager.num_available == len(manager.blocks)
-    assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
-
-
-WAYS = {
-    "plain": ({}, []),
-    "one at a time": ({"max_num_seqs": 1}, []),
-    "one batch": ({"max_num_batched_tokens": 1024}, []),
-    "chunked": ({"max_num_batched_tokens": 9}, []),
-    "few blocks": ({"num_kvcache_blocks": 9}, []),
-    "without a cache": ({"enable_prefix_caching": False}, []),
-    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu]),
-    "all at once": ({"num_kvcache_blocks": 9, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_way_of_computing(kind, way, qwen3, make_llm):
-    """The second time with a warm prefix cache, which serves only what needs no hidden states of what it holds."""
+def test_as_transformers(kind, qwen3, make_llm):
+    """In chunks; the second time with a warm prefix cache, which serves only what needs no hidden states of what it
+    holds."""
     model, paths = qwen3
-    options, changes = WAYS[way]
-    llm = make_llm(model=paths[kind], **{"num_kvcache_blocks": 64, **options})
-    for change in changes:
-        change(llm)
+    llm = make_llm(model=paths[kind], num_kvcache_blocks=64)
     for turn in range(2):
         outputs = llm.embed(PROMPTS)
         check(outputs, model, kind=kind)
-        check_nothing_is_left(llm)
-        if turn and way in ("plain", "chunked"):
-            assert outputs[3].num_cached_tokens == (128 if kind == "last" else 0)
+        check_is_empty(llm)
+        assert outputs[3].num_cached_tokens == (128 if turn and kind == "last" else 0)
     check(llm.embed(PROMPTS[3]), model, PROMPTS[3:4], kind)  # one prompt, alone
 
 
@@ -136,7 +115,7 @@ def test_hidden_states_of_nan_are_an_error(kind, options, qwen3, make_llm, caplo
                 assert output.outputs is None and "hidden states of the prompt are NaN" in output.error
                 with pytest.raises(EngineError, match=f"^prompt {output.index}: hidden states"):
                     output.embedding  # noqa: B018
-        check_nothing_is_left(llm)
+        check_is_empty(llm)
     assert "hidden states of the prompt are NaN" in caplog.text
     assert llm.metrics()["request_success"]["error"] == 2 * sum(fails)
 
@@ -156,11 +135,9 @@ def test_beside_requests_that_generate_and_score(kind, qwen3, make_llm):
         llm.model_runner.forward = forward
         kinds = [{each.kind for each in batch.readouts} for batch in batches if len(batch.req_indices)]
         assert any("pooled_state" in found for found in kinds)
-        finished = {}
-        while not llm.is_finished():
-            finished |= dict(llm.step()[0])
+        finished = finish(llm)
         assert [finished[i] for i in ids] == expected
-        check_nothing_is_left(llm)
+        check_is_empty(llm)
 
 
 def test_order_of_a_batch(make_llm, qwen3):
@@ -266,7 +243,7 @@ def logits_of(model, ids):
 )
 def test_classify(num_labels, more, activation, make_llm, tmp_path):
     model = make_classifier(tmp_path, num_labels, **more)
-    llm = make_llm(model=str(tmp_path), max_num_batched_tokens=50)
+    llm = make_llm(model=str(tmp_path), max_num_batched_tokens=50, tensor_parallel_size=2 if more == {} else 1)
 
     def check_all():
         for output, ids in zip(llm.classify(PROMPTS), PROMPTS, strict=True):
@@ -354,20 +331,6 @@ def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
         check_scores(llm, reranker)
 
 
-def test_two_ranks(qwen3, make_llm, tmp_path):
-    """Long prefills in two halves: tests/runner/test_micro_batches.py."""
-    model, paths = qwen3
-    for kind in ("last", "mean"):
-        llm = make_llm(model=paths[kind], tensor_parallel_size=2)
-        for _ in range(2):
-            check(llm.embed(PROMPTS), model, kind=kind)
-        llm.exit()
-    model = make_classifier(tmp_path, 3)
-    llm = make_llm(model=str(tmp_path), tensor_parallel_size=2)
-    for output, ids in zip(llm.classify(PROMPTS), PROMPTS, strict=True):
-        assert np.abs(output.outputs.probs - logits_of(model, ids).softmax(-1).numpy()).max() < TOLERANCE
-
-
 # -------------------------------------------------------------------- texts
 
 
@@ -421,7 +384,7 @@ def test_refused(qwen3, make_llm):
     ):
         with pytest.raises(RequestError, match=re.escape(said)):
             call()
-        check_nothing_is_left(llm)
+        check_is_empty(llm)
     assert llm.embed([]) == []
     check(llm.embed([long[:144]]), model, [long[:144]])
 

@@ -181,28 +181,6 @@ def test_frequencies_on_the_gpu(small, make_llm):
 HOT = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(make_llm):
-    llm = make_llm(max_num_seqs=16)
-    prompts = [[i, i + 1, i + 2] for i in range(12)]
-    params = [SamplingParams(seed=i, **HOT) for i in range(12)]
-    together = generate(llm, prompts, params)
-    assert len({tuple(ids) for ids in together}) == 12
-    assert [generate(llm, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)] == together
-    assert generate(llm, prompts[::-1], params[::-1]) == together[::-1]
-    others = [  # of other lengths, that draw, filter and stop in between
-        SamplingParams(temperature=0, max_tokens=3),
-        SamplingParams(temperature=2.0, top_k=3, max_tokens=7),
-        SamplingParams(top_p=0.3, min_p=0.1, max_tokens=30, min_tokens=10),
-        SamplingParams(temperature=0.1, seed=3, max_tokens=1),
-    ]
-    mixed = generate(
-        llm,
-        [prompt for i in range(12) for prompt in ([7] * (i + 1), prompts[i])],
-        [p for i in range(12) for p in (others[i % 4], params[i])],
-    )
-    assert mixed[1::2] == together
-
-
 def test_equal_seeds_draw_equally(make_llm):
     seeds = [1, 1, 2, -1, 2**40, 2**40 + 2**32, 2**80]
     a, b, *others = generate(make_llm(), [PROMPT] * len(seeds), [SamplingParams(seed=seed, **HOT) for seed in seeds])
@@ -333,21 +311,6 @@ def test_min_tokens_in_sampled_text(small, make_llm):
         assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
     soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
     assert 1 <= soonest < 20  # the very next token may end the text, and need not
-
-
-def test_min_tokens_after_preemption(tiny, reference, make_llm):
-    """A sequence that is recomputed keeps its minimum: no less, and no more."""
-    free = reference(PROMPT, 60)
-    early, late = free[5], free.index(free[first_new(free, 20)])
-    masked = tiny.greedy(PROMPT, 60, held_back=[early], until=60)
-    assert early not in masked
-    params = [
-        greedy(60, min_tokens=60, stop_token_ids=[early]),
-        greedy(60, min_tokens=late, stop_token_ids=[free[late]]),
-    ]
-    llm = make_llm(num_kvcache_blocks=6)
-    assert generate(llm, [PROMPT] * 6, params * 3) == [masked, free[: late + 1]] * 3
-    assert llm.scheduler.num_preemptions > 3
 
 
 def test_too_many_ids_to_mask(make_llm):

@@ -33,25 +33,35 @@ WITH_LOGITS_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
-def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, make_llm, monkeypatch):
-    model = make_checkpoint(num_hidden_layers=1)
-    expected = generate(make_llm(model=model, **OPTIONS), PROMPTS, params)
+def use_triton(monkeypatch):
+    """Engines from now on run the kernels that a GPU runs."""
     ops = kernels.select("cuda")
     monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
     monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
+
+
+def as_twins(make_llm, monkeypatch, prompts, params, **options):
+    """An engine on the kernels, which gives the tokens of one on their twins, and that one."""
+    twins = make_llm(**{**OPTIONS, **options})
+    expected = generate(twins, prompts, params)
+    use_triton(monkeypatch)
+    llm = make_llm(**{**OPTIONS, **options})
+    assert generate(llm, prompts, params) == expected
+    return llm, twins
+
+
+@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
+def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, make_llm, monkeypatch):
+    as_twins(make_llm, monkeypatch, PROMPTS, params, model=make_checkpoint(num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
 def test_verify_steps(params, make_checkpoint, make_llm, monkeypatch):
     """Rows of drafts go through every kernel of a decode step and of sampling."""
     model = make_checkpoint(num_hidden_layers=1)
-    params = [replace(each, max_tokens=9) for each in params]
+    params = [replace(each, max_tokens=7) for each in params]
     outputs = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    use_triton(monkeypatch)
     llm = make_llm(model=model, speculative_config={"method": "ngram", "adaptive": False}, **OPTIONS)
     know(llm, outputs, length=3)
     assert generate(llm, PROMPTS, params) == [output["token_ids"] for output in outputs]
@@ -61,14 +71,8 @@ def test_verify_steps(params, make_checkpoint, make_llm, monkeypatch):
 def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
     """Measured by the kernels too, the scales are the twins': powers of two."""
     interpret_fp8_exactly(monkeypatch)
-    options = {"model": make_checkpoint(num_hidden_layers=1), "kv_cache_dtype": "fp8", **OPTIONS}
-    twins = make_llm(**options)
-    expected = generate(twins, PROMPTS, WITHOUT_LOGITS_STEPS)
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
-    assert generate(llm, PROMPTS, WITHOUT_LOGITS_STEPS) == expected
+    options = {"model": make_checkpoint(num_hidden_layers=1), "kv_cache_dtype": "fp8"}
+    llm, twins = as_twins(make_llm, monkeypatch, PROMPTS, WITHOUT_LOGITS_STEPS, **options)
     ours, theirs = (x.model_runner.model.model.layers[0].self_attn.attn for x in (llm, twins))
     assert torch.equal(ours.kv_scale, theirs.kv_scale)
     assert ours.k_cache.dtype == torch.float8_e4m3fn and ours.k_cache[0].float().any()
@@ -84,13 +88,8 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch)
     if case == "gemma3":
         monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
     families.make(tmp_path, case)
-    prompts, options = [[5, 6, 7] * 7, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
-    assert generate(llm, prompts, greedy(3)) == expected
+    options = {"model": str(tmp_path), "max_model_len": 256}
+    llm, _ = as_twins(make_llm, monkeypatch, [[5, 6, 7] * 7, [100]], greedy(3), **options)
     if case == "phi3-mini":
         assert llm.model_runner.kv_cache.shape[-1] == 32
 
@@ -99,12 +98,7 @@ def test_fp8_weights(tmp_path, make_llm, monkeypatch):
     """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
     fp8_checkpoints.write(tmp_path, model, "qwen")
-    prompts, options = [[5, 6, 7]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    assert generate(make_llm(**options), prompts, greedy(3)) == expected
+    as_twins(make_llm, monkeypatch, [[5, 6, 7]], greedy(3), model=str(tmp_path), max_model_len=256)
 
 
 @torch.inference_mode()
@@ -112,11 +106,6 @@ def test_mxfp4_experts(tmp_path, make_llm, monkeypatch):
     """gpt-oss: kept as they are where Triton multiplies them, dequantized for the twins."""
     model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
     mxfp4_checkpoints.write(tmp_path, model)
-    prompts, options = [[5, 6, 7] * 3, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
+    options = {"model": str(tmp_path), "max_model_len": 256}
+    llm, _ = as_twins(make_llm, monkeypatch, [[5, 6, 7] * 3, [100]], greedy(3), **options)
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
-    assert generate(llm, prompts, greedy(3)) == expected
