@@ -56,21 +56,6 @@ def test_forms_of_one_prompt(demo, prompt):
 # ---------------------------------------------------------------- several at a time
 
 
-def test_two_streams_interleaved(make_llm, reference):
-    llm = make_llm()
-    streams = [llm.stream(prompt_of(n), greedy(12)) for n in (9, 20)]
-    tokens = [[], []]
-    while streams[0] or streams[1]:
-        for i, stream in enumerate(streams):
-            delta = stream and next(stream, None)
-            if delta is None:
-                streams[i] = None
-            else:
-                tokens[i] += delta["token_ids"]
-    assert tokens == [reference(prompt_of(n), 12) for n in (9, 20)]
-    check_is_empty(llm)
-
-
 def test_one_of_two_streams_is_closed(make_llm, reference):
     llm = make_llm()
     first, second = (llm.stream(prompt_of(n), greedy(12)) for n in (9, 20))
