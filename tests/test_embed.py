@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import generate, greedy, record_calls, run_ahead, use_graphs_on_cpu
-from leaks import check_is_empty, finish
+from leaks import check_is_empty
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from nanovllm import LLM, CheckpointError, EngineError, RequestError, SamplingParams
+from nanovllm import LLM, CheckpointError, EngineError, RequestError
 from nanovllm.as_vllm import pooling
 from nanovllm.engine.pooling import pooled_output
 from nanovllm.engine.readout_requests import make_pooling
@@ -118,26 +118,6 @@ def test_hidden_states_of_nan_are_an_error(kind, options, qwen3, make_llm, caplo
         check_is_empty(llm)
     assert "hidden states of the prompt are NaN" in caplog.text
     assert llm.metrics()["request_success"]["error"] == 2 * sum(fails)
-
-
-@pytest.mark.parametrize("kind", ["last", "mean"])
-def test_beside_requests_that_generate_and_score(kind, qwen3, make_llm):
-    """In the same launches, with common blocks. Some of them have several completions, or prompt log-probabilities."""
-    model, paths = qwen3
-    expected = generate(make_llm(model=paths[""], max_num_seqs=32), PROMPTS, greedy(5))
-    llm = run_ahead(make_llm(model=paths[kind], max_num_seqs=32, max_num_batched_tokens=200))
-    for extra in ({}, {"prompt_logprobs": 0}):
-        ids = [llm.add_request(prompt, greedy(5, **extra)) for prompt in PROMPTS]
-        llm.add_request(PROMPTS[4], SamplingParams(n=3, seed=1, max_tokens=3))
-        batches, forward = [], llm.model_runner.forward
-        llm.model_runner.forward = lambda batch: (batches.append(batch), forward(batch))  # noqa: B023
-        check(llm.embed(PROMPTS), model, kind=kind)
-        llm.model_runner.forward = forward
-        kinds = [{each.kind for each in batch.readouts} for batch in batches if len(batch.req_indices)]
-        assert any("pooled_state" in found for found in kinds)
-        finished = finish(llm)
-        assert [finished[i] for i in ids] == expected
-        check_is_empty(llm)
 
 
 def test_order_of_a_batch(make_llm, qwen3):

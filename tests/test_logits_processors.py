@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import DEVICES, generate, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
+from logits_twin import GreedyTwin
 
 from nanovllm import RequestError, SamplingParams
 
@@ -33,28 +34,12 @@ def not_in_prompt(prompt_ids, token_ids, logits):
     return logits
 
 
-def of_two(processor):
-    """The same processor as a function of prompt, tokens and logits."""
-    takes_prompt = processor.__code__.co_argcount == 3
-    return processor if takes_prompt else lambda prompt, tokens, logits: processor(tokens, logits)
-
-
-def expected(tiny, prompt, n, *processors):
-    """By transformers, greedily, without a cache."""
-    tokens = []
-    for _ in range(n):
-        logits = tiny.logits(prompt + tokens)[0, -1]
-        for processor in processors:
-            logits = of_two(processor)(prompt, list(tokens), logits.clone())
-        tokens.append(int(logits.argmax()))
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def oracle(tiny):
     """Processors of each prompt, and its tokens with them."""
     processors = [(no_repeat,), (), (not_in_prompt,), (not_in_prompt, no_repeat)]
-    return processors, [expected(tiny, p, 20, *ours) for p, ours in zip(PROMPTS, processors, strict=True)]
+    twin = GreedyTwin(tiny)
+    return processors, [twin(prompt, each) for prompt, each in zip(PROMPTS, params_of(processors), strict=True)]
 
 
 def params_of(processors, **more):

@@ -1,8 +1,8 @@
 """Penalties, biases, allowed tokens and bad words through the engine against plain twins on transformers' logits.
 
 Greedy text token for token, in fp32 (a rounding decides once in many thousands of tokens; in bf16 it would do so often,
-and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test. The same
-in every way of computing: ``test_ways.py``.
+and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test
+in ``test_sampling.py``. The same in every way of computing: ``test_ways.py``.
 """
 
 import dataclasses
@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 from helpers import DEVICES, Reference, generate, greedy, prompt_of
-from logits_twin import GreedyTwin, adjusted, filtered, log_softmax
-from test_sampling import p_value
+from logits_twin import GreedyTwin, log_softmax
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
@@ -185,52 +184,6 @@ def test_neutral_values_are_no_values(make_llm):
     sampler = llm.model_runner.sampler
     assert sampler.used_by(np.arange(8)) == ()
     assert sampler.penalties.table is None and sampler.masks.table is None
-
-
-# -------------------------------------------------------------------- frequencies
-
-SMALL = {"vocab_size": 8, "num_hidden_layers": 1}  # 64 pairs of tokens
-SAMPLED = (
-    {"temperature": 0.8, "logit_bias": {3: 1.5, 7: -100.0}},
-    {"temperature": 1.5, "repetition_penalty": 3.0},
-    {"temperature": 0.6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
-    {"presence_penalty": -2.0, "logit_bias": {5: 2.0}},
-    {"temperature": 1.2, "repetition_penalty": 0.5, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
-     "allowed_token_ids": list(range(1, 7)), "top_k": 5, "top_p": 0.9},
-    {"temperature": 0.6},
-)  # fmt: skip
-SAMPLED_PROMPT = [3, 6, 4, 1, 5, 4, 4]
-NUM_DRAWS = 900
-
-
-def pair_distribution(small, mix):
-    """Probabilities of the first two tokens, [V, V]."""
-    params = SamplingParams(**mix)
-
-    def row(generated):
-        logits = small.logits([*SAMPLED_PROMPT, *generated])[0, -1].double().numpy()
-        return np.exp(log_softmax(filtered(adjusted(logits, SAMPLED_PROMPT, generated, params), params)))
-
-    return np.stack([p * row([first]) for first, p in enumerate(row([]))])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_frequencies(device, make_checkpoint, make_llm):
-    """Pairs of successive tokens; the second sees the first in its counts. Seeds are fixed, and so the p-values."""
-    path = make_checkpoint(**SMALL)
-    small = Reference(path)
-    llm = make_llm(model=path, device=device, dtype="float32", max_num_seqs=512, max_num_batched_tokens=4096,
-                   max_model_len=16, num_kvcache_blocks=1024)  # fmt: skip
-    params = [
-        SamplingParams(max_tokens=2, ignore_eos=True, seed=seed, **mix) for seed in range(NUM_DRAWS) for mix in SAMPLED
-    ]
-    pairs = generate(llm, [SAMPLED_PROMPT] * len(params), params)
-    exact = [pair_distribution(small, mix) for mix in SAMPLED]
-    for i, mix in enumerate(SAMPLED):
-        drawn = pairs[i :: len(SAMPLED)]
-        assert p_value(drawn, exact[i]) > 1e-4, mix
-        for j in range(len(SAMPLED)):
-            assert i == j or p_value(drawn, exact[j]) < 1e-6, "a test that tells nothing apart"
 
 
 # -------------------------------------------------------------------- bad words

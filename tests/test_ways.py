@@ -331,7 +331,7 @@ class Watch:
     """The facts of an engine's steps from now on."""
 
     def __init__(self, llm):
-        self.llm, self.seen, self.num_sampled = llm, set(), 0
+        self.llm, self.seen, self.num_sampled, self.readouts = llm, set(), 0, set()
         forward, self._kinds = llm.model_runner.forward, []
         if llm.model_runner.graphs is not None:
             self._kinds = record_calls(llm.model_runner.graphs, "replay")
@@ -343,6 +343,7 @@ class Watch:
             if llm.scheduler.num_in_flight > 1:
                 self.seen.add("ahead")
             self.num_sampled += len(batch.req_indices)
+            self.readouts |= {each.kind for each in batch.readouts if len(batch.req_indices)}
             return forward(batch)
 
         llm.model_runner.forward = watched
@@ -403,6 +404,7 @@ def test_way(name, way, device, model):
             assert given.keys() == outputs.keys()
             assert not failures(check_output, given, outputs) | failures(check_arrays, verbs, results)
             check_is_empty(llm)
+        assert len(watch.readouts) == 2, "beside requests that are sampled"
         facts = watch.facts()
         assert facts == set(way.facts.split())
         if facts <= {"cached", "chunked", "preempted"}:
