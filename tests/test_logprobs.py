@@ -70,6 +70,19 @@ def test_different_numbers_in_one_batch(is_preempted, on, tiny):
     assert (llm.scheduler.num_preemptions > 2) == is_preempted
 
 
+def test_chunks_beside_mates_that_ask_for_more(make_llm, tiny):
+    """A launch reports as many alternatives as its greediest request wants, so the chunks of a prompt had different
+    widths, and could not be joined; nor those of a score."""
+    llm, params = make_llm(max_num_batched_tokens=16), greedy(1, prompt_logprobs=1)
+    llm.add_request(PROMPT, greedy(1, prompt_logprobs=5))  # fills up the first launch together with a first chunk
+    (output,) = run(llm, [prompt_of(40)], params)
+    check_request(tiny, output, params)
+    llm.add_request(PROMPT, greedy(1, prompt_logprobs=5))
+    (score,) = llm.score([prompt_of(40, seed=1)])
+    rows = raw_rows(tiny, prompt_of(40, seed=1)[:1], prompt_of(40, seed=1)[1:])
+    assert score.logprobs == pytest.approx(rows[np.arange(39), prompt_of(40, seed=1)[1:]], abs=FP32_TOLERANCE)
+
+
 def test_batch_mates_change_nothing(make_llm):
     """Tokens are those of the same requests without log-probabilities."""
     prompts, params = mixed_requests()
