@@ -51,7 +51,7 @@ def mixed_requests():
         params.append(
             SamplingParams(max_tokens=30 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
         )
-    params[-1] = dataclasses.replace(params[-1], temperature=1.0, n=4)
+    params[-1] = dataclasses.replace(params[-1], temperature=1.0, seed=8, n=4)
     return prompts, params
 
 
