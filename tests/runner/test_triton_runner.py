@@ -98,7 +98,7 @@ def test_fp8_weights(tmp_path, make_llm, monkeypatch):
     """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
     fp8_checkpoints.write(tmp_path, model, "qwen")
-    as_twins(make_llm, monkeypatch, [[5, 6, 7]], greedy(3), model=str(tmp_path), max_model_len=256)
+    as_twins(make_llm, monkeypatch, [[5, 6, 7]], greedy(2), model=str(tmp_path), max_model_len=256)
 
 
 @torch.inference_mode()
@@ -107,5 +107,5 @@ def test_mxfp4_experts(tmp_path, make_llm, monkeypatch):
     model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
     mxfp4_checkpoints.write(tmp_path, model)
     options = {"model": str(tmp_path), "max_model_len": 256}
-    llm, _ = as_twins(make_llm, monkeypatch, [[5, 6, 7] * 3, [100]], greedy(3), **options)
+    llm, _ = as_twins(make_llm, monkeypatch, [[5, 6, 7], [100]], greedy(2), **options)
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
