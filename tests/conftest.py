@@ -216,6 +216,16 @@ def on(request, make_llm):
 
 
 @pytest.fixture(scope="module")
+def demo():
+    """An engine on the bundled model, on the CPU."""
+    from nanovllm import LLM
+
+    with LLM(device="cpu", kvcache_block_size=16, max_num_seqs=8, max_model_len=512, num_kvcache_blocks=256,
+             quiet=True) as llm:  # fmt: skip
+        yield llm
+
+
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """checkpoint(case) -> its path, and transformers' model."""
 

@@ -44,9 +44,13 @@ def tokens_of(outputs):
     return [output["token_ids"] for output in outputs]
 
 
+def run(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
 def generate(llm, prompts, params):
     """Token ids of each completion."""
-    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    return tokens_of(run(llm, prompts, params))
 
 
 class Reference:

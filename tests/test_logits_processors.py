@@ -58,6 +58,7 @@ def test_as_transformers(device, oracle, make_llm):
 
 def test_an_interrupted_function_on_two_ranks(make_llm):
     """The other rank waits for its results, and is not waited for."""
+
     def interrupt(tokens, logits):
         raise KeyboardInterrupt
 

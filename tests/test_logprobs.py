@@ -12,7 +12,7 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers import greedy, prompt_of, run_ahead, tokens_of
+from helpers import greedy, prompt_of, run, run_ahead, tokens_of
 from logits_twin import (
     FP32_TOLERANCE,
     STEPS,
@@ -26,14 +26,10 @@ from logits_twin import (
     stepped_requests,
 )
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams
 from nanovllm.outputs import Logprob
 
 PROMPT = [3, 9, 4, 1, 5]
-
-
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 # -------------------------------------------------------------------- side by side
@@ -268,12 +264,6 @@ def test_prompt_logprobs_of_a_truncated_prompt(make_llm, tiny):
 
 
 # -------------------------------------------------------------------- the objects
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=4) as llm:
-        yield llm
 
 
 def test_decoded_tokens(demo):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from helpers import DEVICES, generate, greedy, prompt_of, record_calls
+from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import PrefillBatch
@@ -16,10 +16,6 @@ def sampled(n, seed=None, **params):
     return SamplingParams(**{"n": n, "seed": seed, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params})
 
 
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
 def completions(llm, prompt, params):
     """Token ids of each completion of one prompt."""
     (output,) = run(llm, [prompt], params)
@@ -27,6 +23,7 @@ def completions(llm, prompt, params):
 
 
 # ---------------------------------------------------------------- seeds
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_completion_i_is_a_request_with_seed_plus_i(make_llm, device):

@@ -25,6 +25,8 @@ from nanovllm.utils.checkpoint import DEMO_MODEL
 
 FORCED = {"method": "ngram", "adaptive": False}
 TEXT = "one two three four five six seven eight nine ten "
+
+
 def results(outputs):
     return [
         (c.token_ids, c.text, c.finish_reason, c.stop_reason,

@@ -7,24 +7,13 @@ import random
 from functools import lru_cache
 
 import pytest
-from helpers import tokens_of
+from helpers import run, tokens_of
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 
-OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 256, "quiet": True}
 NUM_TOKENS = 32
 END_OF_TEXT, IM_END = 0, 2
 ANY_TEXT = 50.0  # temperature: every token is about equally likely, single bytes among them
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(num_kvcache_blocks=256, **OPTIONS) as llm:
-        yield llm
-
-
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def one(llm, prompt="What is 2 + 3?", **params):

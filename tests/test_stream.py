@@ -9,18 +9,13 @@ import pytest
 from helpers import generate, greedy, prompt_of, record_calls, tokens_of
 from leaks import check_is_empty, finish
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams
 
 PROMPT = "introduce yourself"
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_seqs=4, quiet=True) as llm:
-        yield llm
-
-
 # ---------------------------------------------------------------- one prompt
+
 
 def test_nothing_of_a_stop_string_is_shown(demo):
     """Characters that may begin one are held back until it is clear that they do not."""

@@ -6,7 +6,7 @@ import shutil
 from itertools import cycle
 
 import pytest
-from helpers import greedy
+from helpers import greedy, run
 from leaks import check_is_empty, finish
 
 from nanovllm import LLM, RequestError, SamplingParams, StructuredOutputsParams, cli
@@ -66,12 +66,6 @@ def fits(name, completion):
     return bool(GUIDES[name][1](completion.text))
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(num_kvcache_blocks=256, **OPTIONS) as llm:
-        yield llm
-
-
 @pytest.fixture
 def make_demo():
     made = []
@@ -83,10 +77,6 @@ def make_demo():
     yield make
     for llm in made:
         llm.exit()
-
-
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 def one(llm, params, prompt="The"):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any
 
 import families
@@ -60,18 +61,15 @@ GREEDY, ENDS = {"temperature": 0}, {"temperature": 0, "ignore_eos": False}
 PEOPLE = {"type": "object", "required": ["name", "age"], "additionalProperties": False, "properties": {
     "name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
 }}  # fmt: skip
-FEATURES = {  # name -> what is not as in ``request``; ids below 140, the vocabulary of the smallest model
+FEATURES = {  # name -> what is not as in ``Model._request``
     "greedy": GREEDY,
     "greedy of a question": {**ENDS, "prompt": "2 + 3"},
     "greedy of a long answer": {**ENDS, "prompt": "count to 50", "max_tokens": 48, "logprobs": 0},
     "greedy of text": {**GREEDY, "prompt": ("introduce yourself",)},
     "seeded": {},
     "any token": {"temperature": 50.0},
-    "negative penalties": {"temperature": 2.0, "frequency_penalty": -1.0, "presence_penalty": -2.0},
-    "penalties": {**GREEDY, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.5},
     "a bias": {**GREEDY, "logit_bias": {7: 9.0, 100: 7.0, 20: 8.0}, "frequency_penalty": 1.5, "presence_penalty": 0.5},
     "a bias of all": {**GREEDY, "logit_bias": {i: (i * 37 % 101 - 50) / 20 for i in range(140)}},
-    "allowed": {**GREEDY, "allowed_token_ids": [7, 31, 32, 63, 64, 95, 96, 128]},
     "allowed and penalties": {"allowed_token_ids": list(range(60, 130)), "frequency_penalty": 1.0,
                               "repetition_penalty": 1.3, "logit_bias": {100: 2.0, 5: 100.0}},
     "min_tokens": {**GREEDY, "min_tokens": 12, "stop_token_ids": [7, 30], "logit_bias": {7: 100.0, 30: 100.0},
@@ -95,8 +93,6 @@ FEATURES = {  # name -> what is not as in ``request``; ids below 140, the vocabu
     "a function that cannot be pickled": {**GREEDY, "logits_processors": [lambda ids, x: x.roll(len(ids) % 3)]},
     "functions": {**GREEDY, "logits_processors": [not_in_prompt, no_repeat], "logprobs": 1},
     "n, a function": {"n": 2, "logits_processors": [not_in_prompt]},
-}  # fmt: skip
-OF_DEMO = {  # of the demo model, which has a tokenizer and more tokens
     **{f"step: {name}": {"temperature": 2.5, "logprobs": 4, "max_tokens": 20, **changes}
        for name, changes in STEPS.items()},
     "stop string": {**GREEDY, "stop": ["zzz", "and I"], "prompt": "introduce yourself"},
@@ -152,7 +148,7 @@ def random_mix(rng):
         "truncate_prompt_tokens": maybe(0.15, lambda: rng.choice((-1, 1, 16, 20))),
     }
     if rng.random() < 0.2 and mix["allowed_token_ids"] is None:
-        mix["structured_outputs"] = rng.choice([OF_DEMO[name]["structured_outputs"] for name in ("choice", "grammar")])
+        mix["structured_outputs"] = rng.choice([FEATURES[name]["structured_outputs"] for name in ("choice", "grammar")])
     elif rng.random() < 0.3:  # not beside a guide: test_structured_outputs.py has that
         mix["stop_token_ids"] = mix["stop_token_ids"][:9]  # at most 16 can be held back
         mix["min_tokens"] = rng.randint(0, mix["max_tokens"])
@@ -161,7 +157,7 @@ def random_mix(rng):
     return mix
 
 
-OF_DEMO |= {f"mix {i}": random_mix(random.Random(i)) for i in range(12)}
+FEATURES |= {f"mix {i}": random_mix(random.Random(i)) for i in range(12)}
 
 
 def check_is_legal(output, params):
@@ -209,6 +205,8 @@ def beams(llm, prompts):
     return [np.array([*beam.tokens, beam.cum_logprob]) for beam in found]
 
 
+OF_HYBRIDS = ("n", "n of one token", "n of a full block", "n, log-probabilities", "log-probabilities None 5",
+              "no token")  # fmt: skip
 VERBS = {"score": score, "embed: last": pooled("last"), "embed: mean": pooled("mean"), "embed: cls": pooled("cls"),
          "beams": beams}  # fmt: skip
 
@@ -226,10 +224,10 @@ class Model:
             [4], [*shared, 7, 8, 9], shared, long[:70], long[100:116], [*shared[:33], 5], long[50:200], long,
             [*long[:272], 6], long[:9], long[:197],
         ]  # fmt: skip
-        rows = {**FEATURES, **OF_DEMO} if tokenizer is not None else {
-            **{f"greedy {i}": {**GREEDY, "prompt": i} for i in range(len(self.prompts))},
-            **{name: row for name, row in FEATURES.items() if name.startswith(("n", "log-probabilities None"))},
-        }  # fmt: skip
+        rows = FEATURES
+        if tokenizer is None:  # what depends on the model: prompts, and their copies
+            rows = {f"greedy {i}": {**GREEDY, "prompt": i} for i in range(len(self.prompts))}
+            rows |= {name: FEATURES[name] for name in OF_HYBRIDS}
         self.requests = {name: self._request(i, tokenizer, **row) for i, (name, row) in enumerate(rows.items())}
         self.longest = max(map(len, self.prompts)) + GUIDED_TOKENS
 
@@ -397,7 +395,7 @@ ON_GPU = {
     "blocks of 512": Way("ahead graphs", {"kvcache_block_size": 512, "max_num_seqs": 13}),
     "one slot": Way("cached graphs", {"max_num_seqs": 1}),
 }
-OF_HYBRIDS = {
+WAYS_OF_HYBRIDS = {
     **{way: WAYS[way] for way in ("batched", "preempted, no cache", "chunked", "all at once", "two ranks")},
     "chunks of 64, one snapshot": Way("cached chunked", {"max_num_batched_tokens": 64, "num_state_snapshots": 1}),
 }
@@ -461,15 +459,14 @@ def failures(check, given, alone):
     return found
 
 
-CASES = [("demo", way, "cpu") for way in WAYS] + [(name, way, "cpu") for name in families.HYBRID_CASES
-                                                  for way in OF_HYBRIDS]  # fmt: skip
-CASES += [gpu_param("demo", way, "cuda") for way in {**WAYS, **ON_GPU} if "ranks" not in way]
-CASES += [gpu_param(name, way, "cuda") for name in families.HYBRID_CASES for way in OF_HYBRIDS if "ranks" not in way]
+HYBRIDS = list(product(families.HYBRID_CASES, WAYS_OF_HYBRIDS))
+CASES = [(*case, "cpu") for case in [*product(["demo"], WAYS), *HYBRIDS]]
+CASES += [gpu_param(*case, "cuda") for case in [*product(["demo"], WAYS | ON_GPU), *HYBRIDS] if "ranks" not in case[1]]
 
 
 @pytest.mark.parametrize(("name", "way", "device"), CASES)
 def test_way(name, way, device, model):
-    model, way = model(name), {**WAYS, **ON_GPU, **OF_HYBRIDS}[way]
+    model, way = model(name), {**WAYS, **ON_GPU, **WAYS_OF_HYBRIDS}[way]
     outputs, results = model.plain("logprobs_mode" in way.options)
     with way.start(model, device) as llm:
         watch = Watch(llm)
