@@ -94,7 +94,8 @@ def test_a_kind_of_ones_own(make_llm, options):
 
     def norms(first):
         return [
-            llm._inputs.request(None, np.array(ids), params, i, Norms(first, len(ids))) for i, ids in enumerate(prompts)
+            llm._inputs.request(None, np.array(ids), params, i, Norms(first, len(ids)))
+            for i, ids in enumerate(prompts)
         ]
 
     whole = llm._collect(norms(0), lambda request: request.readout.values)

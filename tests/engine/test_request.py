@@ -205,10 +205,7 @@ def test_chat_without_tokenizer(small_llm):
 def test_a_request_of_two_sequences():
     """Joined by sequence id, in the order of the request whichever ends first; complete when both are."""
     config = SimpleNamespace(
-        max_model_len=64,
-        kvcache_block_size=16,
-        seed=0,
-        max_logprobs=20,
+        max_model_len=64, kvcache_block_size=16, seed=0, max_logprobs=20,
         model_config=SimpleNamespace(vocab_size=512, has_lm_head=True),
     )
     tokenizer, caller = AsyncTokenizer("", skip=True, trust_remote_code=False), Caller()
