@@ -52,7 +52,7 @@ def timed(argv: list[str]) -> dict[str, float]:
 GENERATE = """
 import json, sys
 from nanovllm import LLM, SamplingParams
-from nanovllm.jobs.rows import row_seed
+from nanovllm.contrib.jobs.rows import row_seed
 rows = [json.loads(line) for line in open(sys.argv[1])]
 params = [SamplingParams(temperature=0.8, seed=row_seed(None, row["id"]), **row["sampling_params"]) for row in rows]
 llm = LLM(device="cpu", max_num_seqs=int(sys.argv[3]), quiet=True)
@@ -65,7 +65,7 @@ RAY = """
 import json, os, pathlib, sys, threading, time
 import ray
 from nanovllm.integrations.ray_data import ProcessorConfig, build_processor
-from nanovllm.jobs.rows import row_seed
+from nanovllm.contrib.jobs.rows import row_seed
 
 source, out, seqs, engines = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 seconds, ended = {}, threading.Event()
@@ -171,7 +171,7 @@ def kills(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 STUB = """
 import sys
 from nanovllm.cli import main
-from nanovllm.jobs import engines
+from nanovllm.contrib.jobs import engines
 def stub(args, rows, rank=0):
     for row in rows:
         engines.request_of(row, args)

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,14 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
-from nanovllm.sampling.feature import SamplingState
-from nanovllm.sampling.logprobs import unpack_logprobs
 from nanovllm.sampling.penalties import PenaltyTable
 
 TOKENS = [1, 8, 64, 256, 16384]
 LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
 # hidden size, intermediate size, query heads, KV heads (of 128), layers kept in memory
-SAMPLING = "masks", "penalties", "filters", "gumbel", "logprobs"
+SAMPLING = "masks", "penalties", "filters", "gumbel", "token_logprobs"
 SHAPES = {"0.6b": (1024, 3072, 16, 8, 28), "8b": (4096, 12288, 32, 8, 8)}
 HEAD_DIM, VOCAB_SIZE, EPS = 128, 151_936, 1e-6
 
@@ -120,7 +118,7 @@ def make_sampling_state(num_requests, **values):
     columns["seed"] = torch.randint(-(2**31), 2**31 - 1, (num_requests, 2), device="cuda", dtype=torch.int32)
     columns["stop_ids"] = torch.full((num_requests, 16), -1, device="cuda", dtype=torch.int32)
     columns["stop_ids"][:, 0] = 7
-    return SamplingState(**columns)
+    return SimpleNamespace(**columns)
 
 
 def sampling(ops, twins, batch_size):
@@ -175,10 +173,9 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
     logits = randn(batch_size, VOCAB_SIZE, scale=3.0)
     req_indices = torch.arange(batch_size, device="cuda", dtype=torch.int32)
     ones = torch.ones_like(req_indices)
-    state = replace(
-        make_sampling_state(batch_size), is_masked=ones, is_penalized=ones, repetition_penalty=ones * 1.1,
-        frequency_penalty=ones * 0.3, presence_penalty=ones * 0.2,
-    )  # fmt: skip
+    state = make_sampling_state(batch_size)
+    state.is_masked, state.is_penalized, state.repetition_penalty = ones, ones, ones * 1.1
+    state.frequency_penalty, state.presence_penalty = ones * 0.3, ones * 0.2
     token_mask = torch.randint(-(2**31), 2**31 - 1, (batch_size, VOCAB_SIZE // 32), device="cuda", dtype=torch.int32)
     ids = torch.randperm(VOCAB_SIZE, device="cuda")[: 2 * num_entries].int().repeat(batch_size, 1)
     table = PenaltyTable(ones * num_entries, ones * 4, ids, ids % 5 - 1, torch.zeros_like(ids, dtype=torch.float32))
@@ -192,9 +189,10 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
         expected = twins.apply_penalties(logits, req_indices, state, tokens, twin_table)
         check("apply_penalties", ops.apply_penalties(logits, req_indices, state, tokens, table), expected, 1e-5)
         for num_top in (0, 5, 20):
-            actual = unpack_logprobs(ops.token_logprobs(logits, tokens, num_top))
-            for a, b in zip(actual, unpack_logprobs(twins.token_logprobs(logits, tokens, num_top)), strict=True):
-                check("token_logprobs", a, b, 1e-5)
+            actual, expected = (each.token_logprobs(logits, tokens, num_top) for each in (ops, twins))
+            bits = [0, *range(2 + num_top, 2 + 2 * num_top)]  # of logprobs; between them are rank and ids
+            check("token_logprobs", actual[:, 1 : 2 + num_top], expected[:, 1 : 2 + num_top])
+            check("token_logprobs", actual[:, bits].view(torch.float32), expected[:, bits].view(torch.float32), 1e-5)
     masked = logits.clone()
     return {
         "apply_token_mask": (lambda: ops.apply_token_mask(masked, req_indices, state, token_mask), 2 * size),

@@ -19,7 +19,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, Re
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.beam_search import BeamSearchParams
+    from nanovllm.contrib.beam_search import BeamSearchParams
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ def __getattr__(name: str):
 
         return LLM
     if name == "BeamSearchParams":
-        from nanovllm.engine.beam_search import BeamSearchParams
+        from nanovllm.contrib.beam_search import BeamSearchParams
 
         return BeamSearchParams
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

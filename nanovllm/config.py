@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.models.config import DTYPES, ModelConfig, read_model_config
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.config_reader import DTYPES, read_model_config
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.utils.checkpoint import resolve_model
+from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
     Rule,
     at_least,
@@ -24,6 +25,8 @@ from nanovllm.validation import (
     rules_of,
 )
 
+__all__ = ["Config", "SpeculativeConfig", "read_generation_config", "resolve_model"]
+
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 FLAG = choice(True, False)
@@ -32,14 +35,16 @@ PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Options of speculation, under vLLM's names: where the last few tokens stood before, what followed is a draft of
-    the tokens to come. A step verifies drafts; outputs are those of the engine without them.
+    """Options of speculation by lookup, under vLLM's names.
+
+    Where the last few tokens stood before, the tokens that followed are a draft of the tokens to come. A step verifies
+    drafts; the outputs are the same without them.
 
     Args:
         method: "ngram" looks into the request's own tokens; "suffix" also into other prompts and finished outputs.
         num_speculative_tokens: longest draft, 1 to 7.
-        prompt_lookup_min: last tokens that must have stood there, default 2; more, after drafts that were wrong.
-        prompt_lookup_max: the latest place where so many did is taken, default 4; else the one with most.
+        prompt_lookup_min: number of last tokens that must match there, default 2; more after drafts that were wrong.
+        prompt_lookup_max: the latest place with this number of matches is taken, default 4; else the place with most.
         suffix_decoding_max_tree_depth: the same with "suffix".
         suffix_decoding_max_spec_factor: with "suffix", longest draft per equal token.
         suffix_decoding_max_cached_requests: texts of other requests that are kept; at most 2**18 tokens of them.
@@ -97,7 +102,7 @@ class Config:
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
         enforce_eager: no CUDA graphs and no run-ahead; slower, easier to debug.
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
-        num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
+        num_kvcache_blocks: size of the KV cache in blocks; -1: as memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
         dtype: "auto" (the checkpoint's; float32 on a CPU, unless it is bfloat16 and the CPU has AVX512-BF16 or AMX;
             float16 on a GPU without bfloat16), "bfloat16", "float16" or "half", "float32" or "float"; or torch's.
@@ -143,8 +148,10 @@ class Config:
     num_kvcache_blocks: int = option(-1, integer("an integer >= 1, or -1 for automatic", lambda n: n == -1 or n >= 1))
     device: str = option("auto", choice("auto", "cuda", "cpu"))
     dtype: str = option("auto", choice("auto", *DTYPES))
-    state_dtype: str = option("float32", choice("float32", "float16"))
-    num_state_snapshots: int = option(-1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1))
+    state_dtype: str = option("float32", choice("float32", "float16"), feature="engine.hybrid")
+    num_state_snapshots: int = option(
+        -1, integer("an integer >= 0, or -1 for automatic", lambda n: n >= -1), feature="engine.hybrid"
+    )
     kv_cache_dtype: str = option("auto", choice("auto", "fp8", "fp8_e4m3"))
     attention_backend: str = option("auto", choice("auto", "flash_attn", "triton", "sdpa"))
     load_format: str = option("auto", choice("auto", "dummy"))
@@ -160,7 +167,8 @@ class Config:
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
     speculative_config: SpeculativeConfig | None = option(
-        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig)))
+        None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
+        feature="engine.speculation",
     )
     quiet: bool = option(False, FLAG)
     # derived

@@ -1,8 +1,7 @@
-"""What engine and runner share: a sequence, and the two kinds of batch that the scheduler forms.
+"""The sequence, and the two batches that the scheduler forms: shared by engine and runner.
 
 Owns the sequence's tokens, counters and status, and the form of a batch. A batch is the message of a step: plain
-columns, which every rank's runner receives (the other ranks pickled) and prepares its inputs from. Knows neither queues
-nor devices.
+columns, from which every rank's runner prepares its inputs. Knows neither queues nor devices.
 
 Token ranges of a running sequence::
 
@@ -12,7 +11,7 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,10 +23,6 @@ import numpy as np
 from nanovllm.outputs import FinishReason
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.sampling_params import SamplingParams
-
-NO_BLOCKS = np.empty((0, 3), np.int32)
-VERIFY_ROWS = (4, 8)  # of a sequence in a verify step: its last token and a draft
-MAX_VERIFIED_SEQS = 16  # in a step: beyond, products are not bound by the weights' bytes any more
 
 
 class SequenceStatus(Enum):
@@ -117,7 +112,7 @@ class Sequence:
 
     @property
     def min_num_tokens(self) -> int:
-        """Tokens that it will have at its end, unless it fails or is aborted."""
+        """Lower bound of its final length, unless it fails or is aborted."""
         params = self.sampling_params
         may_stop = not params.ignore_eos or params.stop or params.stop_token_ids or params.structured_outputs
         return self.num_prompt_tokens + params.min_tokens if may_stop else self.max_num_tokens
@@ -166,13 +161,12 @@ class NewSequences:
 
     @classmethod
     def of(cls, seqs: ListLike[Sequence]) -> "NewSequences":
-        tables = [seq.block_table for seq in seqs]
         return cls(
             _int32(seq.req_idx for seq in seqs),
             _int32(seq.num_tokens for seq in seqs),
             _int32(seq.num_prompt_tokens for seq in seqs),
-            _int32(map(len, tables)),
-            _int32(chain.from_iterable(tables)),
+            _int32(len(seq.block_table) for seq in seqs),
+            _int32(chain.from_iterable(seq.block_table for seq in seqs)),
             np.fromiter((seq.seed for seq in seqs), np.uint64),
             [seq.sampling_params for seq in seqs],
             [seq.sampling_params.is_constrained for seq in seqs],
@@ -186,48 +180,39 @@ class NewSequences:
         return len(self.params)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks get: of equal parameters one object, without what only the host reads."""
+        """State for other ranks: one object for equal parameters, without fields that only the host reads."""
         sent = {id(params): params for params in self.params}
         sent = {key: params.without_host_fields() for key, params in sent.items()}
         return {**vars(self), "params": [sent[id(params)] for params in self.params]}
 
 
-class StateRows(NamedTuple):
-    """What the devices keep of recurrent layers."""
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of a sequence in a prefill; ``sampled``: the requests sampled from its last logits."""
 
-    num_snapshots: int
-    chunk: int = 64  # tokens; kernels compute a sequence in chunks, counted from its first token
+    seq: Sequence
+    start: int
+    stop: int
+    sampled: list[Sequence]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its last hidden state is sampled from or read out."""
+        return bool(self.sampled) or (self.seq.readout is not None and self.seq.readout.takes_last(self.stop))
 
 
 @dataclass(frozen=True)
-class StateMoves:
-    """Which states of recurrent layers a prefill of S sequences begins with, and where it leaves more than their own.
+class Moves:
+    """Copies within the KV cache that go with a prefill. A cache kind that moves more has a subclass."""
 
-    A state is a row in tables of every rank: a row for each request slot, one for padding, and one for each snapshot.
-    """
-
-    load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
-    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, and the row
-    copies: np.ndarray  # int32 [n, 2], rows from and to: after the forward pass, for forked completions
-
-    @classmethod
-    def of(cls, seqs: ListLike[Sequence], loads: dict[int, int], saves: dict[int, list[tuple[int, int]]],
-           copies: list[tuple[int, int]]) -> "StateMoves":
-        """Of sequences in the order of the batch. ``loads`` and ``saves`` (tokens, row) by seq_id."""
-        flat = [(i, *save) for i, seq in enumerate(seqs) for save in saves.get(seq.seq_id, ())]
-        return cls(
-            _int32(loads[seq.seq_id] for seq in seqs),
-            np.array(flat, np.int32).reshape(-1, 3),
-            np.array(copies, np.int32).reshape(-1, 2),
-        )
+    block_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to after the forward pass, for forked completions
 
 
 @dataclass(frozen=True)
 class PrefillBatch:
     """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
 
-    Sequences whose last hidden state is wanted, to be sampled from or read out, come first. ``sampled_from[j]`` is the
-    one whose logits request ``req_indices[j]`` is sampled from: itself, or the one it was forked from.
+    Sequences whose last hidden state is sampled from or read out come first. Request ``req_indices[j]`` is sampled from
+    the logits of sequence ``sampled_from[j]``: itself, or the one it was forked from.
     """
 
     is_decode: ClassVar[bool] = False
@@ -241,9 +226,7 @@ class PrefillBatch:
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
     new: NewSequences  # admitted by this batch
-    prefix_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to before the forward pass
-    block_copies: np.ndarray  # the same, after it
-    states: StateMoves | None = None  # None without recurrent layers
+    moves: Moves
     readouts: tuple[ReadoutBatch, ...] = ()
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
@@ -257,38 +240,30 @@ class PrefillBatch:
 
     @property
     def ends(self) -> list[Sequence]:
-        """Those that are complete, because they sample nothing. Host."""
-        return [
-            seq for seq, stop in zip(self.seqs, self.stops.tolist(), strict=True)
-            if not seq.is_sampled and stop == seq.num_tokens
-        ]  # fmt: skip
+        """Sequences that end with this batch, because they sample nothing. Host."""
+        stops = zip(self.seqs, self.stops.tolist(), strict=True)
+        return [seq for seq, stop in stops if not seq.is_sampled and stop == seq.num_tokens]
 
     @classmethod
-    def of(cls, chunks: ListLike[tuple[Sequence, int, int, list[Sequence]]], new: ListLike[Sequence],
-           prefix_copies: list[tuple[int, int]], block_copies: list[tuple[int, int]],
-           state_moves: tuple | None = None) -> "PrefillBatch":
-        """Of chunks (sequence, start, stop, sequences sampled from its last logits), at least one.
-
-        ``state_moves``: the arguments of ``StateMoves.of`` behind the sequences.
-        """
-        # stable: each kind in its order
-        chunks = sorted(chunks, key=lambda chunk: not (chunk[3] or _takes_last(chunk[0].readout, chunk[2])))
-        sampled = [(seq, i) for i, (*_, seqs) in enumerate(chunks) for seq in seqs]
+    def of(cls, chunks: ListLike[Chunk], new: ListLike[Sequence],
+           take_moves: Callable[[list[Sequence]], Moves]) -> "PrefillBatch":
+        """From at least one chunk. ``take_moves``: the moves of these sequences, given in the order of the batch."""
+        chunks = sorted(chunks, key=lambda chunk: not chunk.is_read)  # stable: each kind in its order
+        sampled = [(seq, i) for i, chunk in enumerate(chunks) for seq in chunk.sampled]
+        seqs = [chunk.seq for chunk in chunks]
         return cls(
             _int32(seq.req_idx for seq, _ in sampled),
             np.fromiter((seq.seq_id for seq, _ in sampled), np.int64),
             _int32(i for _, i in sampled),
-            _int32(seq.req_idx for seq, *_ in chunks),
-            np.fromiter((seq.seq_id for seq, *_ in chunks), np.int64),
-            _int32(start for _, start, _, _ in chunks),
-            _int32(stop for _, _, stop, _ in chunks),
+            _int32(seq.req_idx for seq in seqs),
+            np.fromiter((seq.seq_id for seq in seqs), np.int64),
+            _int32(chunk.start for chunk in chunks),
+            _int32(chunk.stop for chunk in chunks),
             np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),
             NewSequences.of(new),
-            np.array(prefix_copies, np.int32).reshape(-1, 2),
-            np.array(block_copies, np.int32).reshape(-1, 2),
-            None if state_moves is None else StateMoves.of([seq for seq, *_ in chunks], *state_moves),
+            take_moves(seqs),
             merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop, _ in chunks),
-            [seq for seq, *_ in chunks],
+            seqs,
         )
 
     @property
@@ -297,57 +272,40 @@ class PrefillBatch:
 
     @property
     def num_last(self) -> int:
-        """Sequences, the first ones, whose last hidden state is wanted."""
+        """Number of sequences, the first ones, whose last hidden state is read."""
         num_sampled = 1 + int(self.sampled_from.max(initial=-1))
         return max(num_sampled, *(each.num_last for each in self.readouts)) if self.readouts else num_sampled
 
     @property
     def needs_every_state(self) -> bool:
-        """Whether other hidden states than those are wanted."""
+        """Whether other hidden states than the last ones are read."""
         return any(each.needs_every_state for each in self.readouts)
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Compute one token of every sequence and sample the next. With drafts, a verify step: of every sequence also
-    compute the draft of its next tokens, and sample the token after each.
-    """
+    """Compute the last token of every sequence and sample the next; a subclass may compute several rows of each."""
 
     is_decode: ClassVar[bool] = True
+    num_rows: ClassVar[int] = 1  # computed of each sequence
     readouts: ClassVar[tuple[ReadoutBatch, ...]] = ()
     req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
-    state_copies: np.ndarray | None = None  # int32 [n, 2], rows from and to: before the forward pass, to snapshots
-    drafts: np.ndarray | None = None  # int32 [B, Q - 1], guesses of the next tokens; -1 behind the last of a sequence
-
-    @property
-    def num_rows(self) -> int:
-        """Q: tokens computed of each sequence, those included that fill up its draft."""
-        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
     @property
     def num_tokens(self) -> int:
         return len(self.req_indices) * self.num_rows
 
-    def num_accepted(self, token_ids: np.ndarray) -> np.ndarray:
-        """How many tokens of each draft are right, [B]. ``token_ids`` int32 [B, Q]: sampled after the last token and
-        after each of the draft; those up to the first that differs are what plain steps would sample."""
-        return np.logical_and.accumulate(token_ids[:, :-1] == self.drafts, axis=1).sum(1)
-
-    def part(self, rows: np.ndarray, columns: np.ndarray) -> "DecodeBatch":
-        """A plain batch, to take in the tokens that it has sampled in these places; more than one of a sequence in
-        their order."""
-        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows] + columns, NO_BLOCKS)
-
 
 Batch = PrefillBatch | DecodeBatch
 
 
-def _takes_last(readout: Readout | None, stop: int) -> bool:
-    return readout is not None and readout.takes_last(stop)
-
-
 def _int32(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int32)
+
+
+def pairs(copies: list[tuple[int, int]]) -> np.ndarray:
+    """(from, to) as int32 [n, 2]."""
+    return np.array(copies, np.int32).reshape(-1, 2)

@@ -1,6 +1,7 @@
-"""What ``generate`` returns: one ``RequestOutput`` per prompt; and what ``embed``, ``classify`` and ``rerank`` do.
+"""Results of ``generate`` (one ``RequestOutput`` per prompt), ``embed``, ``classify`` and ``rerank``.
 
-nano-vllm's scripts read it as a dictionary (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
+nano-vllm's scripts read a ``RequestOutput`` as a dictionary (``output["text"]``), vLLM's scripts read it as an object
+(``output.outputs[0].text``).
 """
 
 from collections.abc import Callable
@@ -142,7 +143,7 @@ class PoolingRequestOutput:
 
     Attributes:
         request_id: unique in its engine, as text.
-        outputs: what was asked for; None if there is an error.
+        outputs: the results; None if there is an error.
         prompt_token_ids: the prompt's token ids.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prompt: its text; None if only token ids were given.
@@ -174,7 +175,7 @@ class RequestOutput(dict):
 
     Attributes:
         request_id: the request's id, unique in its engine, as text.
-        index: the place of its prompt among those of its call.
+        index: the place of its prompt in the call.
         prompt: the prompt's text; None if only token ids were given.
         prompt_token_ids: the prompt's token ids.
         prompt_logprobs: for each prompt token a dict ``token id -> Logprob``, None for the first; None unless asked.
@@ -192,16 +193,9 @@ class RequestOutput(dict):
                  prompt_logprobs: Any = None, index: int = 0):
         first = outputs[0]
         super().__init__(text=first.text, token_ids=first.token_ids, finish_reason=first.finish_reason)
-        self.request_id = request_id
-        self.index = index
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.prompt_logprobs = prompt_logprobs
-        self.outputs = outputs
-        self.num_cached_tokens = num_cached_tokens
-        self.finished = finished
-        self.metrics = None
-        self.lora_request = None
+        self.request_id, self.index, self.outputs, self.finished = request_id, index, outputs, finished
+        self.prompt, self.prompt_token_ids, self.prompt_logprobs = prompt, prompt_token_ids, prompt_logprobs
+        self.num_cached_tokens, self.metrics, self.lora_request = num_cached_tokens, None, None
 
     def __getattr__(self, name: str) -> Any:  # where it is no attribute
         is_of_completion = name in CompletionOutput.__dataclass_fields__

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -12,18 +13,32 @@ INTEGERS, REALS = (int, Integral), (float, Real)  # isinstance of the concrete c
 
 
 class Rule(NamedTuple):
-    """``allowed`` completes the sentence "x must be ..."; ``convert`` is applied to accepted values only."""
+    """``allowed`` completes the sentence "x must be ..."; ``convert`` is applied to accepted values only.
+
+    ``feature``: a module that any value but ``default`` needs, by its name in ``nanovllm``; a copy may lack it.
+    """
 
     allowed: str
     accepts: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda x: x
+    feature: str = ""
+    default: Any = None
 
 
 def check(owner: str, name: str, value: Any, rule: Rule, error: type[Exception]) -> Any:
-    """Return the converted value, or raise ``error`` with the name, the value and what is allowed."""
+    """Return the converted value, or raise ``error`` with the name, the value and the allowed values."""
     if not rule.accepts(value):
         raise error(f"{owner}: {name}={value!r:.300} must be {rule.allowed}.")
-    return rule.convert(value)
+    value = rule.convert(value)
+    if rule.feature and value != rule.default and not has_feature(rule.feature):
+        raise error(f"{owner}: {name}={value!r:.300} needs nanovllm.{rule.feature}, which this copy of nanovllm lacks.")
+    return value
+
+
+def has_feature(module: str) -> bool:
+    """Whether this copy of the library has a module, given by its name in ``nanovllm``."""
+    spec = find_spec(f"nanovllm.{module}")
+    return spec is not None and spec.origin is not None  # no origin: a folder without code
 
 
 def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], error: type[Exception]) -> dict:
@@ -31,14 +46,16 @@ def check_all(owner: str, values: Mapping[str, Any], rules: Mapping[str, Rule], 
     return {name: check(owner, name, values.get(name), rule, error) for name, rule in rules.items()}
 
 
-def option(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass, with the rule for its values."""
-    return field(default=default, metadata={"rule": rule})
+def option(default: Any, rule: Rule, feature: str = "") -> Any:
+    """A field of a dataclass, with the rule for its values. ``feature``: of ``Rule``."""
+    return field(default=default, metadata={"rule": rule._replace(feature=feature, default=default)})
 
 
 def rules_of(options: type) -> dict[str, Rule]:
     """The rules of a dataclass's options by name."""
     return {option.name: option.metadata["rule"] for option in fields(options) if option.metadata}
+
+
 def by_field(*rules: tuple[str, Rule]) -> dict[str, Rule]:
     """The rule of each field; ``rules``: names with spaces between them, and the rule they share."""
     return {name: rule for names, rule in rules for name in names.split()}

@@ -1,6 +1,7 @@
 """Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs emulated on the CPU."""
 
 import random
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,16 +10,18 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.core import NewSequences, PrefillBatch, Sequence
+from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.readouts import merged
-from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
-from nanovllm.runner.prefill_graphs import PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillInputs, PrefillSizes
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Sampled
+from nanovllm.sampling.features import COLUMNS, Features, make_features
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.validation import has_feature
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +31,17 @@ def gpu_param(*values):
 
 
 DEVICES = ["cpu", gpu_param("cuda")]
-FEATURES = ("masks", "min_tokens", "processors", "penalties", "filters", "logprobs")  # of the sampler, in their order
+FEATURES = Features._fields
+
+
+def needs(feature):
+    """For a test that needs a feature which its file does not: the library may be tested without it."""
+    return pytest.mark.skipif(not has_feature(feature), reason=f"this copy of nanovllm has no {feature}")
+
+
+def optional(module, name):
+    """A name of a module of a feature; None where this copy of the library lacks it."""
+    return getattr(import_module(f"nanovllm.{module}"), name) if has_feature(module) else None
 
 
 def greedy(max_tokens, **params):
@@ -146,7 +159,9 @@ def use_graphs_on_cpu(llm):
     """Pad decode batches and prefills to captured sizes, as with CUDA graphs."""
     runner = llm.model_runner
     sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
-    runner.prefill_graphs.__init__(sizes, runner.request_state.block_tables, llm.config.max_model_len)
+    parts = [part for part in runner.parts if part.padded_lengths(1, 1)]
+    inputs = PrefillInputs(sizes, runner.request_state.block_tables, llm.config.max_model_len, parts)
+    runner.launchers.insert(-1, PrefillGraphs(sizes, inputs, parts))
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
         runner.capture_cudagraph()
@@ -188,6 +203,8 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
         seqs.append(running([100 * i + n for n in range(stop)], 5 - i, range(10 * i, 10 * i - (-stop // 4))))
         seqs[-1].seq_id = i
         if i in num_targets:
+            from nanovllm.readouts.prompt_logprobs import PromptLogprobs
+
             first, n = num_targets[i]
             targets = -np.arange(100 * i, 100 * i + n, dtype=np.int32) - first
             seqs[-1].readout = PromptLogprobs(targets, first, 0)
@@ -197,7 +214,7 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        *(np.array(copies, np.int32).reshape(-1, 2) for copies in (prefix_copies, block_copies)),
+        optional("messages.prefix_copies", "PrefixMoves")(pairs(block_copies), pairs(prefix_copies)),
         readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),
     )  # fmt: skip
 
@@ -206,8 +223,9 @@ class Slots:
     """The request slots of one rank: request state and sampler, host and device side together."""
 
     def __init__(self, max_num_seqs, max_blocks=1, max_model_len=32, vocab_size=64, tp=SINGLE_RANK, processed=False):
-        self.state = RequestState(max_num_seqs, max_blocks, torch.device("cpu"), Sampler.columns)
-        self.sampler = Sampler(self.state, tp, max_model_len, vocab_size, processed)
+        self.state = RequestState(max_num_seqs, max_blocks, torch.device("cpu"), COLUMNS)
+        self.features = make_features(self.state, max_model_len, vocab_size, processed)
+        self.sampler = Sampler(self.state, tp, self.features)
         self.arrays = {}
 
     def add(self, *seqs):
@@ -227,7 +245,12 @@ class Slots:
         self.arrays = {}
         return {name: len(values) for name, values in tensors.items()}
 
+    def num_top(self, *req_indices):
+        """Alternatives that a batch with these request slots reports."""
+        self.features.logprobs.begin(Sampled(np.array(req_indices, np.int32)), {})
+        return self.features.logprobs.num_top
+
     def used(self, *req_indices):
         """Names of the features that a batch with these request slots uses."""
         used = self.sampler.used_by(np.array(req_indices, np.int32))
-        return [name for name in FEATURES if getattr(self.sampler, name) in used]
+        return [name for name in FEATURES if getattr(self.features, name) in used]

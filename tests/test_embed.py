@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError
-from nanovllm.as_vllm import pooling
-from nanovllm.engine.pooling import pooled_output
-from nanovllm.engine.readout_requests import make_pooling
+from nanovllm.contrib.as_vllm import pooling
+from nanovllm.engine.callers import run
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
+from nanovllm.verbs.pooling import make_pooling, pooled_output
 
 TOLERANCE = 1e-5
 KINDS = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
@@ -134,7 +134,7 @@ def test_order_of_a_batch(make_llm, qwen3):
             more.append(llm._inputs.make(next(prompts), greedy(3), 5))
             yield more[-1]
 
-    finished = {r.index: r for _, ended in llm._run([], requests()) for r in ended if r not in more}
+    finished = {r.index: r for _, ended in run(llm, [], requests()) for r in ended if r not in more}
     check([pooled_output(finished[i], lambda state: EmbeddingOutput(normalized(state))) for i in (0, 1)], model,
           [PROMPTS[4], PROMPTS[1]])  # fmt: skip
     assert [request.completions[0].token_ids for request in more] == expected

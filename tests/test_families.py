@@ -21,7 +21,8 @@ from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
-from nanovllm.models.config import LayerConfig, ModelConfig, read_model_config
+from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.runner.memory import allocate_kv_cache
@@ -323,6 +324,6 @@ def test_every_switch_is_tried(checkpoint):
         "has_lm_head", "num_labels", "activation", "label_tokens",  # tests/test_embed.py
     }  # fmt: skip
     of_layers = {field.name for field in fields(LayerConfig)}
-    assert of_layers == {"mixer", "window", "rope", "is_sparse", "fp8_linears"}
+    assert of_layers == {"mixer", "window", "rope", "mlp", "fp8_linears"}
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
     assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}

@@ -183,7 +183,7 @@ def test_neutral_values_are_no_values(make_llm):
     generate(llm, [prompt_of(5)], dataclasses.replace(neutral, max_tokens=2))
     sampler = llm.model_runner.sampler
     assert sampler.used_by(np.arange(8)) == ()
-    assert sampler.penalties.table is None and sampler.masks.table is None
+    assert sampler.features.penalties.table is None and sampler.features.masks.table is None
 
 
 # -------------------------------------------------------------------- bad words

@@ -11,7 +11,7 @@ from helpers import generate, greedy, prompt_of
 
 from nanovllm import SamplingParams
 from nanovllm.cli import main
-from nanovllm.jobs import plot
+from nanovllm.contrib.jobs import plot
 
 TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
 

@@ -22,7 +22,8 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.models.config import LayerConfig, MoEConfig, read_model_config
+from nanovllm.models.config import LayerConfig, MoEConfig
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.models.moe import SparseMoE

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from test_moe import NUM_DECODED, PROMPTS, check, logits_of
 
 from nanovllm import kernels
-from nanovllm.as_vllm.options import to_nanovllm
+from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels import mxfp4
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.runner.device import describe

@@ -14,7 +14,7 @@ from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import ConfigError, kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 

@@ -11,13 +11,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from engine.test_beam_search import check as check_beams
+from contrib.test_beam_search import check as check_beams
 from helpers import ROOT, tokens_of
 from test_embed import check as check_embeddings
 from test_lora import train
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 256, "quiet": True,
            "max_model_len": 1024, "max_num_batched_tokens": 512}  # fmt: skip

@@ -9,10 +9,11 @@ from helpers import generate, greedy, run_ahead
 from leaks import finish
 
 from nanovllm import SamplingParams
+from nanovllm.engine.callers import collect
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.readouts.pooled_state import PooledState
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
-from nanovllm.runner.readouts import Reader
+from nanovllm.runner.readers import Reader
 
 
 def int32(values):
@@ -88,7 +89,7 @@ class NormReader(Reader):
 def test_a_kind_of_ones_own(make_llm, options):
     """One readout, its message and its reader: chunks, run-ahead, prefix cache and other requests come for nothing."""
     llm = run_ahead(make_llm(**options))
-    llm.model_runner.readers["norms"] = NormReader()
+    llm.model_runner.readers["norms"] = NormReader(llm.model_runner.sampler)
     prompts = [[*range(3, 3 + n)] for n in (5, 20, 33)]
     expected, params = generate(llm, prompts, greedy(4)), SamplingParams(max_tokens=0, detokenize=False)
 
@@ -98,11 +99,11 @@ def test_a_kind_of_ones_own(make_llm, options):
             for i, ids in enumerate(prompts)
         ]
 
-    whole = llm._collect(norms(0), lambda request: request.readout.values)
+    whole = collect(llm, norms(0), lambda request: request.readout.values)
     assert [len(values) for values in whole] == [5, 20, 33]
     for ids in prompts:
         llm.add_request(ids, greedy(4))
-    part = llm._collect(norms(4), lambda request: request.readout.values)
+    part = collect(llm, norms(4), lambda request: request.readout.values)
     for few, all_of_them in zip(part, whole, strict=True):
         assert few == pytest.approx(all_of_them[4:], rel=1e-4)
     finished = finish(llm)

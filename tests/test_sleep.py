@@ -36,14 +36,15 @@ def test_tokens_before_and_after(device, level, tied, make_llm, make_checkpoint)
     llm = make_llm(model=path, device=device, dtype="float32")
     runner = llm.model_runner
     before, sizes = tokens(llm), storages(runner.model)
-    assert runner.sampler.masks.table is not None and runner.sampler.penalties.table is not None
+    features = runner.sampler.features
+    assert features.masks.table is not None and features.penalties.table is not None
     for tags in (None, ["kv_cache"], ["weights"]):
         assert llm.is_sleeping() is False
         llm.sleep(level)
         assert llm.is_sleeping() is True
         assert runner.kv_cache is None and runner.graphs is None
         assert all(layer.self_attn.attn.k_cache.numel() == 0 for layer in runner.model.model.layers)
-        assert runner.sampler.masks.table is runner.sampler.penalties.table is None
+        assert features.masks.table is features.penalties.table is None
         if device == "cuda":
             assert not any(storages(runner.model))
         elif level == 2:  # but the buffers, which are in no checkpoint

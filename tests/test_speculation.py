@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, ConfigError, SamplingParams, cli
 from nanovllm.config import Config, SpeculativeConfig
-from nanovllm.core import MAX_VERIFIED_SEQS, DecodeBatch, Sequence
+from nanovllm.core import Sequence
 from nanovllm.engine import speculation
-from nanovllm.engine.speculation import HashChains, KeptTexts, Speculator
-from nanovllm.engine.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.speculation.lookup import HashChains, KeptTexts, Speculator
+from nanovllm.engine.speculation.scheduler import SpeculativeScheduler
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VerifyBatch
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -176,8 +177,8 @@ class Stand:
             num = 0
             if drafts is not None:
                 sampled = np.array([[*self.text[size : size + drafts.shape[1] + 1], *[-7] * drafts.shape[1]]], np.int32)
-                batch = DecodeBatch(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([size], np.int32),
-                                    np.empty((0, 3), np.int32), drafts=drafts)  # fmt: skip
+                batch = VerifyBatch(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([size], np.int32),
+                                    np.empty((0, 3), np.int32), drafts)  # fmt: skip
                 num = int(batch.num_accepted(sampled[:, : drafts.shape[1] + 1])[0])
                 speculator.verified([self.seq.seq_id], drafts, np.array([num]))
             steps.append(1 if drafts is None else batch.num_rows)

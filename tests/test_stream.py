@@ -3,7 +3,7 @@
 import gc
 import re
 import weakref
-from itertools import count, islice, pairwise
+from itertools import count, islice
 
 import pytest
 from helpers import generate, greedy, prompt_of, record_calls, tokens_of
@@ -105,25 +105,6 @@ def test_the_stream_finishes_what_was_added(make_llm, reference):
     list(llm.stream(prompt_of(9), greedy(12)))
     assert not llm.is_finished()
     assert finish(llm) == {request: reference(prompt_of(30), 2)}
-
-
-def test_deltas_of_what_was_added(demo):
-    """After each step what is new, or everything until now; the last is finished."""
-    params = SamplingParams(temperature=0, max_tokens=12, stop="9", logprobs=0)
-    expected = demo.generate("count to 30", params)[0]
-    new, whole = (demo.deltas(demo.add_request("count to 30", params)) for _ in range(2))
-    deltas, wholes = [], []
-    while not demo.is_finished():
-        demo.step()
-        deltas += filter(None, [new.delta()])
-        wholes += filter(None, [whole.delta(cumulative=True)])
-    assert [output.finished for output in wholes] == [False] * (len(wholes) - 1) + [True]
-    texts = [output["text"] for output in wholes]
-    assert len(set(texts)) > 3 and all(after.startswith(before) for before, after in pairwise(texts))
-    assert "".join(output["text"] for output in deltas) == texts[-1] == expected["text"]
-    assert wholes[-1].outputs[0].logprobs == expected.outputs[0].logprobs
-    with pytest.raises(RequestError, match="request_id=10000 is of no unfinished request of add_request"):
-        demo.deltas(10000)
 
 
 # ---------------------------------------------------------------- many prompts

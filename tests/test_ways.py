@@ -23,11 +23,9 @@ from leaks import check_is_empty
 from logits_twin import STEPS, check_same
 from test_speculation import know
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm import llm as llm_module
-from nanovllm.engine.beam_search import BeamSearchParams
-from nanovllm.models.pooling import Pooling
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
+from nanovllm.verbs.sentence_transformers import CheckpointPooling
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -193,7 +191,7 @@ def score(llm, lists):
 def pooled(kind):
     def embed(llm, prompts):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm_module, "read_pooling", lambda _: Pooling(kind, True))
+            patch.setattr(llm, "read_pooling", lambda _: CheckpointPooling(kind, True))
             return [output.embedding for output in llm.embed(prompts)]
 
     return embed

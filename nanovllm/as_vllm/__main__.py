@@ -1,29 +1,5 @@
-"""Run a script written for vLLM with nanovllm in vLLM's place.
-
-usage: python -m nanovllm.as_vllm script.py [args]
-       python -m nanovllm.as_vllm -m module [args]
-"""
-
-import os
-import runpy
 import sys
 
-from nanovllm.as_vllm.modules import install
+from nanovllm.contrib.as_vllm.__main__ import main
 
-
-def main(argv: list[str]) -> None:
-    if not argv or argv in (["-m"], ["-h"], ["--help"]):
-        sys.exit(__doc__)
-    install()
-    if argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    elif os.path.exists(argv[0]):
-        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
-    else:
-        sys.exit(f"nanovllm.as_vllm: there is no script {argv[0]!r}.")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+main(sys.argv[1:])

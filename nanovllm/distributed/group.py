@@ -37,12 +37,10 @@ class TPGroup:
     is_compiling: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
 
     @classmethod
-    def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float,
-                max_sum_bytes: int = 0) -> "TPGroup":
+    def connect(cls, rank: int, size: int, device: torch.device, directory: str, timeout_s: float) -> "TPGroup":
         """Rendezvous in an empty directory, which all ranks share until they have joined.
 
         A CUDA device must be torch's current device. ``timeout_s`` also limits each collective on the CPU.
-        ``max_sum_bytes``: of the largest sum beside other work (``PushedSums``), on two GPUs.
         """
         timeout = timedelta(seconds=timeout_s)
 
@@ -73,7 +71,7 @@ class TPGroup:
                 torch.cuda.current_stream().synchronize()
 
             communicator = on_daemon_thread("nanovllm-nccl", create_communicator)
-            peers = PeerMemory.connect(store("peers"), rank, size, device, directory, max_sum_bytes)
+            peers = PeerMemory.connect(store("peers"), rank, size, device, directory)
             return cls(rank, size, backend, peers, communicator, compile_only.get)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # loopback only

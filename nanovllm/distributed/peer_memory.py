@@ -1,8 +1,8 @@
-"""Peer memory: all-reduce and all-gather over NVLink, for tensors of which they are faster than NCCL's.
+"""Peer memory: all-reduce and all-gather over NVLink, for tensors where they are faster than NCCL.
 
 Owns memory that the GPUs of one host access directly (torch's symmetric memory, without multicast), its rendezvous, and
 which tensors go through it. The kernel is in ``kernels/all_reduce.py``; it can be captured in CUDA graphs, since it
-counts launches on the device. Part of the memory is for large sums beside other work (``pushed_sums.py``).
+counts launches on the device.
 """
 
 import logging
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-
-from nanovllm.distributed.pushed_sums import PushedSums, region_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +23,9 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class PeerMemory:
-    """One rank's symmetric memory: the buffer of pushed words, and the region of ``sums``.
+    """One rank's symmetric memory: the buffer of pushed words."""
 
-    Attributes:
-        sums: sums of up to ``max_sum_bytes`` beside other work; None without, or with more than two ranks.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any,
-                 max_sum_bytes: int = 0):
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: Any):
         from nanovllm.kernels.all_reduce import push
 
         self._push, self._name, self._rank, self._size = push, name, rank, size
@@ -41,12 +34,9 @@ class PeerMemory:
         self._process_group._set_group_name(name)
         c10d._register_process_group(name, self._process_group)
         self._max_bytes, self._block, self._num_warps = MAX_BYTES[size], BLOCK, NUM_WARPS
-        sums_at = 2 * (size - 1) * self._max_bytes
-        sums_bytes = region_bytes(max_sum_bytes) if max_sum_bytes and size == 2 else 0
-        memory_bytes = sums_at + sums_bytes
+        memory_bytes = 2 * (size - 1) * self._max_bytes
         self._memory = c10d._SymmetricMemory.empty_strided_p2p((memory_bytes,), (1,), torch.uint8, device)
-        self._memory[:sums_at].fill_(255)
-        self._memory[sums_at:].zero_()
+        self._memory.fill_(255)
         torch.cuda.synchronize()  # before another rank can reach it
         try:
             self._handle = c10d._SymmetricMemory.rendezvous(self._memory, name)
@@ -58,15 +48,9 @@ class PeerMemory:
         self._abort_flag = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._buffers = torch.tensor(self._handle.buffer_ptrs).to(device)
         self._launches = torch.zeros(self._max_bytes // (4 * self._block), dtype=torch.int64, device=device)
-        self.sums: PushedSums | None = None
-        if sums_bytes:
-            peers = self._handle.get_buffer(1 - rank, (sums_bytes,), torch.uint8, sums_at)
-            self.sums = PushedSums(self._memory[sums_at:], peers, self._abort_flag)
-            torch.cuda.synchronize()
 
     @classmethod
-    def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device, name: str,
-                max_sum_bytes: int = 0) -> "PeerMemory | None":
+    def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device, name: str) -> "PeerMemory | None":
         """Peer memory on every rank, or None on every rank."""
 
         def on_all_ranks(what: str, able: bool) -> bool:
@@ -79,7 +63,7 @@ class PeerMemory:
             return None
         peers = None
         try:
-            peers = cls(store, rank, size, device, name, max_sum_bytes)
+            peers = cls(store, rank, size, device, name)
         except (RuntimeError, ImportError, AttributeError) as error:
             logger.warning("all exchanges go through NCCL, peer memory is not available: %s", error)
         return peers if on_all_ranks("connected", peers is not None) else None
@@ -115,7 +99,6 @@ class PeerMemory:
 
     def close(self) -> None:
         c10d._unregister_process_group(self._name)
-        self.sums = None
         del self._handle, self._memory
 
 

@@ -103,12 +103,12 @@ class Workers:
         self.wait_for("answer")
         return list(self._reports.pop("answer").values())
 
-    def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
+    def connect(self, device: Any) -> "TPGroup":
         """Connect rank 0. On a thread: a rendezvous with a rank that has died cannot be interrupted."""
         from nanovllm.distributed.group import TPGroup, on_daemon_thread
 
         self.wait_for("up")
-        rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes
+        rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S
         connected = on_daemon_thread("nanovllm-connect", TPGroup.connect, *rendezvous)
         self.wait_until(connected.done)
         self.tp = connected.result()
@@ -253,7 +253,7 @@ class Worker:
         self.channel = Channel(memory, rank, size)
         self._pipe, self._directory = pipe, directory
 
-    def connect(self, device: Any, max_sum_bytes: int = 0) -> "TPGroup":
+    def connect(self, device: Any) -> "TPGroup":
         """Report "up" and connect. Slow work that needs no other rank comes before: from there on all ranks wait."""
         import torch
 
@@ -263,7 +263,7 @@ class Worker:
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
         self.report("up")
-        return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S, max_sum_bytes)
+        return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S)
 
     def receive(self) -> tuple | None:
         """Wait for the next message of rank 0; None when this worker is to leave."""
@@ -271,7 +271,7 @@ class Worker:
         return pickle.loads(message) if message else None
 
     def report(self, kind: str, detail: Any = None) -> None:
-        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with (time, traceback).
+        """Tell rank 0: "up", "ready", "answer" with the answer, or "failed" with (time, traceback).
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.

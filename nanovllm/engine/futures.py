@@ -5,8 +5,10 @@ from concurrent.futures import Future, wait
 from time import monotonic
 from typing import Any
 
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.guard import Guard
-from nanovllm.engine.request import Caller, Request
+from nanovllm.engine.request import Request
+from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 
@@ -19,10 +21,12 @@ class RequestFuture(Future[RequestOutput]):
     ``result`` and ``exception`` step the engine, unless another thread does: then they wait for it.
     """
 
-    def __init__(self, engine: Any, request_id: int):
+    def __init__(self, engine: Any, request: Request):
         super().__init__()
         self.set_running_or_notify_cancel()
-        self.request_id = request_id
+        self.request_id = request.request_id
+        self._request = request
+        self._deltas: DeltaStream | None = None
         self._engine = weakref.ref(engine)  # which holds this future
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -35,9 +39,17 @@ class RequestFuture(Future[RequestOutput]):
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What ``result`` would raise; None if it would return."""
+        """The exception that ``result`` would raise; None if it would return."""
         self._run(timeout)
         return super().exception(0)
+
+    def delta(self, cumulative: bool = False) -> RequestOutput | None:
+        """The output since the last call, as from ``stream``; None if nothing is new. It takes no step.
+
+        To be asked after any step, until an output is ``finished``. ``cumulative``: the output from the beginning.
+        """
+        self._deltas = self._deltas or DeltaStream(self._request)
+        return self._deltas.delta(cumulative)
 
     def _run(self, timeout: float | None) -> None:
         end = float("inf") if timeout is None else monotonic() + timeout
@@ -54,18 +66,28 @@ class RequestFuture(Future[RequestOutput]):
             finally:
                 engine._lock.release()
 
-def resolve(caller: Caller, waits_for_text: bool = False) -> None:
-    """Resolve the futures of finished requests, in their order; callbacks may use the engine."""
-    while caller.finished and (waits_for_text or caller.finished[0].has_text):
-        request = caller.finished.popleft()
-        assert request.future is not None
-        try:
-            request.future.set_result(request.output())
-        except Exception as failure:  # of the tokenizer
-            request.future.set_exception(failure)
 
+class Submitted(Caller):
+    """All uses of ``LLM.submit``; futures are resolved between two steps, so their callbacks may use the engine."""
 
-def refuse(request: Request, reason: str) -> None:
-    """End the future of a request, if it has one, with an error."""
-    if request.future is not None and not request.future.done():
-        request.future.set_exception(EngineError(reason))
+    def __init__(self) -> None:
+        super().__init__()
+        self._futures: dict[int, RequestFuture] = {}  # by request id
+
+    def add(self, future: RequestFuture) -> RequestFuture:
+        self._futures[future.request_id] = future
+        return future
+
+    def between_steps(self, is_idle: bool) -> None:
+        """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
+        while self.finished and (is_idle or self.finished[0].has_text):
+            request = self.finished.popleft()
+            future = self._futures.pop(request.request_id)
+            try:
+                future.set_result(request.output())
+            except Exception as failure:  # of the tokenizer
+                future.set_exception(failure)
+
+    def refuse(self, request: Request, reason: str) -> None:
+        if (future := self._futures.pop(request.request_id, None)) is not None:
+            future.set_exception(EngineError(reason))

@@ -8,24 +8,19 @@ import gc
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from functools import partial
-from itertools import chain
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, Sequence
-from nanovllm.engine.futures import refuse, resolve
+from nanovllm.core import Batch
+from nanovllm.engine.callers import DROPPED, Caller, collect
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_prompts
-from nanovllm.engine.request import DROPPED, Caller, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
@@ -39,9 +34,6 @@ from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
-T = TypeVar("T")
-WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
-FIRST = 256  # sequences of a call that its first step waits for: making them takes 2 ms
 
 
 class LLMEngine:
@@ -70,13 +62,12 @@ class LLMEngine:
             try:
                 # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
                 eos_token_ids = self._tokenizer.eos_token_ids()
-                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config)
+                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config.eos_token_ids)
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
                 with translate_oom():
                     runner = self.model_runner
-                    of_runner = runner.num_kvcache_blocks, eos_token_ids, runner.state_rows, runner.min_copied_tokens
-                    self._set_up(make_scheduler(config, *of_runner))
+                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts))
             except BaseException:
                 self.exit()
                 raise
@@ -90,7 +81,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self._tokenizer, token_processors, scheduler.metrics)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
         self._added = Caller(detokenize=False)  # by add_request
-        self._submitted = Caller()  # by submit
+        self._callers: list[Caller] = []  # that want to be called between steps
         self._lock = RLock()  # of the thread that uses the engine; see ``Guard``
         self._owner = os.getpid()
         self._why_shut_down = ""
@@ -139,7 +130,7 @@ class LLMEngine:
             self._require_ready()
             params = self.get_default_sampling_params() if sampling_params is None else sampling_params
             requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params)
-            return self._collect(requests, Request.output, use_tqdm)
+            return collect(self, requests, Request.output, use_tqdm)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.
@@ -155,10 +146,10 @@ class LLMEngine:
     def _make(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         self._require_ready()
         params = self.get_default_sampling_params() if params is None else params
-        return self._inputs.make(prompt, self._inputs.copy_of(params))
+        return self._inputs.make(prompt, self._inputs.checks.copy_of(params))
 
     def abort(self, request_id: int | str) -> None:
-        """Drop an unfinished request; an id that is unknown, or finished, is ignored."""
+        """Drop an unfinished request; unknown and finished ids are ignored."""
         with Guard(self):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
                 self._abort(request)
@@ -168,13 +159,11 @@ class LLMEngine:
         try:
             self.scheduler.finish(self._outputs.abort(request))
         finally:
-            refuse(request, "this request was aborted.")
+            request.caller.refuse(request, "this request was aborted.")
 
     def is_finished(self) -> bool:
-        """Whether every request that was queued is reported, finished or dropped. A surplus launch, after a stop token,
-        may run on; a call around this one may have more to queue.
-        """
-        return self._outputs.is_empty() and not self._added.finished and not self._added.dropped
+        """Whether every queued request is reported, finished or dropped; a surplus launch may still run."""
+        return self._outputs.is_empty() and not self._added.finished and not self._added.is_dropped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request that gives none: the checkpoint's ``generation_config.json``."""
@@ -196,7 +185,7 @@ class LLMEngine:
             with Guard(self):
                 num_tokens = self._advance()
         except BaseException:
-            self._added.dropped = False  # their caller learns it now
+            self._added.is_dropped = False  # their caller learns it now
             raise
         finished = [(request.request_id, request.completions[0].token_ids) for request in self._added.take()]
         return finished, num_tokens
@@ -216,13 +205,11 @@ class LLMEngine:
         if self._in_flight:
             done = self._take_in()
         if batch is not None:
-            # what a constrained request may sample depends on the tokens just taken in
-            masks = self._masks(batch) if self._outputs.constrained else None
-            self._in_flight.append((batch, self._sample(batch, masks)))
+            self._in_flight.append((batch, self._sample(batch)))
             if self.model_runner.max_in_flight == 0:
                 done = self._take_in()
-        if self._submitted.finished:
-            resolve(self._submitted, waits_for_text=batch is None)  # callbacks, while the device works
+        for caller in self._callers:
+            caller.between_steps(is_idle=batch is None)
         return done
 
     def _take_in(self) -> int:
@@ -238,85 +225,14 @@ class LLMEngine:
             num_tokens += part.num_tokens
         return -num_tokens if batch.is_decode else num_tokens
 
-    def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""
-        req_indices, masks, failed = self._outputs.masks(batch)
-        self._end(failed)
-        return req_indices, masks
-
-    def _sample(self, batch: Batch, masks: Any) -> "StepHandle":
-        """Launch the sampling. Ends sequences whose logits processors fail; their tokens are surplus."""
-        failed: list[Sequence] = []
-        process = partial(self._outputs.process_logits, batch, failed) if self._outputs.with_functions else None
+    def _sample(self, batch: Batch) -> "StepHandle":
+        """Launch the sampling. Ends sequences whose grammar or logits processors fail; their tokens are surplus."""
+        masks, process, failed = self._outputs.late_inputs(batch)  # depend on the tokens just taken in
         handle = self.model_runner.sample(masks, process)
-        self._end(failed)
+        if failed:
+            self.scheduler.finish(failed)
+            self._outputs.finish(failed)
         return handle
-
-    def _end(self, seqs: list[Sequence]) -> None:
-        if seqs:
-            self.scheduler.finish(seqs)
-            self._outputs.finish(seqs)
-
-    def _collect(self, requests: list[Request], result: Callable[[Request], T],
-                 use_tqdm: bool | Callable = False, more: Iterable[Request] = (), num_more: int = 0) -> list[T]:
-        """``result`` of each request; most are made while the device works on the others, once their text is there.
-
-        ``more``: ``num_more`` requests of one completion after these, which are made while the device works, too.
-        """
-        number, results, finished = len(requests) + num_more, dict[int, T](), deque[Request]()
-        total = sum(request.params.n for request in requests) + num_more
-        progress = Progress(total, use_tqdm) if use_tqdm else None
-        try:
-            for num_tokens, ended in self._run(requests, more):
-                if progress is not None:
-                    progress.update(num_tokens, sum(len(request.completions) for request in ended))
-                finished.extend(ended)
-                while finished and finished[0].has_text:
-                    first = finished.popleft()
-                    results[first.index] = result(first)
-        finally:
-            if progress is not None:
-                progress.close()  # the user's bar may raise
-        results |= {request.index: result(request) for request in finished}
-        if len(results) < number:
-            raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")
-        return [results[index] for index in range(number)]
-
-    def _run(self, known: list[Request], more: Iterable[Request] = ()) -> Iterator[tuple[int, list[Request]]]:
-        """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
-
-        Args:
-            known: count as waiting, and can be aborted, before their turn comes. The list is emptied, so that requests
-                can be freed one by one.
-            more: requests after these, made when they are asked for.
-
-        Yields:
-            After each step the number of tokens taken in, and those of the requests that are finished now.
-        """
-        caller, window = Caller(), WINDOW * self.config.max_num_seqs
-        room = min(FIRST, window)
-        try:
-            with Guard(self):
-                self._register(known, caller)
-            known.reverse()
-            in_turn = (known.pop() for _ in range(len(known)))
-            feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
-            is_fed = False  # to its end
-            while True:
-                with Guard(self):
-                    if not is_fed and room > caller.num_queued:
-                        following, is_fed = taken(feed, room - caller.num_queued)
-                        if following:
-                            self._require_ready()
-                            self._queue(following, caller)
-                    room = min(2 * room, window)  # while the device works on some, twice as many are made
-                    if not caller.unfinished and not caller.finished and not caller.dropped:
-                        return
-                    # finished already: one had nothing to compute
-                    num_tokens = 0 if caller.finished or caller.dropped else self._advance()
-                yield num_tokens, caller.take() if caller.finished or caller.dropped else []
-        finally:
-            self._abandon(caller)
 
     @all_or_nothing
     def _register(self, requests: list[Request], caller: Caller) -> None:
@@ -334,15 +250,16 @@ class LLMEngine:
                 self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
-        """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
+        """Abort the caller's unfinished requests. May run from a generator's finalizer, in any thread."""
         with self._lock:
             if self._finalizer.alive:
                 for request in list(caller.unfinished.values()):
                     self._abort(request)
 
     def _drop_all(self) -> None:
-        """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
-        shuts down, because an interrupted step may have reached only some of them.
+        """Drop everything that is queued, running or in flight.
+
+        With several ranks the engine shuts down: an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
         dropped = self._outputs.clear()
@@ -353,19 +270,7 @@ class LLMEngine:
             self.scheduler.clear()
             self.model_runner.reset()
         for request in dropped:
-            refuse(request, DROPPED)
-
-
-def taken(requests: Iterator[Request], num_seqs: int) -> tuple[list[Request], bool]:
-    """The next requests, until they have so many sequences; and whether there are no more."""
-    found: list[Request] = []
-    while num_seqs > 0:
-        request = next(requests, None)
-        if request is None:
-            return found, True
-        found.append(request)
-        num_seqs -= request.params.n
-    return found, False
+            request.caller.refuse(request, DROPPED)
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

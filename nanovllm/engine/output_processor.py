@@ -6,14 +6,16 @@ Owns the unfinished requests. A plain sequence is looked at when it finishes. On
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from nanovllm.core import Batch, Sequence, SequenceStatus
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import Caller, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.readouts import Readout
@@ -54,8 +56,10 @@ class OutputProcessor:
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request
 
     def queued(self, request: Request) -> list[Sequence]:
-        """The sequences of a registered request are made; returns those to schedule. The others have nothing to
-        compute, and are finished at once."""
+        """Take over the new sequences of a registered request; returns the sequences to schedule.
+
+        The others have nothing to compute and are finished at once.
+        """
         completions, waiting, done = request.completions, [], []
         request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
@@ -90,6 +94,11 @@ class OutputProcessor:
 
     def update(self, batch: Batch, result: Any) -> list[Sequence]:
         """Process readouts, log-probabilities, stop strings and grammars of a step. Returns the sequences they end."""
+        ended = self._read(batch, result) if batch.readouts else []
+        return ended + self._process(batch, result) if self._processors else ended
+
+    def _read(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Take in readouts; returns the sequences that end because theirs is not finite."""
         ended: list[Sequence] = []
         for message, values in zip(batch.readouts, result.readouts, strict=True):
             for seq_id, of_seq, is_finite in message.results(values):
@@ -98,7 +107,12 @@ class OutputProcessor:
                     request.readout.take_in(of_seq)
                     if not is_finite:
                         ended += self._fail(request, request.readout)
-        for i, seq_id in enumerate(batch.seq_ids.tolist() if self._processors else ()):
+        return ended
+
+    def _process(self, batch: Batch, result: Any) -> list[Sequence]:
+        """Give tokens to their processors; returns the sequences that these end."""
+        ended: list[Sequence] = []
+        for i, seq_id in enumerate(batch.seq_ids.tolist()):
             processor = self._processors.get(seq_id)
             if processor is not None:
                 logprobs = None if result.logprobs is None else result.logprobs[i]
@@ -107,15 +121,33 @@ class OutputProcessor:
         return ended
 
     def _fail(self, request: Request, readout: Readout) -> list[Sequence]:
-        """Mark a request whose prompt has no results; returns those of its sequences that end by that."""
+        """Mark a request whose prompt has no results; returns the sequences that this ends."""
         readout.error = error = NOT_FINITE.format(readout.subject)
         for seq in request.seqs:
             seq.finish_reason, seq.stop_reason = "error", error
         return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
 
+    def late_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
+        """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
+
+        Returns:
+            Masks of constrained requests, or None; a function that calls logits processors, or None; and a list of
+            sequences to end once the sampling is launched, which that function extends.
+        """
+        failed: list[Sequence] = []
+        masks = process = None
+        if self.constrained:
+            req_indices, bitmask, failed = self.masks(batch)
+            masks = req_indices, bitmask
+        if self.with_functions:
+            process = partial(self.process_logits, batch, failed)
+        return masks, process, failed
+
     def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
-        """Constrained request slots of a batch, int32 [n]; the tokens each may sample next, int32 [n, ceil(V / 32)];
-        and the sequences that end because their grammar fails.
+        """Compute the token masks of a batch's constrained requests.
+
+        Returns:
+            Their request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; and the sequences whose grammar fails.
         """
         req_indices, processors = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
@@ -132,8 +164,10 @@ class OutputProcessor:
             rows: their places in the batch.
         """
         for row, values in zip(rows.tolist(), logits, strict=True):
-            processor = self.with_functions.get(int(batch.seq_ids[row]))  # none: a grammar has ended it
-            if processor is not None and not processor.process_logits(values):
+            processor = self.with_functions.get(int(batch.seq_ids[row]))
+            if processor is None or processor.seq.finish_reason is not None:  # its grammar has failed
+                continue
+            if not processor.process_logits(values):
                 failed.append(processor.seq)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
@@ -183,9 +217,7 @@ class OutputProcessor:
         dropped = list(self.unfinished.values())
         self._metrics.aborted(len(dropped))
         for request in dropped:
-            request.caller.dropped = True
-            request.caller.num_queued = 0
-            request.caller.unfinished.clear()
+            request.caller.drop()
         self.num_not_queued = 0
         for known in (self.unfinished, self._requests, self._processors, self.constrained, self.with_functions):
             known.clear()

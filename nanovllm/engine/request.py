@@ -1,49 +1,25 @@
-"""One request: a prompt, the sequences that complete it, and their results; and who waits for it.
+"""One request: a prompt, the sequences that complete it, and their results.
 
 Input and output processor fill it; the scheduler sees its sequences only.
 """
 
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nanovllm.core import Sequence
-from nanovllm.engine.logprobs import prompt_logprobs
+from nanovllm.engine.callers import Caller
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.errors import EngineError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
-DROPPED = "these requests were dropped, because a step of this engine failed or was interrupted."
-
-
-@dataclass(eq=False)
-class Caller:
-    """Who waits for requests: one ``generate``, one ``stream``, or all uses of ``add_request`` or of ``submit``."""
-
-    unfinished: dict[int, "Request"] = field(default_factory=dict)  # by request_id
-    finished: deque["Request"] = field(default_factory=deque)  # not yet taken by the caller
-    num_queued: int = 0  # sequences that wait or run
-    detokenize: bool = True  # in the background, as sequences finish
-    dropped: bool = False  # the engine had to drop its requests
-
-    def take(self) -> list["Request"]:
-        """The requests that are finished and were not yet taken; EngineError if some were dropped."""
-        if self.dropped:
-            self.dropped = False
-            raise EngineError(DROPPED)
-        finished = list(self.finished)
-        self.finished.clear()
-        return finished
-
 
 @dataclass(eq=False)
 class Completion:
-    """One sequence of a request, and what it has become.
+    """One sequence of a request, and its result.
 
     Attributes:
         processor: of its tokens, if the host looks at every one.
@@ -87,7 +63,6 @@ class Request:
         readout: results of the prompt besides tokens, or None.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
-        future: of ``submit``.
     """
 
     request_id: int
@@ -101,7 +76,6 @@ class Request:
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
     arrived_at: float = 0.0  # perf_counter, in seconds
-    future: Future[RequestOutput] | None = None
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -117,9 +91,9 @@ class Request:
         return self.output_of([each.output(i, self.tokenizer) for i, each in enumerate(self.completions)])
 
     def output_of(self, outputs: list[CompletionOutput], finished: bool = True) -> RequestOutput:
+        texts = self.tokenizer.texts if self.params.detokenize else None
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
-            self.completions[0].seq.num_cached_tokens, finished,
-            self.readout and prompt_logprobs(self.readout, self.prompt_ids, self.params.detokenize and self.tokenizer),
-            self.index,
+            self.completions[0].seq.num_cached_tokens, finished, index=self.index,
+            **self.readout.output_fields(texts) if self.readout is not None else {},
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Decides which sequences get how many tokens in the next launch.
+"""The scheduler: which sequences get how many tokens in the next launch.
 
 Owns the waiting and running sequences and their counts. Knows nothing of devices. Scheduling needs counts, not tokens:
 a length stop is known before it happens, so the next launch is scheduled while the last one runs. Only a stop token is
@@ -7,10 +7,8 @@ learnt one launch late; the surplus token sampled meanwhile is dropped.
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
 budget is computed in chunks); otherwise decode, one token for every running sequence. If the KV cache runs out of
 blocks, the latest sequences are preempted: they give up their blocks and are recomputed later. Several completions of
-one prompt are forked: the prompt is computed once, and they share its full blocks.
-
-Strategies beside it (``variants.py`` chooses): the kind of KV cache (``block_manager.py`` and its subclasses), when to
-admit (``admission.py``), and steps that verify drafts (``speculative_scheduler.py``).
+one prompt are forked: the prompt is computed once, and they share its full blocks. Strategies attach from outside: the
+kind of KV cache (``BlockManager`` and its subclasses), ``Admission``, and subclasses with another decode step.
 """
 
 from collections import deque
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, Chunk, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
@@ -40,16 +38,13 @@ class SequenceTable:
         num_tokens: int32 [R]; tokens whose ids the host knows.
         num_scheduled: int32 [R]; the same plus those in flight.
         max_tokens: int32 [R]; limit of prompt plus completion, max_model_len included.
-        min_tokens: int32 [R]; how many it will have at least at its end.
+        min_tokens: int32 [R]; length that it reaches at least.
         tokens: int32 [R, max_model_len]; the OS maps its pages at the first write.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
         self.seq_id = np.full(max_num_seqs, -1, np.int64)
-        self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_scheduled = np.zeros(max_num_seqs, np.int32)
-        self.max_tokens = np.zeros(max_num_seqs, np.int32)
-        self.min_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_tokens, self.num_scheduled, self.max_tokens, self.min_tokens = np.zeros((4, max_num_seqs), np.int32)
         self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
 
@@ -107,7 +102,7 @@ class Scheduler:
         self.running_req_indices = np.empty(0, np.int32)  # the same order
         self.admission = Admission(self)
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        self._seqs: list[Sequence | None] = [None] * self._config.max_num_seqs  # by req_idx
+        self._seqs: dict[int, Sequence] = {}  # by req_idx
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -131,7 +126,7 @@ class Scheduler:
     # ---------------------------------------------------------------- prefill
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        chunks: list[tuple[Sequence, int, int, list[Sequence]]] = []
+        chunks: list[Chunk] = []
         new_seqs: list[Sequence] = []
         budget, blocks = self.max_num_batched_tokens, self.block_manager
         self.admission.begin()
@@ -150,25 +145,27 @@ class Scheduler:
             seq.num_computed_tokens = stop
             blocks.computed(seq, start, stop)
             if stop < seq.num_tokens:
-                chunks.append((seq, start, stop, []))
+                chunks.append(Chunk(seq, start, stop, []))
                 break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
-            siblings = self._fork_siblings(seq) if seq.is_sampled else []
-            new_seqs += siblings
-            chunks.append((seq, start, stop, [seq, *siblings] if seq.is_sampled else []))
+            sampled = [seq] if seq.is_sampled else []
+            while sampled and self._can_fork(seq):
+                sampled.append(self._fork(seq))
+            new_seqs += sampled[1:]
+            chunks.append(Chunk(seq, start, stop, sampled))
         if not chunks:
             return None
-        batch = PrefillBatch.of(chunks, new_seqs, *blocks.take_moves())
-        for seq in batch.ends:  # whoever gets slot and blocks is launched later (3)
+        batch = PrefillBatch.of(chunks, new_seqs, blocks.take_moves)
+        for seq in batch.ends:  # the next owner of slot and blocks is launched later (3)
             self._release(seq)
         self.admission.prefills()
-        self.running.extend(seq for *_, sampled in chunks for seq in sampled)
+        self.running.extend(seq for chunk in chunks for seq in chunk.sampled)
         self.running_req_indices = np.concatenate([self.running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
         return batch
 
     def _admit(self, seq: Sequence, num_reserved: int) -> bool:
-        """Give a waiting sequence blocks and a request slot, if there are any, and so many blocks are left."""
+        """Give a waiting sequence blocks and a request slot, if there are any and ``num_reserved`` blocks are left."""
         if not self.table.free_req_indices or not self.block_manager.can_allocate(seq, num_reserved):
             return False
         is_new = not seq.entered_at
@@ -178,22 +175,20 @@ class Scheduler:
             self.metrics.looked_up(seq)
         return True
 
-    def _fork_siblings(self, seq: Sequence) -> list[Sequence]:
-        """Admit the waiting completions of the same prompt, as many as fit, with the blocks of ``seq``."""
-        forked: list[Sequence] = []
-        while (
-            self.waiting
-            and (sibling := self.waiting[0]).group_id == seq.group_id
-            and sibling.num_tokens == seq.num_tokens == seq.num_prompt_tokens
-            and self.table.free_req_indices
-            and self.block_manager.can_fork(seq)
-        ):
-            self.waiting.popleft()
-            self.block_manager.fork(seq, sibling)
-            self._enter(sibling)
-            self.admission.reserve(sibling)
-            forked.append(sibling)
-        return forked
+    def _can_fork(self, seq: Sequence) -> bool:
+        """Whether another completion of the same prompt waits, and has room."""
+        if not self.waiting or self.waiting[0].group_id != seq.group_id or not self.table.free_req_indices:
+            return False
+        is_new = self.waiting[0].num_tokens == seq.num_tokens == seq.num_prompt_tokens
+        return is_new and self.block_manager.can_fork(seq)
+
+    def _fork(self, seq: Sequence) -> Sequence:
+        """Admit the first waiting sequence, a completion of the same prompt, with the blocks of ``seq``."""
+        sibling = self.waiting.popleft()
+        self.block_manager.fork(seq, sibling)
+        self._enter(sibling)
+        self.admission.reserve(sibling)
+        return sibling
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""
@@ -214,7 +209,7 @@ class Scheduler:
         return None if found is None else self._decode(*found)
 
     def _growing(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The request slots that get a token, and their lengths. Where blocks run out the latest are preempted."""
+        """The request slots that get a token, and their lengths; preempts the latest where blocks run out."""
         table = self.table
         while True:
             req_indices = self.running_req_indices
@@ -234,14 +229,13 @@ class Scheduler:
     def _decode(self, req_indices: np.ndarray, lengths: np.ndarray) -> DecodeBatch:
         table, opens = self.table, (lengths - 1) % self.block_size == 0
         new_blocks = [
-            self._append_block(seq, length - 1)
+            self._append_block(self._seqs[req_idx], length - 1)
             for req_idx, length in zip(req_indices[opens].tolist(), lengths[opens].tolist(), strict=True)
-            if (seq := self._seqs[req_idx]) is not None
         ]
         table.num_scheduled[req_indices] = lengths + 1
         self.admission.decodes()
-        blocks, copies = np.array(new_blocks, np.int32).reshape(-1, 3), self.block_manager.take_copies()
-        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks, copies)
+        blocks = np.array(new_blocks, np.int32).reshape(-1, 3)
+        return DecodeBatch(req_indices, table.seq_id[req_indices], lengths, blocks)
 
     def _append_block(self, seq: Sequence, position: int) -> tuple[int, int, int]:
         """A row of ``DecodeBatch.new_blocks``."""
@@ -261,8 +255,7 @@ class Scheduler:
     # ---------------------------------------------------------------- tokens
 
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
-        """The steps that a launch stands for, each with a token for a sequence; ``one_by_one`` if every one is looked
-        at."""
+        """Split a launch into plain steps; ``one_by_one`` if a request looks at every token."""
         return [(batch, result)]
 
     def postprocess(self, batch: Batch, token_ids: np.ndarray) -> list[Sequence]:
@@ -278,8 +271,7 @@ class Scheduler:
         may_be_done = self._is_stop_token[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
         finished = []
         for i in np.flatnonzero(may_be_done).tolist():
-            seq = self._seqs[req_indices[i]]
-            assert seq is not None
+            seq = self._seqs[int(req_indices[i])]
             if self._is_done(seq, int(token_ids[i])):
                 finished.append(seq)
         if isinstance(batch, PrefillBatch):
@@ -323,12 +315,12 @@ class Scheduler:
             self.running_req_indices = self.running_req_indices[~gone]
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:
-        """Give back blocks and request slot; the blocks stay in the prefix cache, the full ones at least."""
+        """Give back blocks and request slot; full blocks stay in the prefix cache."""
         # the last token's keys and values may never have been computed
         self.block_manager.deallocate(seq, 0 if is_partial else seq.num_tokens - 1)
-        self._seqs[seq.req_idx] = None
+        del self._seqs[seq.req_idx]
         self.table.remove(seq)
 
     def counters(self) -> dict[str, Any]:
-        """What it adds to the engine's metrics."""
+        """Metrics of a subclass."""
         return {}

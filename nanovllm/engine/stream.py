@@ -1,4 +1,4 @@
-"""The tokens of one request as they arrive: each output holds what is new since the last."""
+"""The tokens of one request as they arrive: each output holds the new ones."""
 
 from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.request import Request
@@ -25,7 +25,7 @@ class DeltaStream:
         self._held_back = max((len(text) - 1 for text in params.stop or ()), default=0)
 
     def delta(self, cumulative: bool = False) -> RequestOutput | None:
-        """What is new, or with ``cumulative`` everything until now; None if nothing is new."""
+        """The tokens and text since the last call, or with ``cumulative`` all until now; None if nothing is new."""
         if self._request.num_unfinished == 0:
             return self._request.output() if cumulative else self._last()
         outputs, is_new = [], False

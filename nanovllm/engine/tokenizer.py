@@ -6,13 +6,14 @@ certain of.
 """
 
 import re
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from nanovllm.engine.detokenizer import decode
+from nanovllm.engine.detokenizer import decode, decode_tokens
 from nanovllm.engine.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ class AsyncTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """What encodes and decodes: a transformers tokenizer, or what does the same; None if it was skipped."""
+        """The tokenizer that encodes and decodes, transformers' or an equal one; None if it was skipped."""
         return None if self._loading is None else self._loading.result()
 
     def of_transformers(self) -> Any:
@@ -91,6 +92,11 @@ class AsyncTokenizer:
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
         # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
         return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def decode(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of token ids; raises RequestError without a tokenizer."""
+        tokenizer = self._required()
+        return [decode(tokenizer, list(ids), skip_special_tokens) for ids in token_id_lists]
 
     def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
         """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
@@ -135,6 +141,11 @@ class AsyncTokenizer:
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
+
+    def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """The text of each id, decoded alone; {} without a tokenizer."""
+        distinct, tokenizer = sorted(set(token_ids)), self.tokenizer
+        return {} if tokenizer is None else dict(zip(distinct, decode_tokens(tokenizer, distinct), strict=True))
 
     def replace(self, tokenizer: Any) -> None:
         """Use this tokenizer from now on."""

@@ -1,8 +1,8 @@
 """Triton: all-reduce and all-gather through peer memory (NVLink).
 
 Owns the protocol between the ranks' kernels: a rank stores its words in the others' memory and polls its own, one trip
-and no signals; and `wait_for_epoch`, the wait for what another rank's copy engine has written. Does not know how the
-memory is shared (``distributed/peer_memory.py``); the references are any all-reduce and all-gather.
+and no signals. Does not know how the memory is shared (``distributed/peer_memory.py``); the references are any
+all-reduce and all-gather.
 """
 
 import triton
@@ -135,42 +135,3 @@ def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=Fa
         num_warps=num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["epoch"])
-def wait_kernel(
-    flag_ptr,  # i64[1], written by another rank's copy engine
-    aborted_ptr,  # i64[1], set here: this and later launches do not wait
-    abort_flag_ptr,  # i64[1], pinned host memory
-    epoch,
-    POLLS: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """One program. What the flag announces was written before it, so the kernels behind this one may read it."""
-    aborted = tl.load(aborted_ptr)
-    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    polls = 0
-    while (seen != epoch) & (aborted == 0):
-        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        polls += 1
-        if polls % POLLS == 0:  # every ~30 ms: host memory is slow  # noqa: SIM102 (`and` would always load)
-            # Maximum over the threads: if they disagreed, some would leave the loop and the rest deadlock.
-            if tl.max(tl.load(abort_flag_ptr + tl.zeros((THREADS,), tl.int32), volatile=True), 0) != 0:
-                aborted += 1
-    tl.store(aborted_ptr, aborted)
-
-
-def wait_for_epoch(flag, epoch, aborted, abort_flag):
-    """Let the stream wait until flag == epoch; until the host sets `abort_flag`, from which on nothing waits.
-
-    An ordinary launch: an event is waited for just before it, and PDL orders kernels.
-
-    Args:
-        flag: i64[1] on this device.
-        epoch: a small positive integer.
-        aborted: i64[1] on this device, zero at first; shared by all waits.
-        abort_flag: as in `push`.
-    """
-    launch(
-        wait_kernel, (1,), flag, aborted, abort_flag, epoch,
-        POLLS=1 << 16, THREADS=32, num_warps=1,
-    )  # fmt: skip

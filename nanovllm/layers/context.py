@@ -3,11 +3,10 @@
 An immutable value, passed to the layers as an argument. Holds no token ids.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-
-from nanovllm.kernels.delta.reference import Chunks
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Context:
     positions: torch.Tensor  # i32[T], for RoPE
     slot_mapping: torch.Tensor  # i32[T], KV slot of each token; -1 stores nothing
     req_indices: torch.Tensor  # i32[S], row of each sequence in block_tables
-    context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
+    context_lens: torch.Tensor  # i32[S], keys to attend, with the keys of this step
     block_tables: torch.Tensor  # i32[R, max_blocks]
     max_context: int  # upper bound of context_lens, known to the host
     cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
@@ -32,7 +31,7 @@ class Context:
     logits_indices: torch.Tensor | None = None
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
-    chunks: Chunks | None = None  # the same sequences for recurrent layers (prefill)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further arrays of a prefill, for some layers
     row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property
@@ -46,7 +45,7 @@ class Context:
     def last_tokens_only(self) -> "Context":
         """The tokens of ``logits_indices`` as single-query attention, for the last layer of a prefill.
 
-        ``positions`` and ``slot_mapping`` stay those of all tokens: keys are rotated and stored by then.
+        ``positions`` and ``slot_mapping`` keep all tokens: keys are rotated and stored by then.
         """
         assert self.logits_indices is not None
         n = len(self.logits_indices)

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.distributed.group import TPGroup
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, copy_shard
 
 
 class RMSNorm(nn.Module):
@@ -12,21 +13,20 @@ class RMSNorm(nn.Module):
 
     Args:
         offset, scale: the weight is (w + offset) * scale of the checkpoint's w, in fp32: bf16 would lose bits of w.
-        order: of the entries of w.
-        shard: (i, n): the weight is part i of n of the checkpoint's.
+        shard: the part of w that is this rank's, and its order.
     """
 
     def __init__(self, size: int, eps: float = 1e-6, offset: float = 0.0, scale: float = 1.0,
-                 order: list[int] | None = None, shard: tuple[int, int] = (0, 1)):
+                 shard: Shard | None = None):
         super().__init__()
-        self.eps, self.offset, self.scale, self.order, self.shard = eps, offset, scale, order, shard
+        self.eps, self.offset, self.scale, self.shard = eps, offset, scale, shard or Shard(size, 0, 1)
         dtype = torch.get_default_dtype() if offset == 0 and scale == 1 else torch.float32
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
         self.ops = kernels.select()
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_shard(param, loaded, 0, *self.shard, order=self.order)
+        copy_shard(param, loaded, 0, *self.shard[1:])
         param.add_(self.offset).mul_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,3 +36,14 @@ class RMSNorm(nn.Module):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + norm(x), all [T, size]; ``residual`` may be overwritten."""
         return self.ops.add_post_norm(x, self.weight, self.eps, residual)
+
+
+def norm_all_heads(qkv: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm, tp: TPGroup) -> torch.Tensor:
+    """Normalise q and k of qkv [T, width] over the heads of all ranks."""
+    mean_squares = None
+    if tp.size > 1:  # fp32 [2, T], of q and of k
+        q, k, _ = qkv.tensor_split((len(q_norm.weight), len(q_norm.weight) + len(k_norm.weight)), dim=1)
+        # replicas of a KV head count once each, in the sum and in the number of ranks
+        means = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+        mean_squares = tp.all_reduce(means) / tp.size
+    return q_norm.ops.qk_rms_norm(qkv, q_norm.weight, k_norm.weight, q_norm.eps, mean_squares)

@@ -1,9 +1,7 @@
-"""FP8 weights of linear layers: their form, and how published ones and 16-bit ones are brought to it. MXFP4 ones of
-experts likewise.
+"""Brings quantized checkpoint tensors to the parameters of ``precision.py``.
 
-A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
-G is 1, or the groups are those of published blocks, smaller where blocks would be cut: by the end of the tensor or by a
-shard of it. ``kernels/linear/reference.py`` says what is computed; ``models/quantization_config.py`` for which weights.
+FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
+``models/quantization_config.py`` says which weights are quantized.
 
 Legend: N output features, C input channels, both of a checkpoint tensor.
 """
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels import mxfp4
@@ -24,33 +21,6 @@ from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
 
 MIN_SCALE = 1e-12  # of a group of zeros
 ROWS_BYTES = 64 << 20  # of fp32 values at once: an engine that runs has little room
-
-
-def new_weight(output_size: int, input_size: int, block: int | None,
-               *experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Uninitialised data and scale of a linear layer; ``block`` as in ``FP8Weights``, None: a weight without a scale.
-
-    ``data.scale`` is the scale, ``scale.block`` the block. ``scale.group_size``: the channels of a scale, as many as
-    divide both a block and this rank's channels; 0: all of them.
-
-    ``experts``: as many of these, in a first dimension.
-    """
-    if block is None:
-        return nn.Parameter(torch.empty(*experts, output_size, input_size), requires_grad=False), None
-    group_size = math.gcd(block, input_size) if block else 0
-    num_groups = input_size // group_size if group_size else 1
-    data = nn.Parameter(torch.empty(*experts, output_size, input_size, dtype=E4M3), requires_grad=False)
-    scale = nn.Parameter(torch.empty(*experts, output_size, num_groups, dtype=torch.float32), requires_grad=False)
-    data.scale, scale.group_size, scale.block = scale, group_size, block  # type: ignore[attr-defined]
-    return data, scale
-
-
-def new_mxfp4_weight(output_size: int, input_size: int,
-                     num_experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Uninitialised data and scale of experts in MXFP4, see ``kernels/mxfp4.py``."""
-    shapes = (output_size, input_size // 2), (input_size // mxfp4.GROUP, output_size)
-    data, scale = (torch.empty(num_experts, *shape, dtype=torch.uint8) for shape in shapes)
-    return nn.Parameter(data, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
@@ -99,17 +69,6 @@ def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype:
     return CheckpointTensor(blocks.name, [E, num_groups * mxfp4.GROUP, N], read)
 
 
-def shared_rows(block: int | None, parts: list[int]) -> int:
-    """How many consecutive output features of a rank's weight share their scales; 1 without blocks.
-
-    Known before the weights are, since kernels are chosen and CUDA graphs captured by it.
-
-    ``parts``: rows of this rank of each checkpoint tensor that the weight has one after the other; a shard begins at a
-    multiple of them. ``block`` as in ``FP8Weights``.
-    """
-    return math.gcd(block, *parts) if block else 1
-
-
 def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, C] -> data (e4m3) [n, C] and scale (fp32) [ceil(n / block), ceil(C / block)], or [n, 1] without a block.
 
@@ -134,10 +93,10 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
-    """What to load for a 16-bit tensor [N, C]: (FP8 data, its tensor) and (the scale, its tensor).
+    """Split a 16-bit tensor [N, C] into FP8 data and scale, each with its parameter.
 
-    Rows are quantized as they are read: a rank reads and quantizes its own. Scales are those of the tensor's rows or
-    blocks whatever the shard, so ranks have the numbers of a single one.
+    Rows are quantized as they are read: a rank reads and quantizes its own. Scales belong to rows or blocks of the
+    whole tensor, so every rank has the numbers of a single rank.
     """
     if len(loaded.shape) != 2:
         return [(param, loaded)]  # its shape will be refused
@@ -167,8 +126,10 @@ def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, Checkpoin
 
 @dataclass(frozen=True)
 class Scales(CheckpointTensor):
-    """Scales as checkpoints have them: one for the tensor; or one for each row, [N] or [N, 1]; or, with blocks,
-    [ceil(N / block), ceil(C / block)], of which the last may be partial. ``fit`` spreads them to those of a parameter.
+    """Scales of a checkpoint tensor, which ``fit`` spreads to the groups of a parameter.
+
+    One is that of the whole tensor; or they are of each row, [N] or [N, 1]; or, with blocks, [ceil(N / block),
+    ceil(C / block)], where the last block may be partial.
 
     Attributes:
         group_size, block: see ``new_weight``.

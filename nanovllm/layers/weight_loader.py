@@ -1,14 +1,14 @@
-"""From a checkpoint tensor to a parameter: what the ``weight_loader`` of a layer is made of.
+"""Reads a checkpoint tensor into a parameter: the parts that a layer's ``weight_loader`` is made of.
 
-Owns the reading of parts, the order of a head's dimensions, and the checks of shape and dtype. A tensor is lazy: only
-the part that is indexed is read from disk. How it is sharded over ranks stands beside its layer; ``models/loader.py``
-finds the parameter.
+Owns the reading of parts, the rows of merged layers, the order of a head's dimensions, and the checks of shape and
+dtype. A tensor is lazy: only the part that is indexed is read from disk. The layer says how it is sharded over ranks;
+``models/loader.py`` finds the parameter.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,7 +77,7 @@ def split_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointTen
     """The parts of a tensor that has several layers' rows one after the other.
 
     Raises:
-        CheckpointError: the tensor has not as many rows as they.
+        CheckpointError: the tensor has another number of rows.
     """
     ends = accumulate(sizes)
     return [loaded.rows(end - size, size, sum(sizes)) for size, end in zip(sizes, ends, strict=True)]
@@ -102,6 +102,104 @@ def grouped_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointT
         return CheckpointTensor(loaded.name, [num_groups * size, *loaded.shape[1:]], read)
 
     return [part(end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+class HeadOrders(NamedTuple):
+    """Order of the dimensions of a checkpoint's heads here, -1 for padding; None: unchanged. See ``head_orders``."""
+
+    qk: list[int] | None = None  # of Q and K
+    v: list[int] | None = None  # of V, and of the output projection's input
+
+
+class Shard(NamedTuple):
+    """This rank's rows of a checkpoint tensor: part ``part`` of ``total``, the dimensions of its heads in ``order``."""
+
+    num_rows: int
+    part: int
+    total: int
+    order: list[int] | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.part, self.total
+
+    def num_rows_in_checkpoint(self) -> int:
+        head_dim, padded = (max(self.order) + 1, len(self.order)) if self.order else (1, 1)
+        return self.num_rows * self.total // padded * head_dim
+
+
+class Shards(dict[Any, Shard]):
+    """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter.
+
+    Attributes:
+        joined: shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The
+            parts' rows take turns, group by group (head by head); 0 groups: one part after the other.
+    """
+
+    def __init__(self, shards: dict[Any, Shard], joined: dict[Any, tuple[tuple, int]] | None = None):
+        super().__init__(shards)
+        self.joined = {None: (tuple(shards), 0)} | (joined or {})
+
+    @classmethod
+    def of(cls, sizes: "list[int] | Shards", rank: int, size: int) -> "Shards":
+        """Equal shards of parts with ``sizes`` rows over all ranks."""
+        if isinstance(sizes, Shards):
+            return sizes
+        return cls({i: Shard(num_rows // size, rank, size) for i, num_rows in enumerate(sizes)})
+
+    @classmethod
+    def of_heads(cls, head_dim: int, num_heads: int, num_kv_heads: int, rank: int, size: int, orders: HeadOrders,
+                 has_gate: bool) -> "Shards":
+        """Heads of "q", "k" and "v", sharded over ranks. The rows of a "gate" follow each head's "q".
+
+        With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a replica of the same KV head.
+        """
+        replicas = max(1, size // num_kv_heads)
+        q = Shard(num_heads // size * head_dim, rank, size, orders.qk)
+        k = Shard(max(1, num_kv_heads // size) * head_dim, rank // replicas, size // replicas, orders.qk)
+        shards = {"q": q, "k": k, "v": k._replace(order=orders.v)}
+        if not has_gate:
+            return cls(shards)
+        return cls(shards | {"gate": q._replace(order=orders.v)}, {"q": (("q", "gate"), num_heads)})
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each part."""
+        return [shard.num_rows for shard in self.values()]
+
+    def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any) -> None:
+        """Copy this rank's rows of a part, or of the parts that ``loaded`` holds."""
+        names, num_groups = self.joined.get(shard_id, ((shard_id,), 0))
+        tensors = [loaded]
+        if len(names) > 1:
+            sizes = [self[name].num_rows_in_checkpoint() for name in names]
+            if num_groups:
+                whole = loaded.fit([sum(sizes), *param.shape[1:]])  # FP8 scales: of each row
+                tensors = grouped_rows(whole, [size // num_groups for size in sizes])
+            else:
+                tensors = split_rows(loaded, sizes)
+        rows = dict(zip(self, param.split(self.sizes), strict=True))
+        for name, tensor in zip(names, tensors, strict=True):
+            _, part, total, order = self[name]
+            copy_shard(rows[name], tensor, 0, part, total, order)
+
+
+def row_loader(part: int, total: int) -> Callable[..., None]:
+    """The ``weight_loader`` of a parameter that has part ``part`` of ``total`` of a tensor's rows."""
+    return lambda param, loaded, shard_id=None: copy_shard(param, loaded, 0, part, total)
+
+
+def copy_bias(param: torch.Tensor, loaded: CheckpointTensor, rank: int) -> None:
+    """Copy the bias of a sum over ranks, which rank 0 adds; it is 0 on the others."""
+    copy_shard(param, loaded)
+    if rank > 0:
+        param.zero_()
+
+
+def scale_loaded(param: torch.Tensor, scale: float) -> None:
+    """Multiply a parameter by a factor that is folded into it: of an FP8 weight, its scale."""
+    if scale != 1 and param.dtype != E4M3:
+        param.mul_(scale)
 
 
 def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,
@@ -132,8 +230,9 @@ def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part
 
 
 def check_dtype(tensor: torch.Tensor, wanted: torch.dtype, name: str) -> None:
-    """Raise CheckpointError unless ``tensor`` can be copied to ``wanted``: e4m3 bits and numbers do not mix, and
-    integers (MXFP4, or quantized otherwise) would be converted without an error.
+    """Raise CheckpointError unless ``tensor`` can be copied to dtype ``wanted``.
+
+    e4m3 bits and numbers do not mix, and integers (MXFP4, or quantized otherwise) would be converted without an error.
     """
     dtype, is_float = tensor.dtype, tensor.is_floating_point() and tensor.dtype.itemsize > 1
     is_packed = wanted in (E4M3, torch.uint8)

@@ -1,7 +1,7 @@
 """The supported architectures: ``MODELS``, a row for each name that ``architectures`` of a ``config.json`` may have.
 
-``decoder.py`` is the model of them all; a row says what is different, and what published files leave out. ``config.py``
-reads ``config.json`` by it. Imports no torch.
+``decoder.py`` is the model of them all; a row names the differences, and the fields that published files leave out.
+``config_reader.py`` reads ``config.json`` by it. Imports no torch.
 """
 
 from nanovllm.models.families import (

@@ -1,21 +1,17 @@
 """The decoder-only transformer, one for all families; rows of ``MODELS`` have the switches where they differ.
 
 Layers add to a residual: ``residual += mixer(norm(residual))``, ``residual += mlp(norm(residual))``. A mixer lets
-tokens see each other; layers of one kind have the same. Some families also have a norm of what is added, or only that
-one. Differences that need no arithmetic of their own (the order of rotated dimensions, factors, offsets) are folded
-into the weights when they are loaded.
-
-Mixer and MLP return this rank's partial sum, and the decoder layer sums up over ranks.
+tokens see each other; ``kinds.py`` has a table of mixers and MLPs. Some families also normalise the results, or only
+these. Differences that need no arithmetic of their own (the order of rotated dimensions, factors, offsets) are folded
+into the weights when they are loaded. Mixer and MLP return this rank's partial sum; the layer sums up over ranks.
 
 A residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
 
 Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """
 
-import re
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,50 +24,50 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.precision import new_bias
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.layers.weight_loader import Shard, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.gated_delta_net import GatedDeltaNet, packed_modules
-from nanovllm.models.moe import SparseMoE
+from nanovllm.models.kinds import MIXERS, MLPS, load_kind
 
 
 class SelfAttention(nn.Module):
     """The mixer of attention layers."""
 
     name = "self_attn"  # in checkpoints
+    packed_modules_mapping: ClassVar = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}  # their module -> ours, shard id
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
                  tp: TPGroup):
         super().__init__()
-        C, D, H, K = config.hidden_size, rope.head_dim, config.num_attention_heads, config.num_key_value_heads
-        orders = head_orders(config.head_dim, D, rope.num_rotated, config.family.interleaved)
+        family, C, D = config.family, config.hidden_size, rope.head_dim
+        H, K, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
         fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        has_gate = config.family.output_gate
-        self.qkv_proj = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders, has_gate)
-        self.q_norm, self.k_norm = qk_norms(config, self.qkv_proj)
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        orders = head_orders(config.head_dim, D, rope.num_rotated, family.interleaved)
+        self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders, family.output_gate)
+        # norms of each head [D], or of all heads of all ranks, with the weights of this rank's
+        shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
+        norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
+        self.q_norm, self.k_norm = norms or [None, None]
+        self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
+        self.adds_residual = not family.post_norm
         self.attn = Attention(
-            num_heads, D, num_kv_heads, backend, config.attention_scale, layer.window, self.qkv_proj.kv_shard,
+            qkv.num_heads, D, qkv.num_kv_heads, backend, config.attention_scale, layer.window, qkv.shards["k"].place,
             config.attention_softcap,
         )  # fmt: skip
-        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if config.family.sinks else None
+        self.sinks = new_bias(qkv.num_heads) if family.sinks else None
         if self.sinks is not None:
-            part, total = self.qkv_proj.q_shard
-            self.sinks.weight_loader = partial(load_sinks, part=part, total=total)  # type: ignore[attr-defined]
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
-        self.adds_residual = not config.family.post_norm
-        self.full_qk_norms = (self.q_norm, self.k_norm) if config.qk_norm == "full" else None
-        weights: list[Any] = [
-            norm.weight if norm and config.qk_norm == "head" else None for norm in (self.q_norm, self.k_norm)
-        ]
-        self.query_scales, self.rotated_weights = rope.query_scales, weights if config.family.norms_rotated else None
+            self.sinks.weight_loader = row_loader(*qkv.shards["q"].place)  # type: ignore[attr-defined]
+        weights: list[Any] = [norm.weight for norm in norms] if config.qk_norm == "head" else [None, None]
+        self.query_scales, self.rotated_weights = rope.query_scales, weights if family.norms_rotated else None
         if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
             self.register_buffer("ones", torch.ones(D), persistent=False)
             weights = [self.ones, self.ones]
-        # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
+        # The epilogue of the product, without the tokens of a step; and the cache moves when it wakes up.
         self.qk = partial(
-            QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=config.rms_norm_eps, cos_sin=rope.cos_sin,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, kv_scale=self.attn.kv_scale,
+            QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
+            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -99,27 +95,10 @@ class SelfAttention(nn.Module):
         return self.o_proj(o, residual=residual if self.adds_residual else None)
 
 
-def load_sinks(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None, part: int, total: int) -> None:
-    copy_shard(param, loaded, 0, part, total)
-
-
-def qk_norms(config: ModelConfig, qkv: QKVParallelLinear) -> tuple[RMSNorm | None, RMSNorm | None]:
-    """The norms of q and k: of each head [D], or of all heads of all ranks, with weights for this rank's."""
-    if not config.qk_norm:
-        return None, None
-    D, eps, offset, order = qkv.head_dim, config.rms_norm_eps, config.family.norm_offset, qkv.orders.qk
-    if config.qk_norm == "head":
-        return RMSNorm(D, eps, offset, order=order), RMSNorm(D, eps, offset, order=order)
-    q_norm = RMSNorm(qkv.num_heads * D, eps, offset, order=order, shard=qkv.q_shard)
-    return q_norm, RMSNorm(qkv.num_kv_heads * D, eps, offset, order=order, shard=qkv.kv_shard)
-
-
-# by the kind of a layer, see ``LayerConfig.mixer``
-MIXERS: dict[str, Any] = {"attention": SelfAttention, "gated_delta_net": GatedDeltaNet}
-
-
 class MLP(nn.Module):
     """Gated: down(act(gate(x)) * up(x))."""
+
+    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
@@ -142,41 +121,29 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        family, mixer = config.family, MIXERS[layer.mixer]
-        assert not (layer.is_sparse and family.post_norm), "experts add the residual themselves"
+        family, mixer, mlp = config.family, load_kind(MIXERS[layer.mixer]), load_kind(MLPS[layer.mlp])
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
 
         self.tp, self.mixer_name = tp, mixer.name
         self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
-        self.mlp = SparseMoE(config, layer, tp) if layer.is_sparse else MLP(config, layer, tp)
+        self.mlp = mlp(config, layer, tp)
         self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
         self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
 
-    @property
-    def sublayers(self) -> Iterator[tuple[Any, RMSNorm | None, RMSNorm | None]]:
-        """(mixer or MLP, the norm of its input, that of its result)."""
-        yield getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
-        yield self.mlp, self.post_attention_layernorm, self.mlp_post_norm
-
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        for sublayer, norm, post_norm in self.sublayers:
-            y = sublayer(residual, norm, context)
-            if self.tp.size > 1:
-                y = self.tp.all_reduce(y)
-            residual = added_to(residual, y, post_norm, context)
+        mixer = getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
+        mlp = self.mlp, self.post_attention_layernorm, self.mlp_post_norm
+        for sublayer, norm, post_norm in (mixer, mlp):
+            y = self.tp.all_reduce(sublayer(residual, norm, context))
+            if post_norm is not None:
+                if len(y) < len(residual):  # the last layer of a prefill
+                    residual = residual[context.logits_indices]
+                y = post_norm.add_to(residual, y)
+            residual = y  # without a post-norm, the sublayer has added the residual
         return residual
-
-
-def added_to(residual: torch.Tensor, y: torch.Tensor, post_norm: RMSNorm | None, context: Context) -> torch.Tensor:
-    """residual + post_norm(y); without a norm y, which has the residual in it. y is summed up over ranks."""
-    if post_norm is None:
-        return y
-    if len(y) < len(residual):  # the last layer of a prefill
-        residual = residual[context.logits_indices]
-    return post_norm.add_to(residual, y)
 
 
 class Decoder(nn.Module):
@@ -210,24 +177,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, of tokens or labels, built on torch's default device and dtype, weights uninitialised."""
 
-    # checkpoint module -> (merged module, shard id)
-    packed_modules_mapping: dict[str, tuple[str, Any]] = {  # noqa: RUF012 (read only)
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.model = Decoder(config, backend, tp)
+        self.config, self.model = config, Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
-        self.fp8 = config.fp8
-        if config.delta is not None:
-            self.packed_modules_mapping = self.packed_modules_mapping | packed_modules(config)
-        self.renamed_tensors, self.unused_tensors = config.renamed_tensors(), re.compile(config.unused_tensors())
-        self.is_tied = config.tie_word_embeddings and config.has_lm_head
         if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.num_labels:
@@ -239,10 +192,3 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
-
-    def head(self, token_ids: list[int] | None) -> torch.Tensor:
-        """Rows of the LM head, or without ``token_ids`` the classification head, fp32 [n, C]. A call of every rank."""
-        if token_ids is None:
-            return self.score.weight.float()
-        ids = torch.tensor(token_ids, dtype=torch.int32, device=self.lm_head.weight.device)
-        return self.lm_head.rows(ids).float()

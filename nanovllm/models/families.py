@@ -1,4 +1,4 @@
-"""What a row of ``MODELS`` can say: how the decoder of an architecture differs from Llama's. Imports no torch."""
+"""The rows of ``MODELS``: the ways in which the decoder of an architecture differs from Llama's. Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class Family(NamedTuple):
         interleaved: RoPE rotates the pairs (2i, 2i + 1) of a head, not (i, i + r / 2) of its r rotated dimensions.
         windows: which layers slide where ``layer_types`` does not say it: "all", "late" (from ``max_window_layers``
             on), "pattern" (all but every ``sliding_window_pattern``-th), "unrotated"; "" takes no window at all.
-        plain_window_rope: the scaling of RoPE is for layers without a window; those with one rotate by
+        plain_window_rope: the scaling of RoPE is for layers without a window; layers with a window rotate by
             ``rope_local_base_freq``, if there is one, else by ``rope_theta``.
         rotates_windows_only: in a model with windows, layers without one have no RoPE.
         experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
@@ -26,7 +26,7 @@ class Family(NamedTuple):
             usual order, [E, 2I, C] and [E, C, I].
         gpt_oss_experts: they and their router have biases and ``reference.clamped_swiglu``; tensors of all experts
             are [E, C, 2I], gate and up taking turns, and [E, I, C], or MXFP4.
-        recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``decoder.MIXERS``.
+        recurrent: mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``MIXERS``.
         groups_delta_inputs: the checkpoint stores the projections of a gated delta net head by head.
         sinks: each query head of a layer has a learned score that joins the sum of the softmax, and nothing else.
         output_gate: the result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each
@@ -98,7 +98,7 @@ SWITCHES: dict[str, tuple] = {
     "mamba_ssm_dtype": (None, "float32"),
 }
 
-# ---------------------------------------------------------------- what several rows have in common
+# ---------------------------------------------------------------- shared by several rows
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),

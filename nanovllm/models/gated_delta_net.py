@@ -1,12 +1,12 @@
 """The mixer of recurrent layers: a gated delta net, whose memory of a sequence is one row of states.
 
 Owns its weights, how they are sharded (by key heads, each with its value heads), and the layer's views of the states.
-``kernels/delta/reference.py`` says what is computed; ``runner/recurrent.py`` has the rows.
+``kernels/delta/reference.py`` defines the computation; ``runner/recurrent.py`` has the rows.
 
 Legend: T packed tokens, C hidden size, HK key heads of K, HV value heads of V (of this rank).
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,19 +14,21 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.delta.reference import DeltaStates, DeltaWeights
+from nanovllm.kernels.delta.reference import Chunks, DeltaStates, DeltaWeights
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, grouped_rows, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_shard, row_loader, split_rows
 from nanovllm.models.config import LayerConfig, ModelConfig
 
 
 def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Checkpoint module -> (merged module, its parts there). With FP8 weights b and a stay in 16 bits, as a product of
-    their own."""
+    """Checkpoint module -> (merged module, its parts there).
+
+    With FP8 weights b and a stay in 16 bits, as a product of their own.
+    """
     if config.family.groups_delta_inputs:
         of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
     else:
@@ -37,29 +39,15 @@ def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
     }
 
 
-class DeltaProjection(MergedColumnParallelLinear):
-    """The projections of the input as one product. ``shard_id`` has a letter for each part of a checkpoint's tensor:
-    "qkv" one after the other; "qkvz" and "ba" in groups, one for each key head.
+def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, fp8_block: int | None,
+                     num_groups: int) -> MergedColumnParallelLinear:
+    """Build the input projections as one product. ``shard_id`` has a letter for each one in a checkpoint's tensor.
+
+    "qkv" are one after the other; "qkvz" and "ba" take turns, in a group for each key head.
     """
-
-    def __init__(self, hidden_size: int, sizes: dict[str, int], tp: TPGroup, fp8_block: int | None = None,
-                 num_groups: int = 1):
-        super().__init__(hidden_size, list(sizes.values()), tp=tp, fp8_block=fp8_block)
-        self.sizes, self.num_groups = sizes, num_groups  # over all ranks
-        self.shards: dict[Any, Shard] = dict(zip(sizes, self.shards.values(), strict=True))
-
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
-        if len(shard_id) == 1:
-            super().weight_loader(param, loaded, shard_id)
-            return
-        sizes = [self.sizes[name] for name in shard_id]
-        if shard_id == "qkv":
-            tensors = split_rows(loaded, sizes)
-        else:
-            whole = loaded.fit([sum(sizes), *param.shape[1:]])  # FP8 scales: of each row
-            tensors = grouped_rows(whole, [size // self.num_groups for size in sizes])
-        for name, tensor in zip(shard_id, tensors, strict=True):
-            super().weight_loader(param, tensor, name)
+    joined = {"qkv": (tuple("qkv"), 0), "qkvz": (tuple("qkvz"), num_groups), "ba": (tuple("ba"), num_groups)}
+    shards = Shards({name: Shard(size // tp.size, tp.rank, tp.size) for name, size in sizes.items()}, joined)
+    return MergedColumnParallelLinear(hidden_size, shards, tp=tp, fp8_block=fp8_block)
 
 
 class GatedDeltaNet(nn.Module):
@@ -72,7 +60,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         delta, C = config.delta, config.hidden_size
         assert delta is not None
-        self.tp, self.ops = tp, kernels.select()
+        self.tp, self.ops = tp, kernels.select(folder="delta")
         if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
             raise ConfigError(
                 f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "
@@ -82,9 +70,9 @@ class GatedDeltaNet(nn.Module):
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
         of_ba = dict.fromkeys("ba", delta.num_value_heads)
         fp8 = [config.fp8_block(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
-        self.in_proj_ba = DeltaProjection(C, of_ba, tp, None, delta.num_key_heads) if config.fp8 else None
+        self.in_proj_ba = delta_projection(C, of_ba, tp, None, delta.num_key_heads) if config.fp8 else None
         sizes |= {} if config.fp8 else of_ba
-        self.in_proj = DeltaProjection(C, sizes, tp, fp8[0], delta.num_key_heads)
+        self.in_proj = delta_projection(C, sizes, tp, fp8[0], delta.num_key_heads)
         self.num_gates = 2 * delta.num_value_heads // tp.size
         self.conv_sizes = [key_size, key_size, value_size]
         conv_shape = sum(self.conv_sizes) // tp.size, delta.conv_size
@@ -93,12 +81,13 @@ class GatedDeltaNet(nn.Module):
         of_heads = torch.empty(2, delta.num_value_heads // tp.size, dtype=torch.float32)  # fp32: they are exponents
         self.A_log, self.dt_bias = (nn.Parameter(values.clone(), requires_grad=False) for values in of_heads)
         for param in (self.A_log, self.dt_bias):
-            param.weight_loader = self.load_heads  # type: ignore[attr-defined]
+            param.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
         self.norm = RMSNorm(delta.value_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear(value_size, C, tp=tp, fp8_block=fp8[1])
         self.weights = DeltaWeights(
             self.conv_weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps, delta.num_key_heads // tp.size
         )
+        self.packed_modules_mapping = packed_modules(config)
         self.states: DeltaStates | None = None
 
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,9 +105,6 @@ class GatedDeltaNet(nn.Module):
         for target, tensor in zip(rows, split_rows(flat, self.conv_sizes), strict=True):
             copy_shard(target, tensor, 0, self.tp.rank, self.tp.size)
 
-    def load_heads(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
-
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + mixer(norm(residual)), [T, C] or [N, C]."""
         u = self.in_proj(residual, norm)
@@ -127,8 +113,9 @@ class GatedDeltaNet(nn.Module):
             ba = self.in_proj_ba(residual, norm)
         else:
             u, ba = u[:, : -self.num_gates], u[:, -self.num_gates :]
-        if context.chunks is not None:
-            y = self.ops.gated_delta_prefill(u, ba, self.weights, self.states, context.positions, context.chunks)
+        chunks = Chunks.of(context.tensors)
+        if chunks is not None:
+            y = self.ops.gated_delta_prefill(u, ba, self.weights, self.states, context.positions, chunks)
         else:
             y = self.ops.gated_delta_decode(
                 u, ba, self.weights, self.states, context.positions, context.slot_mapping, context.req_indices

@@ -15,7 +15,7 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.fp8 import E4M3
-from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized
+from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
@@ -30,35 +30,40 @@ DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
 class WeightFiller:
     """Fills a model's parameters in place, a checkpoint tensor at a time.
 
-    The model says: in ``packed_modules_mapping`` the parts of its merged layers, e.g.
-    ``{"q_proj": ("qkv_proj", "q")}``; in ``renamed_tensors`` pairs (in the checkpoint, here) of parts of names; in
-    ``unused_tensors`` a regular expression of names to skip. A checkpoint may also hold a merged layer as one tensor.
+    ``packed_modules_mapping`` of a module has the parts of its merged layers, e.g. ``{"q_proj": ("qkv_proj", "q")}``; a
+    checkpoint may also hold a merged layer as one tensor. ``ModelConfig`` has the names to replace and to skip.
     An FP8 weight is filled by FP8 data and its scale, or by a 16-bit tensor, which is quantized and counts as both.
 
     Args:
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
-        only: checkpoint tensors to fill besides those that the adapter changes, by their names here; None: all.
+        only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
 
     Attributes:
         adapted: checkpoint tensors that the adapter changes, by their names here.
-        missing: those not given yet.
-        filled: those given.
+        missing: tensors not given yet.
+        filled: tensors given.
     """
 
     def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
-        self._quantizes, self._renamed, self._unused = quantizes, model.renamed_tensors, model.unused_tensors
+        config = model.config
+        self._quantizes, self._renamed = quantizes, config.renamed_tensors()
+        self._unused = re.compile(config.unused_tensors())
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._parts = {name: _parts(name, param, model.packed_modules_mapping) for name, param in self._params.items()}
+        packed: dict[str, tuple[str, Any]] = {}
+        for module in model.modules():
+            packed |= getattr(module, "packed_modules_mapping", {})
+        self._parts = {name: _parts(name, param, packed) for name, param in self._params.items()}
         # checkpoint tensor -> its parameter, and the shard id in there
         self._targets = {part: (name, shard_id) for name, parts in self._parts.items() for part, shard_id in parts}
         self._attentions = {
             name.removesuffix(".attn"): module for name, module in model.named_modules()
-            if hasattr(module, "load_kv_scale")
+            if hasattr(module, "set_kv_scale")
         }  # fmt: skip
         # of the decoder: checkpoints of a decoder alone have them at the top
         self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
-        self._embedding = model.model.embed_tokens if getattr(model, "is_tied", False) else None
+        is_tied = config.tie_word_embeddings and config.has_lm_head
+        self._embedding = model.model.embed_tokens if is_tied else None
         self._head_rows: torch.Tensor | None = None
         self.device = str(next(iter(self._params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
@@ -83,7 +88,10 @@ class WeightFiller:
                 return
             name, tensor = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
-            self._attentions[match[1]].load_kv_scale(match[2] or match[3], tensor)
+            attention = self._attentions[match[1]]
+            part, total = attention.kv_shard
+            scales = read_kv_scales(tensor, attention.num_kv_heads * total)
+            attention.set_kv_scale(match[2] or match[3], scales.chunk(total)[part])
             return
         parts = self._parts_of(name)
         if self._only is not None and parts and self._only.isdisjoint(parts):
@@ -102,7 +110,7 @@ class WeightFiller:
         if ".experts." in name and shard_id is None:  # of all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:
-            if quantizes and hasattr(param, "in_rows"):  # what has a scale each
+            if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
             writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
             for target, loaded in quantized(param, piece) if quantizes else writes:
@@ -200,7 +208,7 @@ class WeightFiller:
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The checkpoint tensors of a parameter, with their shard ids. Those of experts have shard ids (expert, part)."""
+    """The checkpoint tensors of a parameter, with their shard ids; for experts these are (expert, part)."""
     prefix, _, merged = name.rpartition(".experts.")
     if prefix and not getattr(param, "is_merged", False):
         suffix = "weight_scale" if merged.endswith("_scale") else "weight"
@@ -216,7 +224,7 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
 
 
 def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
-    """Fill ``model`` from the safetensors files in directory ``path``. ``model.fp8``: its ``FP8Weights``, or None.
+    """Fill ``model`` from the safetensors files in directory ``path``.
 
     Returns:
         The checkpoint tensors that the adapter in directory ``adapter`` has changed.
@@ -224,7 +232,8 @@ def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model, model.fp8 is None or not model.fp8.in_checkpoint, adapter)
+    fp8 = model.config.fp8
+    filler = WeightFiller(model, fp8 is None or not fp8.in_checkpoint, adapter)
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted

@@ -2,12 +2,13 @@
 
 Owns how experts are sharded: each rank holds its part of every expert's intermediate features, as if each were an MLP.
 All ranks route alike; one all-reduce of the decoder layer sums experts, shared expert and residual.
-``kernels/moe/reference.py`` says what is computed.
+``kernels/moe/reference.py`` defines the computation.
 
 Legend: T packed tokens, C hidden size, E experts, I intermediate size of an expert.
 """
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,13 +20,10 @@ from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales, new_mxfp4_weight, new_weight
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard, split_rows
+from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
+from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_bias, copy_shard, split_rows
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
-
-
-def new_bias(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Router(nn.Module):
@@ -51,9 +49,9 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
-    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart;
-    these may be transposed: [E, C, 2I] and [E, I, C]. Of gpt-oss's the rows of gate and up take turns. MXFP4 stays what
-    it is on a GPU; on a CPU the loader dequantizes it.
+    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart. The
+    latter may be transposed: [E, C, 2I] and [E, I, C]. In gpt-oss the rows of gate and up take turns. MXFP4 stays MXFP4
+    on a GPU; on a CPU the loader dequantizes it.
 
     Biases: [E, 2I / size] of this rank's rows, and [E, C], zeros on all ranks but the first.
     """
@@ -107,10 +105,8 @@ class Experts(nn.Module):
         rows, loaded = self.of_expert(param[shard_id[0]], loaded, 0)
         if rows.dim() > 1:
             copy_shard(rows, loaded, 1, self.tp.rank, self.tp.size)
-        else:  # the bias is added once, by rank 0
-            copy_shard(rows, loaded)
-            if self.tp.rank > 0:
-                rows.zero_()
+        else:
+            copy_bias(rows, loaded, self.tp.rank)
 
     def of_expert(
         self, param: torch.Tensor, loaded: CheckpointTensor, same_dim: int
@@ -134,6 +130,8 @@ class Experts(nn.Module):
 
 class SharedExpert(nn.Module):
     """An MLP that every token passes. Its result, without the residual, is this rank's partial sum."""
+
+    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()

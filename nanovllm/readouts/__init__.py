@@ -2,12 +2,13 @@
 
 A ``Readout`` hangs on a sequence. It names the positions whose hidden states it reads and gathers its results, chunk by
 chunk. The readouts of a batch are merged by kind into ``ReadoutBatch``es, frozen messages in ``PrefillBatch.readouts``
-that every rank receives. The device half of a kind is a reader (``runner/readouts.py``).
+that every rank receives. The device half of a kind is a reader (``runner/readers/``).
 
-A new kind is one file here, with a readout and its message, and one reader there. Knows neither queues nor devices.
+A new kind is one file here, with a readout and its message, and one reader there. It is made by a verb (``verbs/``), or
+where a request's parameters ask for it (``READOUTS`` of ``engine/variants.py``). Knows neither queues nor devices.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class ReadoutBatch:
 
 
 class Readout:
-    """What one prompt reports: positions ``first_needed`` to ``end - 1``, and their results.
+    """The report of one prompt: positions ``first_needed`` to ``end - 1``, and their results.
 
     Attributes:
         subject: names the results in an error's text.
@@ -76,6 +77,13 @@ class Readout:
     def take_in(self, values: np.ndarray) -> None:
         """Gather the results of a chunk, on the host."""
         raise NotImplementedError
+
+    def output_fields(self, texts: Callable[[set[int]], dict[int, str]] | None) -> dict[str, Any]:
+        """Fields that it sets in the prompt's ``RequestOutput``.
+
+        ``texts``: the text of each token id, decoded alone; None if the request wants no text.
+        """
+        return {}
 
 
 def merged(chunks: Iterable[tuple[Readout | None, int, int, int]]) -> tuple[ReadoutBatch, ...]:

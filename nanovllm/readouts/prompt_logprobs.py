@@ -1,18 +1,17 @@
-"""Log-probabilities of a prompt's tokens, or of given tokens after each of its prefixes (scores); host half.
-
-A row is packed as by ``token_logprobs`` (sampling), int32 [2 + 2k]: log-probability and rank of the token itself, then
-ids and log-probabilities of the k most probable ones.
-"""
+"""Log-probabilities of a prompt's tokens, or of given tokens after each of its prefixes (scores); host half."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.outputs import Score
+from nanovllm.outputs import LogprobsAt, Score
 from nanovllm.readouts import Readout, ReadoutBatch, Wanted
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,13 @@ class PromptLogprobs(Readout):
         self.chunks: list[np.ndarray] = []
 
     @classmethod
+    def wanted_by(cls, params: SamplingParams, prompt_ids: np.ndarray) -> "PromptLogprobs | None":
+        """The readout of a request with ``prompt_logprobs``."""
+        if params.prompt_logprobs is None:
+            return None
+        return cls(prompt_ids[1:].astype(np.int32), 0, params.prompt_logprobs)
+
+    @classmethod
     def merge(cls, wanted: list[Wanted]) -> ScoredRows:
         found = [(each.readout, each.rows.start - each.readout.first_needed, len(each.rows)) for each in wanted]
         tops = [readout.num_top for readout, _, _ in found]
@@ -72,8 +78,16 @@ class PromptLogprobs(Readout):
         self.chunks.append(trimmed(values, self.num_top))
 
     def packed(self) -> np.ndarray:
-        """The rows of all tokens, int32 [n, 2 + 2k]."""
+        """The rows of all tokens, int32 [n, 2 + 2k]; see ``utils/packed_logprobs.py``."""
         return np.concatenate(self.chunks)
+
+    def output_fields(self, texts: Texts | None) -> dict[str, Any]:
+        return {"prompt_logprobs": partial(self._listed, texts)} if self.error is None else {}
+
+    def _listed(self, texts: Texts | None) -> list[LogprobsAt | None]:
+        if not self.chunks:  # a prompt of one token
+            return [None]
+        return [None, *logprobs_at(self.packed(), self.token_ids.tolist(), texts)]
 
     def score(self) -> Score:
         if self.error is not None:
@@ -81,15 +95,3 @@ class PromptLogprobs(Readout):
             return Score([math.nan] * n, [False] * n, self.error)
         values = np.ascontiguousarray(self.packed()).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())
-
-
-def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
-    """The first ``num_logprobs`` (-1 is all) alternatives of each row: another request may have asked for more.
-
-    Args:
-        rows: int32 [..., 2 + 2k].
-    """
-    k = (rows.shape[-1] - 2) // 2
-    if num_logprobs == -1 or num_logprobs >= k:
-        return rows
-    return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)

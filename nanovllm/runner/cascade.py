@@ -13,11 +13,13 @@ import torch
 from nanovllm.core import Batch, PrefillBatch
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import CASCADE, DECODE, CUDAGraphs, cascade_sizes
+from nanovllm.runner.cuda_graphs import DECODE, CUDAGraphs
 from nanovllm.runner.launchers import DecodeLauncher
-from nanovllm.runner.part import Part, Step
+from nanovllm.runner.part import Part, Rank, Step
+from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
+CASCADE = "cascade decode"  # kind of graph
 MIN_MEMBERS = 8  # of a group
 # Tokens that a layer need not read, thanks to all groups: 64 MB with 8 KV heads of 128 in 16 bits, 15 us.
 MIN_SAVED_TOKENS = 16_384
@@ -58,6 +60,11 @@ def _divide(tables: np.ndarray, block_size: int, members: np.ndarray, depth: int
     return groups, num_saved
 
 
+def cascade_sizes(decode_sizes: list[int]) -> list[int]:
+    """Captured sizes: fewer than without groups, since each is captured when a batch waits for it."""
+    return [size for size in decode_sizes[:-1] if size == 32 or size % 64 == 0] + decode_sizes[-1:]
+
+
 def columns_of(words: Any, max_num_seqs: int) -> PrefixGroups:
     """Views of the first ``num_words(max_num_seqs)`` of these int32 words."""
     return PrefixGroups(*(words[start : start + size] for start, size in _columns(max_num_seqs)))
@@ -83,14 +90,22 @@ class SharedPrefixes(Part):
         block_tables: int32 [R, max_blocks] on the host, kept up to date by the request state.
         block_size: tokens of a block.
         device: of the groups.
-        enabled: decode attention takes groups.
 
     Attributes:
         groups: views of one buffer on the device; None where the batch set last has none, and attention is plain.
     """
 
-    def __init__(self, block_tables: np.ndarray, block_size: int, device: torch.device, enabled: bool = True):
-        self.enabled, self._tables, self._block_size = enabled, block_tables, block_size
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "SharedPrefixes | None":
+        config = rank.config
+        if not rank.backend.shares_prefixes or all(config.model_config.windows):
+            return None
+        groups = cls(state.block_table_mirror, config.kvcache_block_size, rank.device)
+        groups.launchers = (CascadeLauncher(groups, decode),)
+        return groups
+
+    def __init__(self, block_tables: np.ndarray, block_size: int, device: torch.device):
+        self._tables, self._block_size = block_tables, block_size
         self._buffer = torch.zeros(num_words(len(block_tables)), dtype=torch.int32, device=device)
         self.columns = columns_of(self._buffer, len(block_tables))
         self.reset()
@@ -102,15 +117,15 @@ class SharedPrefixes(Part):
         self.groups: PrefixGroups | None = None
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Host: group the next decode batch, and put what changes on the device into ``arrays``."""
+        """Host: group the next decode batch, and put the changes for the device into ``arrays``."""
         if isinstance(batch, PrefillBatch):
             if len(batch.new):  # request slots have got new owners: the next batch is grouped anew
                 self._req_indices = np.empty(0, np.int32)
             return
-        if batch.drafts is not None:
+        if batch.num_rows > 1:
             return
         is_same = batch.req_indices is self._req_indices or np.array_equal(batch.req_indices, self._req_indices)
-        if self.enabled and not is_same:
+        if not is_same:
             self._req_indices = batch.req_indices
             groups = self._find(batch.req_indices, (batch.lengths - 1) // self._block_size)
             self.groups = self.columns if groups else None
@@ -156,7 +171,7 @@ class CascadeLauncher(DecodeLauncher):
         self._groups = groups
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
-        return batch.is_decode and self._groups.groups is not None
+        return batch.is_decode and batch.num_rows == 1 and self._groups.groups is not None
 
     def run(self, step: Step) -> tuple[torch.Tensor, None]:
         size, graphs, model = len(step.batch.req_indices), step.graphs, step.model
@@ -173,7 +188,7 @@ class CascadeLauncher(DecodeLauncher):
         graphs.sizes[CASCADE] = self.sizes
 
     def compile(self, model: CausalLM) -> None:
-        for size in self.sizes if self._groups.enabled else ():
+        for size in self.sizes:
             model(*self.inputs(size, groups=self._groups.columns))
 
     def num_graphs(self) -> int:

@@ -9,26 +9,13 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from nanovllm.core import MAX_VERIFIED_SEQS
-
-DECODE, CASCADE, SAMPLE = "decode", "cascade decode", "sample"  # kinds of graphs of decode steps; (kind, rows): verify
+DECODE, SAMPLE = "decode", "sample"  # kinds of graphs of decode steps; (kind, rows) with several rows of a sequence
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, then steps of 16 to 256 and of 32 beyond, up to ``max_num_seqs``."""
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def cascade_sizes(decode_sizes: list[int]) -> list[int]:
-    """Sizes with shared prefixes: fewer than without, since each is captured when a batch waits for it."""
-    return [size for size in decode_sizes[:-1] if size == 32 or size % 64 == 0] + decode_sizes[-1:]
-
-
-def verify_sizes(max_num_seqs: int) -> list[int]:
-    """Sequences of verify steps, for either number of rows."""
-    most = min(max_num_seqs, MAX_VERIFIED_SEQS)
-    return [size for size in (1, 2, 4, 8) if size < most] + [most]
 
 
 class CUDAGraphs:

@@ -4,10 +4,10 @@ out-of-memory errors.
 
 import copy
 import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import median
+from functools import partial
 from threading import Lock
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +23,6 @@ DTYPE_LOCK = Lock()
 # glibc maps tensors of 32 MiB and more afresh each time; the page faults of their first writes
 # cost 10 to 30 % of a prefill of 16,384 tokens. Smaller launches lose nothing from 512 tokens on.
 CPU_LAUNCH_TOKENS = 1024
-SLOW = 1.5  # times the fastest decode step: perhaps another process has come
-TRIAL_STEPS = 3  # on each number of threads; one is enough where it takes
-HOPELESS = 3.0  # times as long as the fastest of the trial
-GAIN = 0.9  # of a step's time, or the threads stay as many
-MIN_WAIT_S, MAX_WAIT_S = 10.0, 60.0  # between trials; doubled while they change nothing
 # Weights of a layer, on one rank, from which torch's threads pay. On two idle cores two threads gain nothing in the
 # decode steps of layers of 3.1 million, 1.9 times in their prefills; at 0.8 million (the demo model) 12 %. Where one of
 # the cores is busy they lose: a thread without a core holds up every operation, which at this size takes microseconds.
@@ -50,8 +45,9 @@ def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
 
 
 def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's, except for float16 on a CPU, which is float32, and bfloat16
-    where the device has no instructions for it: float32 on a CPU, float16 on a GPU.
+    """Choose the dtype to compute in; "auto" is the checkpoint's, where the device has instructions for it.
+
+    Else it is float32 on a CPU, always so for float16, and float16 on a GPU without bfloat16.
     """
     if name == "auto":
         name = checkpoint
@@ -80,11 +76,8 @@ def with_fitting_launches(config: Config, device: torch.device) -> Config:
 
 def describe(config: Config, runner: "ModelRunner") -> str:
     """One line about an engine: model, device, dtype, KV cache and limits. ``config`` as it was given."""
-    device, dtype, num_blocks = runner.device, runner.dtype, runner.num_kvcache_blocks
-    num_seqs, states = runner.config.max_num_seqs, ""
-    if runner.states is not None:
-        row_bytes = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in runner.states)
-        states = f" with states of {row_bytes / 2**20:,.1f} MiB each and {runner.num_snapshots:,} snapshots of them"
+    device, dtype, num_blocks = runner.device, runner.rank.dtype, runner.num_kvcache_blocks
+    num_seqs, states = runner.config.max_num_seqs, "".join(part.describe() for part in runner.parts)
     if num_seqs < config.max_num_seqs:
         states += f" (not {config.max_num_seqs:,}: they take half of what the weights leave)"
     num_ranks = config.tensor_parallel_size
@@ -107,104 +100,37 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     )
 
 
-class CPUThreads:
-    """Context of a step on the CPU: torch's operations run on some threads, ``num_threads`` at first, and then again on
-    as many as before (1 µs). While the process has another setting than at the start of the engine, it is the user's,
-    and kept.
-    """
-
-    def __init__(self, num_threads: int):
-        self.trials = ThreadTrials(num_threads)
-        self._default = torch.get_num_threads()
-        self._before: list[int] = []
-
-    def __enter__(self) -> None:
-        self._before.append(torch.get_num_threads())
-        if self._before[-1] == self._default:
-            torch.set_num_threads(self.trials.num_threads)
-
-    def __exit__(self, *_: object) -> None:
-        before = self._before.pop()
-        if before == self._default:
-            torch.set_num_threads(before)
+@contextmanager
+def on_threads(num_threads: int, default: int) -> Iterator[None]:
+    """Run torch's operations on ``num_threads``. A setting that is not ``default`` is the user's, and kept."""
+    if torch.get_num_threads() != default:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(default)
 
 
-class ThreadTrials:
-    """Finds the number of threads on which decode steps are fastest.
-
-    Where another process keeps a core busy, a thread without a core holds up every operation, and fewer are faster. A
-    trial is some steps on half, on as many and on twice the threads, in turn. There is one at the first steps, when
-    steps have become slow, and now and then while there are fewer threads than at most.
-    """
-
-    def __init__(self, most: int):
-        self.num_threads = self._most = most
-        self._num_steps = self._num_slow = 0  # of all; slow ones in a row
-        self._fastest: dict[int, float] = {}  # seconds of a step since the last trial, by its number of sequences
-        self._trial: dict[int, list[float]] = {}  # seconds by number of threads; empty: none is under way
-        self._now = most  # outside of trials
-        self._trial_seqs = 0
-        self._wait_s, self._due = MIN_WAIT_S, 0.0  # between trials; when there may be one, by perf_counter
-
-    def took(self, num_seqs: int, seconds: float) -> None:
-        """Learn the time of a decode step; the next may run on another number of threads."""
-        if self._most == 1:
-            return
-        self._num_steps += 1
-        if self._trial:
-            self._try(num_seqs, seconds)
-            return
-        fastest = self._fastest[num_seqs] = min(seconds, self._fastest.get(num_seqs, seconds))
-        self._num_slow = self._num_slow + 1 if seconds > SLOW * fastest else 0
-        has_reason = self._num_slow >= TRIAL_STEPS or self._now < self._most
-        if self._num_steps == TRIAL_STEPS or (has_reason and perf_counter() >= self._due):
-            counts = self._now // 2, self._now, min(2 * self._now, self._most)
-            self._trial, self._trial_seqs = {count: [] for count in counts if count}, num_seqs
-            self.num_threads = next(iter(self._trial))
-
-    def _try(self, num_seqs: int, seconds: float) -> None:
-        if 4 * abs(num_seqs - self._trial_seqs) > self._trial_seqs:  # not to be compared with: begin again
-            self.num_threads, self._trial, self._num_steps = self._now, {}, 0
-            return
-        self._trial[self.num_threads].append(seconds)
-        if seconds > HOPELESS * min(min(times, default=seconds) for times in self._trial.values()):
-            del self._trial[self.num_threads]
-        self.num_threads = min(self._trial, key=lambda count: len(self._trial[count]))  # in turn
-        if len(self._trial[self.num_threads]) < TRIAL_STEPS:
-            return
-        medians = {count: median(times) for count, times in self._trial.items()}
-        best = min(medians, key=lambda count: medians[count])
-        if medians[best] > GAIN * medians.get(self._now, float("inf")):
-            best = self._now
-        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S) if best == self._now else MIN_WAIT_S
-        self._fastest, self._num_slow, self._trial = {num_seqs: medians[best]}, 0, {}
-        self.num_threads, self._now, self._due = best, best, perf_counter() + self._wait_s
-
-
-def step_threads(model: ModelConfig, device: torch.device, num_ranks: int) -> AbstractContextManager[None]:
-    """The context in which a rank runs its steps, for use again and again: on the CPU one thread for a small model,
-    else the rank's share of torch's threads at most.
+def step_threads(model: ModelConfig, device: torch.device,
+                 num_ranks: int) -> Callable[[], AbstractContextManager[None]]:
+    """Choose a rank's threads on the CPU: one for a small model, else its share of torch's. Returns a step's context.
 
     A setting of the user's counts: OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads.
     """
     num_threads = torch.get_num_threads()
-    if device.type != "cpu" or num_threads != default_num_threads():
-        return nullcontext()
+    is_chosen = os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS")
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torch's default may be the number of physical cores
+    if device.type != "cpu" or is_chosen or num_threads not in (num_cpus, num_cpus // 2):
+        return nullcontext
     pays = layer_weights(model) >= THREADED_LAYER_WEIGHTS * num_ranks
-    return CPUThreads(max(1, num_threads // num_ranks) if pays else 1)
-
-
-def default_num_threads() -> int | None:
-    """torch's threads if nobody chose their number (it may be the number of physical cores); None if it was chosen."""
-    if os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
-        return None
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = torch.get_num_threads()
-    return num_threads if num_threads in (cpus, cpus // 2) else None
+    return partial(on_threads, max(1, num_threads // num_ranks) if pays else 1, num_threads)
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """Weights of the matrices of one decoder layer; of a mixture of experts, of those that a token passes."""
+    """Count the weights in the matrices of one decoder layer that a token passes."""
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # of Q, K, V and of the output
     units = model.intermediate_size
     if model.moe is not None:

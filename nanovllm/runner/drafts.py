@@ -10,18 +10,42 @@ from functools import partial
 import numpy as np
 import torch
 
-from nanovllm.core import Batch, DecodeBatch
+from nanovllm.core import Batch
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS, VerifyBatch
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import DECODE, SAMPLE, CUDAGraphs
 from nanovllm.runner.inputs import DecodeInputs
-from nanovllm.runner.part import Launcher, Part, Step
+from nanovllm.runner.launchers import DecodeLauncher
+from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Feature, Tensors
 from nanovllm.sampling.sampler import Sampler
 
 
+def verify_sizes(max_num_seqs: int) -> list[int]:
+    """Captured sizes in sequences, for either number of rows."""
+    most = min(max_num_seqs, MAX_VERIFIED_SEQS)
+    return [size for size in (1, 2, 4, 8) if size < most] + [most]
+
+
 class Drafts(Part):
     """The drafts of the decode batch on the device; ``num_tokens``: most of all drafts of a step."""
+
+    @classmethod
+    def num_request_rows(cls, rank: Rank) -> int:
+        if not rank.config.speculates:
+            return 0
+        return verify_sizes(rank.config.max_num_seqs)[-1] * (VERIFY_ROWS[-1] - 1)
+
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "Drafts | None":
+        if not rank.config.speculates:
+            return None
+        drafts, sizes = cls(state, cls.num_request_rows(rank)), verify_sizes(rank.config.max_num_seqs)
+        drafts.launchers = (
+            VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),
+        )  # fmt: skip
+        return drafts
 
     def __init__(self, state: RequestState, num_tokens: int):
         self._state = state
@@ -30,8 +54,8 @@ class Drafts(Part):
         self._rows = torch.arange(self._first, self._first + num_tokens, dtype=torch.int32, device=state.device)
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
-        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
+        """Prepare tokens and lengths of the draft rows; the rows beyond the batch are dead."""
+        if isinstance(batch, VerifyBatch):
             drafts, Q = batch.drafts, batch.num_rows
             values = np.zeros((2, len(self._tokens)), np.int32)
             values[0, : drafts.size] = drafts.ravel()
@@ -44,25 +68,24 @@ class Drafts(Part):
             self._tokens.copy_(tensors["drafts"])
 
     def rows(self, size: int, num_rows: int) -> torch.Tensor:
-        """Device: the request slots i32[B * Q] of a verify step, of each sequence its own and those of its draft."""
+        """Device: request slots i32[B * Q] of a verify step: each sequence's own, then the rows of its draft."""
         drafted = self._rows[: size * (num_rows - 1)].view(size, num_rows - 1)
         return torch.cat([self._state.batch_req_indices[:size, None], drafted], 1).flatten()
 
-    def rows_on_host(self, batch: DecodeBatch) -> np.ndarray:
+    def rows_on_host(self, batch: VerifyBatch) -> np.ndarray:
         """The same, int32 [B, Q]."""
-        assert batch.drafts is not None
         drafted = np.arange(batch.drafts.size, dtype=np.int32).reshape(batch.drafts.shape) + self._first
         return np.concatenate([batch.req_indices[:, None], drafted], 1)
 
     def spread(self, size: int, num_rows: int) -> None:
-        """Device: the draft rows get what their requests' rows have behind token and length, which the host has set."""
+        """Device: copy each request's sampling columns and block table to its draft rows; token and length are set."""
         owners = self._state.batch_req_indices[:size, None].expand(size, num_rows - 1).flatten()
         table = self._state.table
         table[self._first :][: len(owners), 2:] = table[:, 2:].index_select(0, owners)
 
     def accept(self, rows: torch.Tensor, num_rows: int) -> None:
-        """Device: every row has sampled. Requests go on behind the tokens of their draft that are right; see
-        ``DecodeBatch.num_accepted``."""
+        """Device: move each request behind the correct tokens of its draft, once every row has sampled; see
+        ``VerifyBatch.num_accepted``."""
         state, rows = self._state, rows.view(-1, num_rows).long()
         tokens, is_live = state.last_token[rows], state.length[rows[:, 1:]] > 0
         drafts = self._tokens[: is_live.numel()].view(is_live.shape)
@@ -79,7 +102,7 @@ class VerifyLauncher(Launcher):
         self.inputs, self.drafts, self.sampler, self.sizes = inputs, drafts, sampler, sizes
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
-        return isinstance(batch, DecodeBatch) and batch.drafts is not None
+        return isinstance(batch, VerifyBatch)
 
     def run(self, step: Step) -> tuple[torch.Tensor, None]:
         size, num_rows = len(step.batch.req_indices), step.batch.num_rows
@@ -100,6 +123,10 @@ class VerifyLauncher(Launcher):
 
     def rows(self, step: Step) -> torch.Tensor:
         return self.drafts.rows(len(step.batch.req_indices), step.batch.num_rows)
+
+    def rows_on_host(self, batch: Batch) -> np.ndarray:
+        assert isinstance(batch, VerifyBatch)
+        return self.drafts.rows_on_host(batch)
 
     def sample_graph(self, batch: Batch) -> Hashable:
         return SAMPLE, batch.num_rows

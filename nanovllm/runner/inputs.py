@@ -11,15 +11,14 @@ import torch
 from nanovllm.core import PrefillBatch
 from nanovllm.kernels.attention.reference import PrefixGroups
 from nanovllm.layers.context import Context
-from nanovllm.runner.recurrent import chunks_of
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
 
 def to_device(arrays: Arrays, device: torch.device) -> Tensors:
-    """Named arrays as int32 tensors on the device, by one copy that nobody waits for.
+    """Named arrays as int32 tensors on the device, by one asynchronous copy, each aligned to 16 bytes.
 
-    Each begins at a multiple of 16 bytes: Triton compiles another variant of a kernel for a less aligned pointer.
+    Triton compiles another variant of a kernel for a less aligned pointer.
     """
     places, size = [], 0
     for name, values in arrays.items():
@@ -41,8 +40,8 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
     logits_indices: last tokens that are sampled from or read out. sampled_req_indices: [N], the requests that get a
-    token. sampled_from [N], indices of logits_indices: where completions are forked, or some are not sampled. And those
-    of the readouts.
+    token. sampled_from [N], indices of logits_indices: if completions are forked, or some are not sampled. Readouts add
+    their own.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)
@@ -76,8 +75,7 @@ def prefill_inputs(tensors: Tensors, block_tables: torch.Tensor, max_context: in
     """The packed tokens of ``prefill_arrays`` and their attention metadata. See ``Context``."""
     return tensors["input_ids"], Context(
         tensors["positions"], tensors["slot_mapping"], tensors["req_indices"], tensors["context_lens"], block_tables,
-        max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices,
-        chunks=chunks_of(tensors),
+        max_context, tensors["cu_seqlens_q"], tensors["cu_seqlens_k"], max_seqlen_q, logits_indices, tensors=tensors,
     )  # fmt: skip
 
 
@@ -89,7 +87,7 @@ class DecodeInputs:
 
     def __call__(self, size: int, max_context: int | None = None, groups: PrefixGroups | None = None,
                  rows: torch.Tensor | None = None) -> tuple[torch.Tensor, Context]:
-        """``rows``: request slots i32[size * Q] of a verify step, see drafts.py."""
+        """``rows``: request slots i32[size * Q], where each sequence has Q rows."""
         state, req_indices = self.state, self.state.batch_req_indices[:size]
         input_ids, positions, slot_mapping, context_lens = self._ops.decode_inputs(
             req_indices if rows is None else rows, state.last_token, state.length, state.block_tables, self._block_size

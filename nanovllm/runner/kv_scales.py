@@ -9,6 +9,7 @@ of them above 2**-6, a range of 14 binades. So a wide headroom costs nothing, an
 """
 
 import logging
+from collections.abc import Sequence as ListLike
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.context import Context
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
-from nanovllm.runner.recurrent import chunks_of_one
+from nanovllm.runner.part import Part, Rank, one_sequence
 
 logger = logging.getLogger("nanovllm")
 
@@ -45,11 +46,12 @@ def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) ->
     return E4M3
 
 
-def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+def calibrate(rank: Rank, model: nn.Module, parts: ListLike[Part]) -> None:
     """Set each layer's ``kv_scale`` in place, unless the weights just loaded gave it; nothing without an FP8 KV cache.
 
-    Needs the weights, which compute in ``dtype``, and not the KV cache, whose content no longer fits the scales.
+    Needs the weights, and not the KV cache, whose content no longer fits the scales. ``parts`` add their arrays.
     """
+    config, device = rank.config, rank.device
     if config.kv_cache_dtype == "auto":
         return
     layers = attention_layers(model)
@@ -61,7 +63,7 @@ def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torc
     num_tokens = min(CALIBRATION_TOKENS, config.max_num_batched_tokens, config.max_model_len)
     num_blocks = -(-num_tokens // config.kvcache_block_size)
     caches = [(layer.k_cache, layer.v_cache) for layer in layers]
-    kv_cache = allocate_kv_cache(model, num_blocks, config.kvcache_block_size, dtype, device)
+    kv_cache = allocate_kv_cache(model, num_blocks, config.kvcache_block_size, rank.dtype, device)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
     # spread over the vocabulary by the golden ratio, in no order
     input_ids = (positions.long() * 2654435769 % 2**32 * config.model_config.vocab_size >> 32).int()
@@ -71,7 +73,7 @@ def calibrate(model: nn.Module, config: Config, dtype: torch.dtype, device: torc
             positions, positions, cu_seqlens[:1], cu_seqlens[1:],
             torch.arange(num_blocks, dtype=torch.int32, device=device)[None], num_tokens,
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=num_tokens,
-            logits_indices=cu_seqlens[1:].long() - 1, chunks=chunks_of_one(num_tokens, config.max_num_seqs, device),
+            logits_indices=cu_seqlens[1:].long() - 1, tensors=one_sequence(rank, parts, num_tokens),
         ))  # fmt: skip
         largest = kv_cache.abs().amax(dim=(2, 3, 5)).float()  # [2, layers, K]
     finally:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,8 +12,13 @@ from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.layers.attention import Attention
-from nanovllm.runner.part import Part
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.part import Part, Rank
+from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
+
+if TYPE_CHECKING:
+    from nanovllm.runner.launchers import DecodeLauncher
 
 CPU_KV_CACHE_BYTES = 2 << 30  # modest: other programs need the host's memory
 GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
@@ -30,7 +36,7 @@ def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
 
 
 def cache_bytes(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
-    """What the cache may take beside the weights and ``reserved_bytes`` of activations and graphs; may be negative."""
+    """Compute the bytes for the KV cache beside weights and ``reserved_bytes`` of activations; may be negative."""
     if device.type == "cpu":
         blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
         return max(CPU_KV_CACHE_BYTES, blocks_of_one_seq * bytes_per_block)
@@ -78,27 +84,37 @@ def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.
 
 
 class BlockCopies(Part):
-    """Of the blocks of a prefill: beginnings of others before the forward pass, those of forked completions after."""
+    """Copies of partly filled blocks for forked completions, after a prefill's forward pass."""
 
-    def __init__(self) -> None:
-        self.kv_cache: torch.Tensor | None = None
+    kv_cache: torch.Tensor | None = None
+
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: "DecodeLauncher") -> "BlockCopies | None":
+        return cls()
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         if isinstance(batch, PrefillBatch):
-            for when, copies in (("before", batch.prefix_copies), ("after", batch.block_copies)):
-                if len(copies):
-                    arrays[f"from_{when}"], arrays[f"to_{when}"] = copies.T
-
-    def write(self, batch: Batch, tensors: Tensors) -> None:
-        self._copy(tensors, "before")
+            self.put("fork", batch.moves.block_copies, arrays)
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
-        self._copy(tensors, "after")
+        self.copy("fork", tensors)
 
-    def _copy(self, tensors: Tensors, when: str) -> None:
-        if f"from_{when}" in tensors:
+    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+        self.kv_cache = kv_cache
+
+    def release(self, model: CausalLM) -> None:
+        self.kv_cache = None
+
+    def put(self, name: str, copies: np.ndarray, arrays: Arrays) -> None:
+        """Host: ``copies`` int32 [n, 2], blocks from and to, as arrays of this name."""
+        if len(copies):
+            arrays[f"{name}_from"], arrays[f"{name}_to"] = copies.T
+
+    def copy(self, name: str, tensors: Tensors) -> None:
+        """Device: the copies of this name."""
+        if f"{name}_from" in tensors:
             assert self.kv_cache is not None
-            copy_blocks(self.kv_cache, tensors[f"from_{when}"].long(), tensors[f"to_{when}"].long())
+            copy_blocks(self.kv_cache, tensors[f"{name}_from"].long(), tensors[f"{name}_to"].long())
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,54 +7,34 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
-from time import perf_counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm import kernels
-from nanovllm.config import Config
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch, StateRows
-from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.core import Batch, DecodeBatch
 from nanovllm.distributed.workers import Worker, Workers
-from nanovllm.kernels.delta.reference import CHUNK, DeltaStates
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner import memory, parts, recurrent
-from nanovllm.runner.cascade import SharedPrefixes
+from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import CUDAGraphs
-from nanovllm.runner.device import CPUThreads, select_device, select_dtype, step_threads
-from nanovllm.runner.drafts import Drafts
+from nanovllm.runner.device import step_threads
 from nanovllm.runner.inputs import prefill_arrays, to_device
-from nanovllm.runner.kv_scales import select_kv_dtype
-from nanovllm.runner.launchers import DecodeLauncher
-from nanovllm.runner.micro_batches import MicroBatches
-from nanovllm.runner.part import Launcher, Part, Step
-from nanovllm.runner.prefill_graphs import PrefillGraphs
-from nanovllm.runner.readouts import Reader
-from nanovllm.runner.request_state import RequestState
+from nanovllm.runner.part import Equipment, Launcher, Step
 from nanovllm.runner.weights import Weights
-from nanovllm.sampling.feature import Arrays, Tensors
-from nanovllm.sampling.masks import Masks
-from nanovllm.sampling.processors import Process
-from nanovllm.sampling.sampler import Sampler
+from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
 class StepResult(NamedTuple):
-    """What a step computed, on the host."""
+    """Results of a step on the host."""
 
-    token_ids: np.ndarray  # int32 [num_sampled], in the order of the batch; of a verify step [B, Q]
+    token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
     logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
     readouts: tuple[np.ndarray, ...]  # of the batch's ``readouts``
 
-    def part(self, rows: np.ndarray, columns: np.ndarray) -> "StepResult":
-        """See ``DecodeBatch.part``."""
-        logprobs = None if self.logprobs is None else self.logprobs[rows, columns]
-        return self._replace(token_ids=self.token_ids[rows, columns], logprobs=logprobs)
-
 
 class StepHandle:
-    """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
+    """A step in flight; its results are on the host when the event has happened."""
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
@@ -88,117 +68,93 @@ class ModelRunner:
     """One rank's model and device.
 
     Args:
-        config: the engine's options.
-        tp: this rank's tensor-parallel group.
+        equipment: what the factory has chosen (parts.py).
         workers: the other ranks, on rank 0 of several.
 
     Attributes:
-        model, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
-        num_snapshots: the same for recurrent layers, if there are any.
+        model: set by the start (start.py), as are
+        num_kvcache_blocks: the same on every rank; and
+        facts: of the parts, for the engine's factory.
+        kv_cache: None while it is not allocated.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
     """
 
     model: CausalLM
     num_kvcache_blocks: int
-    num_snapshots = 0
-    # see parts.py
-    config: Config
-    backend: Any
-    use_graphs: bool
-    request_state: RequestState
-    sampler: Sampler
-    parts: list[Part]
-    launchers: list[Launcher]
-    readers: dict[str, Reader]
-    copies: memory.BlockCopies
-    recurrent: recurrent.RecurrentStates
-    shared_prefixes: SharedPrefixes
-    drafts: Drafts
-    decode: DecodeLauncher
-    prefill_graphs: PrefillGraphs
-    micro_batches: MicroBatches
+    facts: dict[str, Any]
 
-    def __init__(self, config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None):
-        self.tp, self.workers = tp, workers
-        self.block_size = config.kvcache_block_size
-        self.max_blocks = -(-config.max_model_len // self.block_size)
-        self.device = select_device(config.device, tp.rank, tp.size)
-        self.dtype = select_dtype(config.dtype, config.model_config.dtype, self.device)
-        self.kv_dtype = select_kv_dtype(config, self.dtype, self.device)
-        self.state_dtype = getattr(torch, config.state_dtype)
-        self.step_threads = step_threads(config.model_config, self.device, tp.size)
-        self.ops = kernels.select(self.device.type)
-        on_gpu = self.device.type == "cuda"
-        self.max_in_flight = 1 if on_gpu and not config.enforce_eager else 0
+    def __init__(self, equipment: Equipment, workers: Workers | None = None):
+        rank = equipment.rank
+        self.rank, self.config, self.tp, self.device = rank, rank.config, rank.tp, rank.device
+        self.workers = workers
+        self.block_size = rank.config.kvcache_block_size
+        self.request_state, self.sampler, self.decode = equipment.request_state, equipment.sampler, equipment.decode
+        self.parts, self.launchers, self.readers = equipment.parts, equipment.launchers, equipment.readers
+        self.max_in_flight = 1 if rank.device.type == "cuda" and not rank.config.enforce_eager else 0
+        self.step_threads = step_threads(rank.config.model_config, rank.device, rank.tp.size)
+        self.kv_cache: torch.Tensor | None = None
         self.graphs: CUDAGraphs | None = None
         self._computed: Computed | None = None  # by ``forward``, until ``sample``
         self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
-        self._last_long: Launcher | None = None  # that filled the launch queue
         self._owner = os.getpid()
         self.weights = Weights(self)
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        parts.put_together(self, config)
 
     # ------------------------------------------------------------ a step
 
     def forward(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
+        """Launch the forward pass of a batch on every rank; ``sample`` must follow."""
         assert self._computed is None
-        start = perf_counter()
         self.call("run_model", batch)
-        if batch.is_decode and self.workers is None and isinstance(self.step_threads, CPUThreads):
-            self.step_threads.trials.took(batch.num_tokens, perf_counter() - start)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
 
-        ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
-        for them; without a constrained request they sample at once. ``process``: calls its logits processors, whose
-        results the other ranks wait for in a collective.
+        Args:
+            masks: of constrained requests. The other ranks wait for them; without such a request they sample at once.
+            process: calls logits processors; the other ranks wait for the results in a collective.
         """
         assert self._computed is not None
         batch = self._computed.batch
         self._process = process
-        outputs = self.call("run_sampler", masks, ranks=self.sampler.masks.are_due(batch.req_indices))
-        rows = batch.req_indices
-        if isinstance(batch, DecodeBatch) and batch.drafts is not None:
-            rows = self.drafts.rows_on_host(batch)
+        rows = self._computed.launcher.rows_on_host(batch)
+        outputs = self.call("run_sampler", masks, ranks=self.sampler.waits(batch.req_indices))
         self._last_handle = StepHandle(rows, self.workers, self.request_state.sampled_tokens, *outputs)
         return self._last_handle
 
     def call(self, method: str, *args: Any, ranks: bool = True) -> Any:
         """Run a method on every rank, or in step with the others, and return this rank's result."""
         if self.workers is None:
-            with self.step_threads:
+            with self.step_threads():
                 return getattr(self, method)(*args)
-        with self.workers.guard(), self.step_threads:
+        with self.workers.guard(), self.step_threads():
             if ranks:
                 self.workers.send(method, *args)
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
-        """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
-        with self.step_threads:
+        """Another rank's main loop: run the calls of rank 0, until it dismisses this rank."""
+        with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
                 if method == "weights":
                     worker.report("answer", self.weights.attempt(*args))
                     continue
                 getattr(self, method)(*args)
-                if method == "run_model" and not self.sampler.masks.are_due(args[0].req_indices):
+                if method == "run_model" and not self.sampler.waits(args[0].req_indices):
                     self.run_sampler()
 
     @torch.inference_mode()
     def run_model(self, batch: Batch) -> None:
-        """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
         self.write(batch, tensors)
-        self._leave_room(launcher)
+        if launcher.fills_queue and self.workers is not None and self._last_handle is not None:
+            # If a worker died meanwhile, a launch into a full queue would block and hold the GIL that the watch needs.
+            self._last_handle.wait()
         step = Step(batch, arrays, tensors, self.model, self.graphs)
         hidden, every = launcher.run(step)
         for part in self.parts:
@@ -211,56 +167,41 @@ class ModelRunner:
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
 
     def prepare(self, batch: Batch) -> Arrays:
-        """Host: what the device must know of a batch, as named arrays."""
+        """Host: make named arrays of the changes that a batch brings."""
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
         else:
-            self.prepare_new(batch, arrays)
+            if len(batch.new):
+                rows = np.zeros(len(batch.new), self.request_state.row)
+                self.sampler.add(batch.new, rows, arrays)
+                self.request_state.add(batch.new, rows, arrays)
             arrays |= prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
         for part in self.parts:
             part.prepare(batch, arrays)
         return arrays
 
-    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
-        """Host: the requests that a batch admits."""
-        if len(batch.new):
-            rows = np.zeros(len(batch.new), self.request_state.row)
-            self.sampler.add(batch.new, rows, arrays)
-            self.request_state.add(batch.new, rows, arrays)
-
     def write(self, batch: Batch, tensors: Tensors) -> None:
-        """Device: everyone takes in what it has put into the arrays."""
+        """Device: state, sampler and parts read their arrays."""
         self.request_state.write(tensors)
         self.sampler.write(tensors)
         for part in self.parts:
             part.write(batch, tensors)
 
-    def _leave_room(self, launcher: Launcher) -> None:
-        """Two prefills could fill the device's launch queue. If a worker then died, the next launch would block while
-        holding the GIL, and so block the watch thread. Two of one kind that limit themselves do not."""
-        if launcher.fills_queue:
-            is_safe = launcher is self._last_long and launcher is not self.launchers[-1]
-            if self.workers is not None and self._last_handle is not None and not is_safe:
-                self._last_handle.wait()
-            self._last_long = launcher
-
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:
-        """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
+        """Launch sampling. Returns the completion event and the device-to-host copies in flight."""
         assert self._computed is not None
         (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
-        if masks is not None:
-            self.sampler.write(to_device(self.sampler.masks.arrays_of(masks), self.device))
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
-        used, graph = self.sampler.used_by(batch.req_indices), launcher.sample_graph(batch)
-        if self.sampler.processors in used:
-            self.sampler.processors.set_batch(batch.req_indices, self._process, batch.num_rows)
+        used, arrays = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))
+        if arrays:
+            self.sampler.write(to_device(arrays, self.device))
+        graph = launcher.sample_graph(batch)
         if graph is not None and not used and self.graphs is not None:
             self.graphs.replay(graph, len(hidden) // batch.num_rows)  # as padded as the forward pass
         elif n:
-            num_top = self.sampler.logprobs.num_top(batch.req_indices) if used else 0
-            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used, num_top)
+            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices[:n], used)
             launcher.sampled(batch, req_indices[:n])
         if self.device.type == "cpu":
             return None, logprobs, *readouts
@@ -278,44 +219,30 @@ class ModelRunner:
     # ------------------------------------------------------------ between steps
 
     @torch.inference_mode()
-    def head(self, token_ids: list[int] | None) -> np.ndarray:
-        """See ``CausalLM.head``; on the host."""
-        return self.model.head(token_ids).cpu().numpy()
+    def on_model(self, function: Callable, *args: Any) -> Any:
+        """A feature's way to the weights: ``function(model, *args)``."""
+        return function(self.model, *args)
 
     def allocate_kv_cache(self) -> None:
-        """A KV cache of ``num_kvcache_blocks``, and the rows of recurrent layers; each layer gets its views of it."""
-        self.copies.kv_cache = memory.allocate_kv_cache(
-            self.model, self.num_kvcache_blocks, self.block_size, self.kv_dtype, self.device
+        """Allocate a KV cache of ``num_kvcache_blocks``; layers get views of it, parts take their memory."""
+        self.kv_cache = memory.allocate_kv_cache(
+            self.model, self.num_kvcache_blocks, self.block_size, self.rank.kv_dtype, self.device
         )
-        num_rows = self.config.max_num_seqs + 1 + self.num_snapshots
-        self.recurrent.states = recurrent.allocate_states(
-            self.model, num_rows, self.dtype, self.state_dtype, self.device
-        )
+        for part in self.parts:
+            part.allocate(self.model, self.kv_cache, self.config.max_num_seqs)
+
+    def release_kv_cache(self) -> None:
+        """Give its memory back; until the next ``allocate_kv_cache`` the layers store nothing."""
+        self.kv_cache = None
+        memory.detach_kv_cache(self.model)
+        for part in self.parts:
+            part.release(self.model)
 
     def capture_cudagraph(self) -> None:
-        """Capture the launchers' graphs: of forward passes, and of sampling, for the tokens of the step before are
-        taken in between. A batch whose requests use a feature launches the sampler kernel by kernel."""
+        """Capture graphs of forward passes and, apart, of sampling; with sampling features no graph samples."""
         self.graphs = CUDAGraphs()
         for launcher in self.launchers:
             launcher.capture(self.model, self.graphs)
-
-    @property
-    def kv_cache(self) -> torch.Tensor | None:
-        return self.copies.kv_cache
-
-    @property
-    def states(self) -> DeltaStates | None:
-        return self.recurrent.states
-
-    @property
-    def state_rows(self) -> StateRows | None:
-        """What the scheduler must know of recurrent layers; None without any."""
-        return StateRows(self.num_snapshots, CHUNK) if self.config.model_config.delta is not None else None
-
-    @property
-    def min_copied_tokens(self) -> int | None:
-        """See ``prefix_copies.py``; None with recurrent layers, whose state at the end of so much nobody has."""
-        return 16 if self.device.type == "cpu" and self.state_rows is None else None
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -323,7 +250,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        """After an interrupted step: wait for the device and forget what it was sent."""
+        """Wait for the device after an interrupted step, and forget its batch."""
         self.synchronize()
         self._computed = None
         self.request_state.reset()
@@ -340,9 +267,8 @@ class ModelRunner:
             self.workers.dismiss(kill=self._computed is not None)  # else they might wait for this rank to sample
             if not self.workers.join():
                 return  # the device hangs, and freeing memory would wait for it
-        self.graphs = self._computed = None
-        for name in ("model", "request_state", "sampler", "backend", "weights", *parts.NAMES):
-            self.__dict__.pop(name, None)
-        self.tp.close()  # after the graphs, which hold its memory
-        if self.device.type == "cuda":
+        tp, device = self.tp, self.device
+        vars(self).clear()  # model, graphs, and whatever else holds the device's memory
+        tp.close()  # after the graphs, which hold its memory
+        if device.type == "cuda":
             torch.cuda.empty_cache()

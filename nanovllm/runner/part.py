@@ -1,22 +1,57 @@
-"""The two seams of a rank's runner.
+"""The seams of a rank's runner: parts and launchers; and ``Equipment``, which holds all that the factory has chosen.
 
-A ``Part`` is what a capability keeps on the device beside requests and model. A ``Launcher`` is a way to run a forward
-pass; the runner takes the first of its list that takes the batch.
+A ``Part`` keeps something on the device beside model and requests. A ``Launcher`` is a way to run a forward pass; the
+runner takes the first of its list that takes the batch.
 """
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.core import Batch
+from nanovllm.distributed.group import TPGroup
+from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import CUDAGraphs
+from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
+from nanovllm.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from nanovllm.runner.launchers import DecodeLauncher
+    from nanovllm.runner.readers import Reader
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's device and options."""
+
+    config: Config
+    tp: TPGroup
+    device: torch.device
+    dtype: torch.dtype  # to compute in
+    kv_dtype: torch.dtype  # of the KV cache
+    backend: AttentionBackend
+    ops: SimpleNamespace  # kernels, or on a CPU their references
+
+    @property
+    def use_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager and self.backend.capturable
+
+    @property
+    def max_blocks(self) -> int:
+        """Length of a block table."""
+        return -(-self.config.max_model_len // self.config.kvcache_block_size)
 
 
 class Step(NamedTuple):
-    """A batch that is prepared, and what runs it."""
+    """A prepared batch, and the model and graphs that run it."""
 
     batch: Batch
     arrays: Arrays  # its inputs on the host
@@ -25,27 +60,11 @@ class Step(NamedTuple):
     graphs: CUDAGraphs | None
 
 
-class Part:
-    """Called once for every batch, in this order; a batch that does not use it pays nothing."""
-
-    def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Host: put what the device must know into the arrays, which travel in one copy."""
-
-    def write(self, batch: Batch, tensors: Tensors) -> None:
-        """Device, before the forward pass: take it in."""
-
-    def finish(self, batch: Batch, tensors: Tensors) -> None:
-        """Device, after the forward pass."""
-
-    def reset(self) -> None:
-        """After an interrupted step: forget what the device knows."""
-
-
 class Launcher:
     """A way to launch the forward pass of some batches.
 
     Attributes:
-        fills_queue: it may fill the device's launch queue, beside another one that does.
+        fills_queue: two in a row may fill the device's launch queue.
     """
 
     fills_queue = False
@@ -55,13 +74,21 @@ class Launcher:
         raise NotImplementedError
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The hidden states that are sampled from, as padded as a graph is; and those of every token, if a readout of
-        the batch needs them."""
+        """Launch the forward pass.
+
+        Returns:
+            The hidden states that are sampled from, as padded as a graph is; and the hidden states of every token, if
+            a readout of the batch needs them.
+        """
         raise NotImplementedError
 
     def rows(self, step: Step) -> torch.Tensor:
         """Request slots of the sampled states."""
         return step.tensors["sampled_req_indices"]
+
+    def rows_on_host(self, batch: Batch) -> np.ndarray:
+        """The same on the host: places in ``RequestState.sampled_tokens``, int32 of any shape."""
+        return batch.req_indices
 
     def sample_graph(self, batch: Batch) -> Hashable | None:
         """The kind of graph that samples after it; None: there is none."""
@@ -80,5 +107,109 @@ class Launcher:
         return 0
 
     def most_rows(self) -> int:
-        """Of logits, in the largest batch that it samples."""
+        """Rows of logits in the largest batch that it samples; 0 if that is no larger than other launchers'."""
         return 0
+
+    def most_tokens(self) -> int:
+        """Tokens of its largest graph; 0 if that is no larger than ``max_num_seqs``."""
+        return 0
+
+
+class Part:
+    """Something on the device beside model and requests. A batch that does not use it pays nothing.
+
+    Attributes:
+        launchers: the ways to run a batch that it brings along.
+        num_rows: rows of device memory that it shares with the KV cache, the same on every rank.
+    """
+
+    launchers: tuple[Launcher, ...] = ()
+    num_rows = 0
+
+    # ---------------------------------------------------------------- made by the factory, in this order
+
+    @classmethod
+    def fitted(cls, rank: Rank) -> Config:
+        """The options, with limits lowered to the memory that it needs for each request slot."""
+        return rank.config
+
+    @classmethod
+    def num_request_rows(cls, rank: Rank) -> int:
+        """Rows that it needs in the request state, behind the padding slot."""
+        return 0
+
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: "DecodeLauncher") -> "Part | None":
+        """The part, if these options and this model use it."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- a step, in this order
+
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
+        """Host: put changes for the device into the arrays, which travel in one copy."""
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        """Device, before the forward pass: take it in."""
+
+    def finish(self, batch: Batch, tensors: Tensors) -> None:
+        """Device, after the forward pass."""
+
+    def reset(self) -> None:
+        """Forget the device's contents, after an interrupted step."""
+
+    # ---------------------------------------------------------------- memory
+
+    def reserved_bytes(self, model: CausalLM) -> int:
+        """Device memory beside the KV cache."""
+        return 0
+
+    def share(self, model: CausalLM, num_bytes: int) -> int:
+        """Take rows out of the ``num_bytes`` of the KV cache; sets ``num_rows`` and returns their bytes."""
+        return 0
+
+    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+        """Take memory for ``num_slots`` request slots; the model's layers get their views of it."""
+
+    def release(self, model: CausalLM) -> None:
+        """Give the memory back."""
+
+    def facts(self) -> dict[str, Any]:
+        """Facts of the device for the engine's factory."""
+        return {}
+
+    def describe(self) -> str:
+        """A clause of the line at start."""
+        return ""
+
+    # ---------------------------------------------------------------- prefills that no batch stands for
+
+    def one_sequence(self, num_tokens: int) -> Arrays:
+        """Its arrays of a prefill of one sequence in the padding slot, for warm-up and calibration."""
+        return {}
+
+    def padded_lengths(self, num_tokens: int, num_seqs: int) -> dict[str, int]:
+        """Lengths of its arrays in the graph of a padded prefill."""
+        return {}
+
+    def pad(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> bool:
+        """Host: pad its arrays to these lengths, in place; False where they do not fit."""
+        return True
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """The choices of the factory (parts.py) for a rank."""
+
+    rank: Rank
+    request_state: RequestState
+    sampler: Sampler
+    decode: "DecodeLauncher"
+    parts: list[Part]
+    launchers: list[Launcher]  # the last takes every prefill
+    readers: dict[str, "Reader"]  # by kind of readout
+
+
+def one_sequence(rank: Rank, parts: ListLike[Part], num_tokens: int) -> Tensors:
+    """The parts' arrays of a prefill of one sequence in the padding slot, on the device."""
+    arrays = {name: values for part in parts for name, values in part.one_sequence(num_tokens).items()}
+    return {name: torch.from_numpy(values).to(rank.device) for name, values in arrays.items()}

@@ -5,6 +5,7 @@ to padding, the others to snapshots. Rows are addressed by request slot, which a
 """
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,47 +13,133 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
-from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.delta.reference import CHUNK, Chunks, DeltaStates
-from nanovllm.layers.attention import AttentionBackend
+from nanovllm.kernels.delta.reference import CHUNK, CHUNK_ARRAYS, DeltaStates
+from nanovllm.messages.states import StateMoves, StateRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gated_delta_net import GatedDeltaNet
 from nanovllm.runner.device import model_defaults
+from nanovllm.runner.launchers import DecodeLauncher
 from nanovllm.runner.memory import zeros
-from nanovllm.runner.part import Part
+from nanovllm.runner.part import Part, Rank
+from nanovllm.runner.prefill_graphs import aligned, pad
+from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-NAMES = tuple(f"chunks_{field}" for field in Chunks._fields)
 MAX_SHARE = 0.5  # of the memory that weights leave, for the rows of request slots
-SNAPSHOT_SHARE = 0.1  # of what the cache may take, for snapshots
+SNAPSHOT_SHARE = 0.1  # of the KV cache's memory, for snapshots
 ROWS_AT_ONCE = 2  # copied through a buffer: 100 MiB for a model of 9 B parameters
 
 
 class RecurrentStates(Part):
-    """Rows of states that a batch copies, and the chunks of a prefill; ``states``: once they are allocated."""
+    """Rows of states that a batch copies, and the chunks of a prefill; ``num_rows``: snapshots.
 
-    def __init__(self) -> None:
-        self.states: DeltaStates | None = None
+    Attributes:
+        states: None while no memory is allocated.
+    """
+
+    states: DeltaStates | None = None
+
+    def __init__(self, rank: Rank):
+        self._rank, self._num_slots = rank, rank.config.max_num_seqs
+
+    @classmethod
+    def fitted(cls, rank: Rank) -> Config:
+        """With fewer request slots than ``max_num_seqs`` where their states have no room, the same on every rank."""
+        config = rank.config
+        if config.model_config.delta is None or rank.device.type == "cpu" or config.num_kvcache_blocks != -1:
+            return config
+        with model_defaults(rank.dtype, torch.device("meta")):
+            model = CausalLM(config.model_config, rank.backend, rank.tp)
+        weights = sum(param.numel() * param.itemsize for param in model.parameters())
+        total = min(torch.cuda.get_device_properties(i).total_memory for i in range(max(1, rank.tp.size)))
+        bytes_per_row = row_bytes(model, rank.dtype, getattr(torch, config.state_dtype))
+        num_slots = max(1, int((total * config.gpu_memory_utilization - weights) * MAX_SHARE) // bytes_per_row)
+        if num_slots >= config.max_num_seqs:
+            return config
+        fitting = copy.copy(config)
+        vars(fitting)["max_num_seqs"] = num_slots  # bypasses the frozen __setattr__
+        return fitting
+
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "RecurrentStates | None":
+        return None if rank.config.model_config.delta is None else cls(rank)
+
+    # ---------------------------------------------------------------- a step
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         if isinstance(batch, PrefillBatch):
-            if batch.states is not None:
-                arrays |= chunk_arrays(batch)
-        else:
-            arrays |= copy_arrays(batch.state_copies)
-
-    def write(self, batch: Batch, tensors: Tensors) -> None:
-        if batch.is_decode:
-            self._copy(tensors)
+            assert isinstance(batch.moves, StateMoves)
+            arrays |= chunk_arrays(batch, batch.moves)
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
-        if not batch.is_decode:
-            self._copy(tensors)
-
-    def _copy(self, tensors: Tensors) -> None:
-        if "rows_from" in tensors:
+        if "state_rows_from" in tensors:
             assert self.states is not None
-            copy_rows(self.states, tensors["rows_from"].long(), tensors["rows_to"].long())
+            copy_rows(self.states, tensors["state_rows_from"].long(), tensors["state_rows_to"].long())
+
+    # ---------------------------------------------------------------- memory
+
+    def _row_bytes(self, model: nn.Module) -> int:
+        return row_bytes(model, self._rank.dtype, getattr(torch, self._rank.config.state_dtype))
+
+    def reserved_bytes(self, model: CausalLM) -> int:
+        return self._row_bytes(model) * (self._num_slots + 1)
+
+    def share(self, model: CausalLM, num_bytes: int) -> int:
+        config, bytes_per_row = self._rank.config, self._row_bytes(model)
+        self.num_rows = config.num_state_snapshots
+        if not config.enable_prefix_caching:
+            self.num_rows = 0
+        elif self.num_rows == -1:
+            self.num_rows = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
+        return self.num_rows * bytes_per_row
+
+    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+        rank, num_rows = self._rank, num_slots + 1 + self.num_rows
+        state_dtype = getattr(torch, rank.config.state_dtype)
+        self.states = allocate_states(model, num_rows, rank.dtype, state_dtype, rank.device)
+
+    def release(self, model: CausalLM) -> None:
+        self.states = None
+        for layer in recurrent_layers(model):
+            layer.states = None
+
+    def facts(self) -> dict[str, Any]:
+        return {"state_rows": StateRows(self.num_rows, CHUNK)}
+
+    def describe(self) -> str:
+        assert self.states is not None
+        mib = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self.states) / 2**20
+        return f" with states of {mib:,.1f} MiB each and {self.num_rows:,} snapshots of them"
+
+    # ---------------------------------------------------------------- prefills that no batch stands for
+
+    def one_sequence(self, num_tokens: int) -> Arrays:
+        bounds = [*range(0, num_tokens, CHUNK), num_tokens]
+        n = len(bounds) - 1
+        fields = ([0, num_tokens], [self._num_slots], [-1], [0, n], bounds, [0] * n, [-1] * n)
+        return {name: np.array(values, np.int32) for name, values in zip(CHUNK_ARRAYS, fields, strict=True)}
+
+    def padded_lengths(self, num_tokens: int, num_seqs: int) -> dict[str, int]:
+        n, num_chunks = num_seqs, most_chunks(num_tokens, num_seqs)
+        lengths = [n + 1, n, n, n + 1, num_chunks + 1, num_chunks, num_chunks]
+        return dict(zip(CHUNK_ARRAYS, lengths, strict=True))
+
+    def pad(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> bool:
+        """Empty sequences and chunks behind the others."""
+        values = [arrays[name] for name in CHUNK_ARRAYS]
+        if len(values[5]) > most_chunks(num_tokens, num_seqs):
+            return False
+        end, last_chunk = values[0][-1], values[3][-1]
+        fills = (end, self._num_slots, -1, last_chunk, end, 0, -1)
+        lengths = self.padded_lengths(num_tokens, num_seqs)
+        for (name, length), array, fill in zip(lengths.items(), values, fills, strict=True):
+            arrays[name] = pad(array, aligned(length), fill)
+        return True
+
+
+def most_chunks(num_tokens: int, num_seqs: int) -> int:
+    """Chunks of a padded prefill: each sequence has a partial one."""
+    return aligned(num_tokens // CHUNK + num_seqs)
 
 
 def recurrent_layers(model: nn.Module) -> list[GatedDeltaNet]:
@@ -65,26 +152,6 @@ def row_bytes(model: nn.Module, dtype: torch.dtype, state_dtype: torch.dtype) ->
     return sum(
         int(np.prod(ring)) * dtype.itemsize + int(np.prod(delta)) * state_dtype.itemsize for ring, delta in shapes
     )
-
-
-def with_fitting_slots(config: Config, backend: AttentionBackend, tp: TPGroup, dtype: torch.dtype,
-                       device: torch.device) -> Config:
-    """The options with as many request slots, at most ``max_num_seqs``, as have room for their states. The same on
-    every rank of equal GPUs."""
-    if config.model_config.delta is None or device.type == "cpu" or config.num_kvcache_blocks != -1:
-        return config
-    with model_defaults(dtype, torch.device("meta")):
-        model = CausalLM(config.model_config, backend, tp)
-    weights = sum(param.numel() * param.itemsize for param in model.parameters())
-    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(max(1, tp.size)))
-    bytes_per_row = row_bytes(model, dtype, getattr(torch, config.state_dtype))
-    left = total * config.gpu_memory_utilization - weights
-    num_slots = max(1, int(left * MAX_SHARE) // bytes_per_row)
-    if num_slots >= config.max_num_seqs:
-        return config
-    fitting = copy.copy(config)
-    vars(fitting)["max_num_seqs"] = num_slots  # bypasses the frozen __setattr__
-    return fitting
 
 
 def allocate_states(model: nn.Module, num_rows: int, dtype: torch.dtype, state_dtype: torch.dtype,
@@ -101,11 +168,6 @@ def allocate_states(model: nn.Module, num_rows: int, dtype: torch.dtype, state_d
     return states
 
 
-def detach_states(model: nn.Module) -> None:
-    for layer in recurrent_layers(model):
-        layer.states = None
-
-
 def copy_rows(states: DeltaStates, rows_from: torch.Tensor, rows_to: torch.Tensor) -> None:
     """In every layer, row rows_to[i] becomes a copy of row rows_from[i]; int64 [n] each, no row in both."""
     for start in range(0, len(rows_to), ROWS_AT_ONCE):
@@ -114,10 +176,9 @@ def copy_rows(states: DeltaStates, rows_from: torch.Tensor, rows_to: torch.Tenso
             tensor.index_copy_(1, rows_to[chunk], tensor.index_select(1, rows_from[chunk]))
 
 
-def chunk_arrays(batch: PrefillBatch) -> Arrays:
+def chunk_arrays(batch: PrefillBatch, moves: StateMoves) -> Arrays:
     """``Chunks`` of a prefill's sequences, and where forked completions copy their states."""
-    moves, starts, stops = batch.states, batch.starts, batch.stops
-    assert moves is not None
+    starts, stops = batch.starts, batch.stops
     first_grid, last_grid = starts // CHUNK, -(-stops // CHUNK)
     cu_seqlens, first_chunks = (np.append(0, np.cumsum(n)) for n in (stops - starts, last_grid - first_grid))
     seqs = np.repeat(np.arange(len(starts)), last_grid - first_grid)
@@ -128,23 +189,7 @@ def chunk_arrays(batch: PrefillBatch) -> Arrays:
     save_rows[first_chunks[saved] + -(-tokens // CHUNK) - first_grid[saved] - 1] = rows
     fields = (cu_seqlens, batch.chunk_req_indices, moves.load_rows, first_chunks,
               np.append(0, cu_seqlens[seqs] + ends - starts[seqs]), seqs, save_rows)  # fmt: skip
-    arrays = {name: values.astype(np.int32) for name, values in zip(NAMES, fields, strict=True)}
-    return arrays | copy_arrays(moves.copies)
-
-
-def copy_arrays(copies: np.ndarray | None) -> Arrays:
-    """``copies`` int32 [n, 2]: rows from and to."""
-    return {} if copies is None or not len(copies) else {"rows_from": copies[:, 0], "rows_to": copies[:, 1]}
-
-
-def chunks_of(tensors: Tensors) -> Chunks | None:
-    """Of ``chunk_arrays`` on the device."""
-    return Chunks(*(tensors[name] for name in NAMES)) if NAMES[0] in tensors else None
-
-
-def chunks_of_one(num_tokens: int, row: int, device: torch.device) -> Chunks:
-    """One sequence from its first token on, whose states end in ``row``."""
-    bounds = [*range(0, num_tokens, CHUNK), num_tokens]
-    num_chunks = len(bounds) - 1
-    fields = ([0, num_tokens], [row], [-1], [0, num_chunks], bounds, [0] * num_chunks, [-1] * num_chunks)
-    return Chunks(*(torch.tensor(values, dtype=torch.int32, device=device) for values in fields))
+    arrays = {name: values.astype(np.int32) for name, values in zip(CHUNK_ARRAYS, fields, strict=True)}
+    if len(moves.state_copies):
+        arrays["state_rows_from"], arrays["state_rows_to"] = moves.state_copies.T
+    return arrays

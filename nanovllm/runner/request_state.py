@@ -5,13 +5,14 @@ inputs from here and its sampling writes its tokens here, so a step copies to th
 requests, new blocks, another batch.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.core import DecodeBatch, NewSequences
-from nanovllm.sampling.feature import Arrays, SamplingState, Tensors
+from nanovllm.sampling.feature import Arrays, Tensors
 
 
 class RequestState:
@@ -59,14 +60,14 @@ class RequestState:
             return values[:, 0] if values.shape[1] == 1 else values
 
         self.last_token, self.length = column("last_token"), column("length")
-        self.sampling = SamplingState(length=self.length, **{name: column(name) for name in columns})
+        self.sampling = SimpleNamespace(length=self.length, **{name: column(name) for name in columns})
         self.block_tables = table[:, self._first_block :]
         self.block_table_mirror = np.full((R, max_blocks), -1, np.int32)
         self.sampled_tokens = torch.zeros(num_rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the device knows: it may have got an interrupted step, or not."""
+        """Forget the device's batch: an interrupted step may have reached it, or not."""
         self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # as on the device; -1 unknown
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
@@ -101,7 +102,7 @@ class RequestState:
         self._set(arrays, np.concatenate([starts, starts + 1]), values.ravel())
 
     def write(self, tensors: Tensors) -> None:
-        """Device: take in what the host has set."""
+        """Device: store the elements that the host has set."""
         if "state_values" in tensors:
             self.buffer.index_copy_(0, tensors["state_indices"].long(), tensors["state_values"])
 

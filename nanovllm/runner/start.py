@@ -17,10 +17,10 @@ from nanovllm.runner import memory
 from nanovllm.runner.device import model_defaults, select_device, translate_oom
 from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.micro_batches import MIN_TOKENS, max_sum_bytes
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.packing import pack_weights
-from nanovllm.runner.recurrent import NAMES, SNAPSHOT_SHARE, allocate_states, chunks_of_one, row_bytes
+from nanovllm.runner.part import one_sequence
+from nanovllm.runner.parts import equip
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
@@ -29,39 +29,41 @@ WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511
 def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None) -> ModelRunner:
     """This rank's runner, ready for its first batch. ``workers``: the other ranks, on rank 0 of several."""
     with torch.inference_mode(), translate_oom():
-        runner = ModelRunner(config, tp, workers)
-        with runner.ops.parallel_compile(runner.device) as begin:
-            if runner.device.type == "cuda":
+        on_gpu = select_device(config.device, tp.rank, tp.size).type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(tp.rank)
+        runner = ModelRunner(equip(config, tp), workers)
+        with runner.rank.ops.parallel_compile(runner.device) as begin:
+            if on_gpu:
                 compile_kernels(runner)
             begin()
             runner.model = load(runner)  # while the kernels compile
-        if runner.device.type == "cpu":
+        if not on_gpu:
             pack_weights(runner.model)
         tp.join() if workers is None else workers.join_group()
         reserved_bytes = warmup_model(runner)
-        calibrate(runner.model, config, runner.dtype, runner.device)
+        calibrate(runner.rank, runner.model, runner.parts)
         allocate_kv_cache(runner, reserved_bytes)
-        if runner.use_graphs:
+        if runner.rank.use_graphs:
             runner.capture_cudagraph()
     return runner
 
 
 def connect(config: Config, ranks: Workers | Worker) -> TPGroup:
     """This rank's group, once all are up. ``ranks``: the workers, on rank 0; the worker itself, on another."""
-    device = select_device(config.device, ranks.rank, config.tensor_parallel_size)
-    return ranks.connect(device, max_sum_bytes(config, device))
+    return ranks.connect(select_device(config.device, ranks.rank, config.tensor_parallel_size))
 
 
 def make_model(runner: ModelRunner, model_config: ModelConfig) -> CausalLM:
     """A model with uninitialised weights."""
-    with model_defaults(runner.dtype, runner.device):
-        return CausalLM(model_config, runner.backend, runner.tp)
+    with model_defaults(runner.rank.dtype, runner.device):
+        return CausalLM(model_config, runner.rank.backend, runner.tp)
 
 
 def load(runner: ModelRunner) -> CausalLM:
     """The model with the checkpoint's weights, or random ones."""
     config, model = runner.config, make_model(runner, runner.config.model_config)
-    with model_defaults(runner.dtype, runner.device):
+    with model_defaults(runner.rank.dtype, runner.device):
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed + runner.tp.rank)
         else:
@@ -73,34 +75,31 @@ def load(runner: ModelRunner) -> CausalLM:
 def compile_kernels(runner: ModelRunner) -> None:
     """Issue every launch of a start and of a step inside ``parallel_compile``: kernels are compiled and do not run.
 
-    Of the sampling features those that most requests use. The model has one layer of each kind and a KV cache of one
+    Of the sampling features only the common ones take part. The model has one layer of each kind and a KV cache of one
     block. Weights are uninitialised; every token belongs to the padding slot.
     """
-    config, state = runner.config, runner.request_state
+    config, state, device = runner.config, runner.request_state, runner.device
     runner.model = model = make_model(runner, config.model_config.one_layer_of_each_kind())
     warmup_model(runner)
-    memory.allocate_kv_cache(model, 1, runner.block_size, runner.kv_dtype, runner.device)
-    allocate_states(model, 1, runner.dtype, runner.state_dtype, runner.device)
-    calibrate(model, config, runner.dtype, runner.device)
+    kv_cache = memory.allocate_kv_cache(model, 1, runner.block_size, runner.rank.kv_dtype, device)
+    for part in runner.parts:
+        part.allocate(model, kv_cache, 0)
+    calibrate(runner.rank, model, runner.parts)
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
     for launcher in runner.launchers:
         launcher.compile(model)
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
-        ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
-        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=runner.device)
+        ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         context = min(num_tokens, config.max_model_len)
         tensors = {
             "input_ids": ids, "positions": ids, "slot_mapping": ids - 1, "req_indices": ids[:1] + state.padding_req_idx,
             "context_lens": cu_seqlens[1:].clamp(max=context), "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens.clamp(max=context),
+            "cu_seqlens_k": cu_seqlens.clamp(max=context), **one_sequence(runner.rank, runner.parts, num_tokens),
         }  # fmt: skip
-        if config.model_config.delta is not None:
-            tensors |= zip(NAMES, chunks_of_one(num_tokens, state.padding_req_idx, runner.device), strict=True)
-        inputs = prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long())
-        model(*inputs)
-        # of larger halves a sum may not fit its buffers
-        if num_tokens == MIN_TOKENS // 2 and runner.micro_batches.min_tokens is not None:
-            runner.micro_batches.forward(model.model, [inputs, inputs])
+        model(*prefill_inputs(tensors, state.block_tables, context, num_tokens, ids[:1].long()))
+    for part in runner.parts:
+        part.release(model)
     del runner.model
 
 
@@ -114,19 +113,18 @@ def warmup_model(runner: ModelRunner) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
-    chunks = chunks_of_one(num_tokens, num_seqs, runner.device)
-    hidden = runner.model(
-        ids, Context(ids, ids - 1, ids[:1], ids[:1], runner.request_state.block_tables, num_tokens, chunks=chunks)
-    )
+    tensors, block_tables = one_sequence(runner.rank, runner.parts, num_tokens), runner.request_state.block_tables
+    hidden = runner.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], block_tables, num_tokens, tensors=tensors))
     # The most memory: with several ranks, filters gather the logits.
     runner.decode.sample(runner.model, hidden[:num_seqs], runner.sampler.compiled_at_start)
     torch.cuda.synchronize()
     prefill_peak = torch.cuda.max_memory_allocated() - before
     del hidden
-    if not runner.use_graphs:
+    if not runner.rank.use_graphs:
         return prefill_peak
     # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
-    num_graphs, largest = sum(each.num_graphs() for each in runner.launchers), runner.prefill_graphs.sizes.largest
+    num_graphs = sum(each.num_graphs() for each in runner.launchers)
+    largest = max(each.most_tokens() for each in runner.launchers)
     graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + largest) // num_tokens
     num_rows = max(num_seqs, *(each.most_rows() for each in runner.launchers))
     logits_bytes = num_rows * config.model_config.vocab_size // runner.tp.size * 8
@@ -134,30 +132,28 @@ def warmup_model(runner: ModelRunner) -> int:
 
 
 def allocate_kv_cache(runner: ModelRunner, reserved_bytes: int) -> None:
-    """Size the KV cache, and the snapshots of recurrent layers, by the memory left, unless the user set their sizes;
-    give each layer its views."""
-    config, model, device, tp = runner.config, runner.model, runner.device, runner.tp
-    bytes_per_block = memory.block_bytes(model, runner.block_size, runner.kv_dtype)
-    bytes_per_row = row_bytes(model, runner.dtype, runner.state_dtype)
-    num_blocks, num_snapshots = config.num_kvcache_blocks, config.num_state_snapshots
+    """Size the KV cache by the memory left, unless the user set its size; parts take their share of it first."""
+    config, model, device, tp, parts = runner.config, runner.model, runner.device, runner.tp, runner.parts
+    bytes_per_block = memory.block_bytes(model, runner.block_size, runner.rank.kv_dtype)
+    num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        reserved_bytes += bytes_per_row * (config.max_num_seqs + 1)
+        reserved_bytes += sum(part.reserved_bytes(model) for part in parts)
         num_bytes = memory.cache_bytes(config, device, bytes_per_block, reserved_bytes)
     else:
         num_bytes = num_blocks * bytes_per_block
-    if not bytes_per_row or not config.enable_prefix_caching:
-        num_snapshots = 0
-    elif num_snapshots == -1:
-        num_snapshots = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
+    shared_bytes = sum(part.share(model, num_bytes) for part in parts)
     if num_blocks == -1:
-        num_blocks = (num_bytes - num_snapshots * bytes_per_row) // bytes_per_block
+        num_blocks = (num_bytes - shared_bytes) // bytes_per_block
         if tp.size > 1:
-            sizes = torch.tensor([num_blocks, num_snapshots], device=device)
-            num_blocks, num_snapshots = tp.all_gather(sizes).view(-1, 2).amin(0).tolist()
+            sizes = torch.tensor([num_blocks, *(part.num_rows for part in parts)], device=device)
+            num_blocks, *num_rows = tp.all_gather(sizes).view(-1, len(sizes)).amin(0).tolist()
+            for part, part_rows in zip(parts, num_rows, strict=True):
+                part.num_rows = part_rows
         if runner.workers is not None:
             runner.workers.check()  # with a dead rank the minimum over ranks is undefined
         if num_blocks < 1:
             raise memory.no_room(config, device, bytes_per_block, reserved_bytes)
-        num_blocks = min(num_blocks, config.max_num_seqs * runner.max_blocks)
-    runner.num_kvcache_blocks, runner.num_snapshots = num_blocks, num_snapshots
+        num_blocks = min(num_blocks, config.max_num_seqs * runner.rank.max_blocks)
+    runner.num_kvcache_blocks = num_blocks
+    runner.facts = {name: fact for part in parts for name, fact in part.facts().items()}
     runner.allocate_kv_cache()

@@ -21,9 +21,7 @@ import torch
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLMError, OutOfMemoryError
 from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
-from nanovllm.runner.memory import detach_kv_cache
 from nanovllm.runner.packing import drop_packed_weights, pack_weights
-from nanovllm.runner.recurrent import detach_states
 from nanovllm.utils.checkpoint import resolve_model
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ class Weights:
             self._is_unsettled = False
 
     def call(self, method: str, *args: Any) -> None:
-        """Rank 0: run a method on every rank; raises what a rank raised."""
+        """Rank 0: run a method on every rank; raises a rank's error."""
         workers = self._runner.workers
         if workers is None:
             getattr(self, method)(*args)
@@ -107,7 +105,7 @@ class Weights:
         return written
 
     def merge(self, lora: str | os.PathLike | None) -> set[str]:
-        """Rank 0: make the weights the checkpoint's with this adapter; returns the names of those written.
+        """Rank 0: merge this adapter into the checkpoint's weights; returns the names of the tensors written.
 
         Read are the tensors that it changes, and those that are not the checkpoint's now.
         """
@@ -145,7 +143,7 @@ class Weights:
         return filler.filled
 
     def _parts(self, weights: Any) -> Generator[Any, None, None]:
-        """What the ranks load, in turn: the path, or all pairs; for several ranks files in shared memory."""
+        """Yield the sources that ranks load in turn: the path, or all pairs; for several ranks shared memory."""
         if isinstance(weights, str):
             yield weights
         elif self._runner.workers is None:
@@ -153,7 +151,8 @@ class Weights:
         else:
             from safetensors.torch import save_file
 
-            for bucket in in_buckets(as_pairs(weights), self._runner.model.unused_tensors):
+            unused = re.compile(self._runner.model.config.unused_tensors())
+            for bucket in in_buckets(as_pairs(weights), unused):
                 with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
                     file = os.path.join(directory, "update_weights")  # errors name it
                     save_file(bucket, file)
@@ -180,12 +179,11 @@ class Weights:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Every rank: what follows from the new weights, the scales of an FP8 KV cache, which is empty now, and packed
-        weights."""
+        """Every rank: pack the new weights and measure the scales of an FP8 KV cache, which is empty now."""
         runner = self._runner
         if runner.device.type == "cpu":
             pack_weights(runner.model)
-        calibrate(runner.model, runner.config, runner.dtype, runner.device)
+        calibrate(runner.rank, runner.model, runner.parts)
         runner.synchronize()
 
     def sleep(self, level: int) -> None:
@@ -197,7 +195,7 @@ class Weights:
         self.sleeping = set(TAGS)  # before the work, so that wake_up mends what an interrupt leaves
         runner.graphs = None  # they hold addresses of weights and KV cache
         runner.sampler.release()
-        self._drop_kv_cache()
+        runner.release_kv_cache()
         if level == 2:
             why = "the weights were dropped by sleep(level=2)"
             self.missing = dict.fromkeys(WeightFiller(runner.model).missing, why)
@@ -222,12 +220,12 @@ class Weights:
                     self._restore()
                 if "kv_cache" in waking:
                     runner.allocate_kv_cache()
-                if waking == self.sleeping and runner.use_graphs and runner.graphs is None:
+                if waking == self.sleeping and runner.rank.use_graphs and runner.graphs is None:
                     runner.capture_cudagraph()
         except (torch.OutOfMemoryError, MemoryError) as error:
             runner.graphs = None
             if "kv_cache" in waking:
-                self._drop_kv_cache()
+                runner.release_kv_cache()
             for storage, _, _ in self._offloaded.values() if "weights" in waking else ():
                 storage.resize_(0)
             free_cached_memory(runner.device)
@@ -238,11 +236,6 @@ class Weights:
         self.sleeping -= waking
         if "weights" in waking:
             self._offloaded = {}
-
-    def _drop_kv_cache(self) -> None:
-        self._runner.copies.kv_cache = self._runner.recurrent.states = None
-        detach_kv_cache(self._runner.model)
-        detach_states(self._runner.model)
 
     def _offload(self, keep: bool) -> None:
         """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""
@@ -270,7 +263,7 @@ def other_half(name: str) -> str:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Return what torch's, or the C library's, allocator keeps for later."""
+    """Release the memory that the allocators of torch or the C library keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":

@@ -1,7 +1,7 @@
-"""What a sampling feature is: its three methods, and the logits that pass from one to the next."""
+"""The seam of sampling: the base class of features, and the logits that pass from one feature to the next."""
 
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,31 +15,18 @@ MAX_FLOAT = 1e30  # beyond, fp32 overflows; larger numbers have the same effect
 
 Arrays = dict[str, np.ndarray]  # integers [n] each, on their way to the device
 Tensors = dict[str, torch.Tensor]  # the same there, int32
+Masks = tuple[np.ndarray, np.ndarray]  # request slots int32 [n], their masks int32 [n, ceil(V / 32)]
+# of places in the batch, int [n], and their logits, f32[n, V], which it changes in place
+Process = Callable[[np.ndarray, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class SamplingState:
-    """Columns of the request state that sampling reads, indexed by request slot; strided views are fine.
+class Sampled(NamedTuple):
+    """A batch about to be sampled, with the host's late inputs, which depend on the tokens of the step before."""
 
-    Order of the filters: divide the logits by the temperature; top-k keeps the k largest; top-p keeps the shortest
-    prefix of the remaining ones, sorted and renormalized, whose probabilities reach p; min-p keeps those at least min_p
-    times as probable as the most probable. Ties with the last token kept are kept.
-    """
-
-    temperature: torch.Tensor  # f32[R], 0 = greedy
-    top_k: torch.Tensor  # i32[R], 0 = off
-    top_p: torch.Tensor  # f32[R], 1 = off
-    min_p: torch.Tensor  # f32[R], 0 = off
-    seed: torch.Tensor  # i32[R, 2], 64-bit Philox key, low half first
-    min_len: torch.Tensor  # i32[R], stop_ids may not be sampled while length < min_len
-    stop_ids: torch.Tensor  # i32[R, F], padded with -1
-    length: torch.Tensor  # i32[R], 0 = padding request slot
-    # Read only by the features that a batch uses, so a caller without these may leave them out.
-    is_masked: torch.Tensor | None = None  # i32[R], 0 = every token is allowed
-    is_penalized: torch.Tensor | None = None  # i32[R], 0 = neither bias nor penalty
-    presence_penalty: torch.Tensor | None = None  # f32[R], 0 = off, once for every token generated
-    frequency_penalty: torch.Tensor | None = None  # f32[R], 0 = off, times how often it was generated
-    repetition_penalty: torch.Tensor | None = None  # f32[R], > 0, 1 = off, for tokens of prompt and output
+    req_indices: np.ndarray  # int32 [B], request slots
+    num_rows: int = 1  # rows of logits of each
+    masks: Masks | None = None  # of constrained requests
+    process: Process | None = None  # calls logits processors; None on other ranks than 0
 
 
 class Logits(NamedTuple):
@@ -68,29 +55,40 @@ class Feature:
     Attributes:
         columns: name -> numpy dtype of its columns of the request state, which ``add`` fills and its kernel reads.
         in_place: ``apply`` changes the logits that it gets.
-        has_kernels: ``apply`` launches kernels.
+        reads_raw: ``report`` reads the model's own logits.
+        compiled_at_start: its kernels are compiled at the start, and not when a request needs them.
         ops: the functions that ``apply`` launches: the references in the feature's own module, or on CUDA the kernels
-            under the same names in the module of its name in ``kernels/sampling``. Given by the sampler, as is
-        state: all sampling columns on the device.
+            under the same names in ``kernels/sampling``. Given by the sampler, as is
+        state: all sampling columns of the request state on the device, [R] or [R, n]; strided views are fine.
     """
 
     columns: ClassVar[dict[str, Any]] = {}
-    in_place: ClassVar[bool] = False
+    in_place = reads_raw = compiled_at_start = False
     has_kernels: ClassVar[bool] = True
     ops: ModuleType
-    state: SamplingState
+    state: SimpleNamespace
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        """Host: sequences have got request slots. Fill the columns in their ``rows``, a structured array [n], and put
-        what else the device must know into ``arrays``. Returns which of the sequences use the feature."""
+        """Host: fill the columns of new requests in their ``rows``, a structured array [n]. Anything else that the
+        device must know goes into ``arrays``. Returns which of the requests use the feature."""
         raise NotImplementedError
+
+    def waits(self, req_indices: np.ndarray) -> bool:
+        """Host: whether these requests cannot be sampled before the host's late inputs have come."""
+        return False
+
+    def begin(self, sampled: Sampled, arrays: Arrays) -> None:
+        """Host: a batch that uses the feature is sampled next. ``arrays`` as for ``add``."""
 
     def write(self, tensors: Tensors) -> None:
-        """Device: take in what ``add`` has put into the arrays, if anything."""
+        """Device: read the arrays that ``add`` and ``begin`` have filled, if any."""
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
-        """Device: the logits changed, of these request slots, i32[B]."""
-        raise NotImplementedError
+        """Device: change the logits of these request slots, i32[B]."""
+        return logits
+
+    def report(self, raw: Logits, logits: Logits, tokens: torch.Tensor, req_indices: torch.Tensor) -> Any:
+        """Device: results for the host beside the tokens i32[B]; of the logits before and after all features."""
 
     def release(self) -> None:
-        """Give the device's memory back, when no request runs; the next one that needs it takes it again."""
+        """Free the device memory while no request runs; it is allocated again when a request needs it."""

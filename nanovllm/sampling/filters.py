@@ -12,9 +12,19 @@ BINS, BINS_PER_NAT = 2048, 64  # of a histogram of logits / temperature; the las
 
 
 class Filters(Feature):
-    """Logits below a sequence's threshold are not sampled. To find it takes the whole vocabulary."""
+    """Logits below a sequence's threshold are not sampled. Finding it takes the whole vocabulary.
 
-    columns: ClassVar = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+    Logits are divided by the temperature first. Top-k keeps the k largest; top-p the shortest prefix of the remaining
+    ones, sorted and renormalized, whose probabilities reach p; min-p the tokens at least min_p times as probable as the
+    most probable one. Ties with the last token kept are kept.
+    """
+
+    columns: ClassVar = {
+        "top_k": np.int32,  # 0 = off
+        "top_p": np.float32,  # 1 = off
+        "min_p": np.float32,  # 0 = off
+    }
+    compiled_at_start = True
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         params = new.params
@@ -28,7 +38,7 @@ class Filters(Feature):
 
 
 def filter_thresholds(logits, req_indices, state):
-    """The smallest logit each sequence may sample, f32[B]; -inf for greedy requests and those without a filter.
+    """The smallest logit each sequence may sample, f32[B]; -inf for greedy requests and requests without a filter.
 
     `logits` [B, V] are before the temperature and cover the whole vocabulary.
     """
@@ -53,7 +63,7 @@ def filter_thresholds(logits, req_indices, state):
 
 
 def _num_deciding(wide, temperature, top_k, top_p):
-    """How many of the largest logits decide the thresholds of top-k and top-p in every row; counted in whole bins.
+    """Number of the largest logits that decide the thresholds of top-k and top-p in every row, in whole bins.
 
     Arguments as in ``_cuts``.
     """

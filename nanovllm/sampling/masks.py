@@ -6,20 +6,18 @@ import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits, Tensors
+from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits, Masks, Sampled, Tensors
 from nanovllm.sampling_params import MAX_STOP_IDS
-
-Masks = tuple[np.ndarray, np.ndarray]  # request slots int32 [n], their masks int32 [n, ceil(V / 32)]
 
 
 class TokenMasks(Feature):
     """-inf on tokens that a request does not allow: bit t % 32 of word t // 32 of its mask allows token t.
 
-    The mask of a fixed set of ids is sent once, when the request gets its slot. That of a constrained request depends
-    on its last token, so the engine gives it before every sampling (``arrays_of``).
+    The mask of a fixed set of ids is sent once, when the request gets its slot. The mask of a constrained request
+    depends on its last token, so it is a late input of every sampling.
     """
 
-    columns: ClassVar = {"is_masked": np.int32}
+    columns: ClassVar = {"is_masked": np.int32}  # 0 = every token is allowed
     in_place = True
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
@@ -32,14 +30,21 @@ class TokenMasks(Feature):
         has_mask = [mask is not None for mask in new.allowed_masks]
         if any(has_mask):
             masks = [mask for mask in new.allowed_masks if mask is not None]
-            arrays.update(self.arrays_of((new.req_indices[has_mask], np.stack(masks))))
+            self._send((new.req_indices[has_mask], np.stack(masks)), arrays)
         used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
         rows["is_masked"] = used
         return used
 
+    def waits(self, req_indices: np.ndarray) -> bool:
+        return bool(self._is_constrained[req_indices].any())
+
+    def begin(self, sampled: Sampled, arrays: Arrays) -> None:
+        if sampled.masks is not None:
+            self._send(sampled.masks, arrays)
+
     @staticmethod
-    def arrays_of(masks: Masks) -> Arrays:
-        return {"mask_req_indices": masks[0], "masks": masks[1].ravel()}
+    def _send(masks: Masks, arrays: Arrays) -> None:
+        arrays["mask_req_indices"], arrays["masks"] = masks[0], masks[1].ravel()
 
     def write(self, tensors: Tensors) -> None:
         if "masks" not in tensors:
@@ -48,10 +53,6 @@ class TokenMasks(Feature):
             self.table = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         req_indices = tensors["mask_req_indices"].long()
         self.table.index_copy_(0, req_indices, tensors["masks"].view(len(req_indices), -1))
-
-    def are_due(self, req_indices: np.ndarray) -> bool:
-        """Whether a batch with these request slots is sampled only when its masks have come."""
-        return bool(self._is_constrained[req_indices].any())
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         self.ops.apply_token_mask(logits.values, req_indices, self.state, self.table, logits.vocab_start)
@@ -64,8 +65,11 @@ class TokenMasks(Feature):
 class MinTokens(Feature):
     """-inf on stop ids until min_tokens were generated. Each rank masks its part of the vocabulary."""
 
-    columns: ClassVar = {"min_len": np.int32, "stop_ids": (np.int32, MAX_STOP_IDS)}
-    in_place = True
+    columns: ClassVar = {
+        "min_len": np.int32,  # stop_ids may not be sampled while length < min_len
+        "stop_ids": (np.int32, MAX_STOP_IDS),  # padded with -1
+    }
+    in_place = compiled_at_start = True
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         rows["stop_ids"] = -1

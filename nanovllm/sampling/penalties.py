@@ -36,10 +36,10 @@ class Penalties(Feature):
     """Biases and penalties, in fp32. Each rank counts all tokens, and changes its part of the vocabulary."""
 
     columns: ClassVar = {
-        "presence_penalty": np.float32,
-        "frequency_penalty": np.float32,
-        "repetition_penalty": np.float32,
-        "is_penalized": np.int32,
+        "presence_penalty": np.float32,  # 0 = off, once for every token generated
+        "frequency_penalty": np.float32,  # 0 = off, times how often it was generated
+        "repetition_penalty": np.float32,  # > 0, 1 = off, for tokens of prompt and output
+        "is_penalized": np.int32,  # 0 = neither bias nor penalty
     }
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, last_token: torch.Tensor):
@@ -89,7 +89,7 @@ class Penalties(Feature):
 
 def entries(params: SamplingParams, history: np.ndarray | None,
             num_prompt_tokens: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-    """How many tokens are counted; distinct token ids, how often each was generated, their biases."""
+    """Number of counted tokens; distinct token ids, their counts in the output, their biases."""
     ids, counts, num_counted = np.empty(0, np.int64), np.empty(0, np.int64), INT32_MAX  # nothing is ever counted
     if history is not None:
         ids, where = np.unique(history, return_inverse=True)

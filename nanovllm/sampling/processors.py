@@ -4,16 +4,11 @@ They are called on rank 0 alone, where the user's process is, and the results go
 be neither picklable nor deterministic.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import Arrays, Feature, Logits
-
-# of places in the batch, int [n], and their logits, f32[n, V], which it changes in place
-Process = Callable[[np.ndarray, torch.Tensor], None]
+from nanovllm.sampling.feature import Arrays, Feature, Logits, Process, Sampled
 
 
 class Processors(Feature):
@@ -33,11 +28,9 @@ class Processors(Feature):
         self._has_processors[new.req_indices] = new.has_processors
         return new.has_processors
 
-    def set_batch(self, req_indices: np.ndarray, process: Process | None, num_rows: int = 1) -> None:
-        """Host: the request slots that are sampled next, each from the first of ``num_rows`` rows of logits.
-        ``process``: of the engine; None on other ranks."""
-        self._places, self._process = np.flatnonzero(self._has_processors[req_indices]), process
-        self._rows = self._places * num_rows
+    def begin(self, sampled: Sampled, arrays: Arrays) -> None:
+        self._places, self._process = np.flatnonzero(self._has_processors[sampled.req_indices]), sampled.process
+        self._rows = self._places * sampled.num_rows  # each is sampled from the first of its rows
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         whole = logits.gather()

@@ -1,10 +1,10 @@
 """The sampler: logits to token ids, as a recipe.
 
-Owns the order of the features, the record of which requests use which, and the draw over tensor-parallel ranks.
-B sequences of a batch, V vocabulary, R request slots.
+Owns the order of a sampling, the record of which requests use which features, and the draw over tensor-parallel ranks.
+Knows no feature by name (``features.py``). B sequences of a batch, V vocabulary, R request slots.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,72 +12,50 @@ import torch
 from nanovllm import kernels
 from nanovllm.core import NewSequences
 from nanovllm.distributed.group import TPGroup
-from nanovllm.sampling.feature import MAX_FLOAT, Arrays, Feature, Logits, Tensors
-from nanovllm.sampling.filters import Filters
-from nanovllm.sampling.logprobs import Logprobs
-from nanovllm.sampling.masks import MinTokens, TokenMasks
-from nanovllm.sampling.penalties import Penalties
-from nanovllm.sampling.processors import Processors
+from nanovllm.sampling.feature import MAX_FLOAT, Arrays, Feature, Logits, Sampled, Tensors
 
 
 class Sampler:
     """One rank's features, and the Gumbel-max trick: argmax of logit / temperature + noise, without a softmax.
 
     Args:
-        state: the ``RequestState``, with ``columns``; the draw advances its last tokens and lengths.
+        state: the ``RequestState``; the draw advances its last tokens and lengths.
         tp: ranks that split the vocabulary.
-        max_model_len, vocab_size: limits of the features' tables.
-        processed_logprobs: see ``Logprobs``.
+        features: in the order in which they are applied.
     """
 
-    columns: ClassVar[dict[str, Any]] = {
-        "temperature": np.float32, "seed": np.uint64,
-        **{name: dtype for kind in (Filters, MinTokens, Penalties, TokenMasks) for name, dtype in kind.columns.items()},
-    }  # fmt: skip
-
-    def __init__(self, state: Any, tp: TPGroup, max_model_len: int, vocab_size: int, processed_logprobs: bool = False):
+    def __init__(self, state: Any, tp: TPGroup, features: tuple[Feature, ...]):
         R, device = state.max_num_seqs, state.device
         beside = kernels.select(device.type).beside
-        self.state, self.tp, self.ops = state, tp, beside("nanovllm.sampling.gumbel")
-        self.masks = TokenMasks(R, vocab_size, device)
-        self.logprobs = Logprobs(R, vocab_size, processed_logprobs)
-        self.min_tokens, self.processors, self.filters = MinTokens(), Processors(R), Filters()
-        self.penalties = Penalties(R, max_model_len, vocab_size, state.last_token)
-        # in the order in which they are applied; log-probabilities follow the draw
-        self.features: tuple[Feature, ...] = (
-            self.masks, self.min_tokens, self.processors, self.penalties, self.filters, self.logprobs
-        )  # fmt: skip
-        for feature in self.features:
+        self.state, self.tp, self.features, self.ops = state, tp, features, beside("nanovllm.sampling.gumbel")
+        for feature in features:
             feature.state = state.sampling
             if feature.has_kernels:
                 feature.ops = beside(type(feature).__module__)
+        self.compiled_at_start = tuple(feature for feature in features if feature.compiled_at_start)
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
         self._no_thresholds = torch.full((len(state.length),), -torch.inf, dtype=torch.float32, device=device)
 
-    def __call__(self, values: torch.Tensor, req_indices: torch.Tensor, used: tuple[Feature, ...] = (),
-                 num_top: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, values: torch.Tensor, req_indices: torch.Tensor,
+                 used: tuple[Feature, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sample one token per request and append it to its request (``advance_requests`` of gumbel.py).
 
         Args:
             values: logits [B, V / tp.size], changed in place.
             req_indices: i32[B], request slots.
-            used: the features that some request of the batch uses, in their order.
-            num_top: alternatives to report beside each token.
+            used: the features that some request of the batch uses, from ``begin``.
 
         Returns:
-            Token ids i32[B], the same on every rank, and their log-probabilities where the batch uses these.
+            Token ids i32[B], the same on every rank, and the features' report, if the batch uses one that has any.
         """
         raw = logits = self.logits(values)
-        wants_logprobs = self.logprobs in used
-        if wants_logprobs and not self.logprobs.processed and any(feature.in_place for feature in used):
+        if any(feature.reads_raw for feature in used) and any(feature.in_place for feature in used):
             logits = raw._replace(values=values.clone())
         for feature in used:
-            if feature is not self.logprobs:
-                logits = feature.apply(logits, req_indices)
+            logits = feature.apply(logits, req_indices)
         tokens = self.draw(logits, req_indices)
-        if not wants_logprobs:
-            return tokens, None
-        return tokens, self.logprobs.of_sampled(raw, logits, tokens, num_top, req_indices)
+        reports = (feature.report(raw, logits, tokens, req_indices) for feature in used)
+        return tokens, next((report for report in reports if report is not None), None)
 
     def logits(self, values: torch.Tensor) -> Logits:
         return Logits(values, self._no_thresholds[: len(values)], self.tp)
@@ -97,13 +75,8 @@ class Sampler:
 
     # ---------------------------------------------------------------- which requests use what
 
-    @property
-    def compiled_at_start(self) -> tuple[Feature, ...]:
-        """Features whose kernels are compiled at the start; those of the others when a request needs them."""
-        return self.min_tokens, self.filters
-
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
-        """Host: sequences have got request slots; see ``Feature.add``."""
+        """Host: fill the columns of new requests; see ``Feature.add``."""
         rows["temperature"] = [0.0 if p.is_greedy else min(p.temperature, MAX_FLOAT) for p in new.params]
         rows["seed"] = new.seeds
         uses = np.zeros(len(new), np.int32)
@@ -112,12 +85,24 @@ class Sampler:
         self._uses[new.req_indices] = uses
 
     def used_by(self, req_indices: np.ndarray) -> tuple[Feature, ...]:
-        """The features that one of these requests uses; without any, a captured graph draws."""
+        """Features that one of these requests uses; without any, a captured graph draws."""
         bits = int(np.bitwise_or.reduce(self._uses[req_indices]))
         return tuple(feature for i, feature in enumerate(self.features) if bits >> i & 1) if bits else ()
 
+    def waits(self, req_indices: np.ndarray) -> bool:
+        """Host: whether a batch of these requests waits for the host's late inputs."""
+        return any(feature.waits(req_indices) for feature in self.used_by(req_indices))
+
+    def begin(self, sampled: Sampled) -> tuple[tuple[Feature, ...], Arrays]:
+        """Host: the features that the next batch uses, and arrays for ``write`` before it is sampled."""
+        used = self.used_by(sampled.req_indices)
+        arrays: Arrays = {}
+        for feature in used:
+            feature.begin(sampled, arrays)
+        return used, arrays
+
     def write(self, tensors: Tensors) -> None:
-        """Device: take in what ``add`` has put into the arrays."""
+        """Device: read the arrays that ``add`` and ``begin`` have filled."""
         for feature in self.features:
             feature.write(tensors)
 

@@ -4,15 +4,13 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.sampling_params import RULES as SAMPLING_RULES
 from nanovllm.validation import Rule, at_least, check, list_of
-
-if TYPE_CHECKING:
-    from nanovllm.models.config import ModelConfig
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -104,12 +102,12 @@ def tensor_names(model_path: str) -> list[str]:
         return []
 
 
-def read_eos_token_ids(model_path: str, config: "ModelConfig") -> list[int]:
-    """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
+def read_eos_token_ids(model_path: str, of_config: Iterable[int]) -> list[int]:
+    """End-of-sequence ids of ``generation_config.json``, else ``of_config``, the ids of ``config.json``."""
     path, raw = _read_generation_config(model_path)
     eos = raw.get("eos_token_id")
     if eos is None:
-        return list(config.eos_token_ids)
+        return list(of_config)
     return list(check(str(path), "eos_token_id", eos, TOKEN_IDS, CheckpointError))
 
 

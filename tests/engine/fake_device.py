@@ -11,20 +11,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from helpers import optional
 
 from nanovllm.core import PrefillBatch
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.kernels.reference import decode_inputs
 from nanovllm.outputs import Logprob
-from nanovllm.runner import cascade, prefill_graphs
-from nanovllm.runner.cascade import SharedPrefixes
-from nanovllm.runner.drafts import Drafts
+from nanovllm.runner import prefill_graphs
 from nanovllm.runner.inputs import to_device
 from nanovllm.runner.model_runner import ModelRunner, StepHandle
-from nanovllm.runner.prefill_graphs import PADDED, SHORT, PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillSizes
 from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Sampled
+from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
+Drafts, SharedPrefixes = optional("runner.drafts", "Drafts"), optional("runner.cascade", "SharedPrefixes")
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
 STOP_TEXT = "the stop string"
@@ -107,19 +109,20 @@ class Request:
 class FakeDevice:
     """Stands for the model runner: prepares batches as it does, and keeps hashes of histories in its KV slots."""
 
-    prepare, prepare_new, write = ModelRunner.prepare, ModelRunner.prepare_new, ModelRunner.write
+    prepare, write = ModelRunner.prepare, ModelRunner.write
 
     def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
         self.block_size, cpu = config.kvcache_block_size, torch.device("cpu")
         max_blocks = -(-config.max_model_len // self.block_size)
-        self.sizes = PrefillSizes((4,), ((6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
+        self.sizes = PrefillSizes(((4, 3), (6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         num_drafted = 7 * config.max_num_seqs * config.speculates
-        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, Sampler.columns, num_drafted)
-        self.drafts = Drafts(state, num_drafted)
-        self.sampler = Sampler(state, SINGLE_RANK, config.max_model_len, VOCAB)
-        self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
-        self.parts = self.shared_prefixes, self.drafts
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, num_drafted)
+        self.features = make_features(state, config.max_model_len, VOCAB)
+        self.sampler = Sampler(state, SINGLE_RANK, self.features)
+        self.drafts = Drafts and Drafts(state, num_drafted)
+        self.shared_prefixes = SharedPrefixes and SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
+        self.parts = [part for part in (self.shared_prefixes, self.drafts) if part is not None]
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
         if state_rows is not None:
@@ -158,14 +161,14 @@ class FakeDevice:
         self.last_token[req_indices] = self.sampled_tokens[req_indices] = tokens  # those of dead rows are undefined
         self.length[live] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
-        used = self.sampler.used_by(batch.req_indices)
-        assert (self.sampler.logprobs in used) == any(params.logprobs is not None for params in wanted)
+        used, _ = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows))
+        assert (self.features.logprobs in used) == any(params.logprobs is not None for params in wanted)
         holds_back = [p.min_tokens and (p.stop_token_ids or not p.ignore_eos) for p in wanted]
-        assert (self.sampler.min_tokens in used) == any(holds_back)
-        num_top = self.sampler.logprobs.num_top(batch.req_indices)
-        assert num_top == min(VOCAB, max((params.logprobs or 0 for params in wanted), default=0))
+        assert (self.features.min_tokens in used) == any(holds_back)
         logprobs = None
-        if self.sampler.logprobs in used:
+        if self.features.logprobs in used:
+            num_top = self.features.logprobs.num_top
+            assert num_top == min(VOCAB, max((params.logprobs or 0 for params in wanted), default=0))
             logprobs = torch.from_numpy(fake_logprobs(tokens, self.length[req_indices], num_top))
         if batch.num_rows > 1:
             self.drafts.accept(torch.from_numpy(req_indices), batch.num_rows)
@@ -197,13 +200,14 @@ class FakeDevice:
         self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
         self.seen |= {"again"} if resumed.any() else set()
         self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
-        self.seen |= {"block copy"} if len(batch.block_copies) else set()
-        self.seen |= {"prefix copy"} if len(batch.prefix_copies) else set()
+        self.seen |= {"block copy"} if len(batch.moves.block_copies) else set()
+        self.seen |= {"prefix copy"} if len(getattr(batch.moves, "prefix_copies", ())) else set()
 
     def reset(self):
         self.computed = None
         self.request_state.reset()
-        self.shared_prefixes.reset()
+        for part in self.parts:
+            part.reset()
 
     def take(self, batch, arrays):
         """To the device, which takes in its state."""
@@ -237,14 +241,14 @@ class FakeDevice:
         """(owner, tokens) of each of the ``size`` sequences of a decode batch, as the two halves of attention find
         them."""
         shared = [(0, 0)] * size
-        if self.shared_prefixes.groups is None:
+        if self.shared_prefixes is None or self.shared_prefixes.groups is None:
             return shared
         groups = [column.tolist() for column in self.shared_prefixes.groups]
         shared_lens, members = groups[:2]
         used = [group for group in zip(*groups[2:], strict=True) if group[1]]
         assert used and not any(shared_lens[size:])
         for begin, num_members, num_tokens, owner in used:
-            assert num_members >= cascade.MIN_MEMBERS and num_tokens > 0
+            assert num_members >= 2 and num_tokens > 0
             for member in members[begin : begin + num_members]:
                 assert shared[member] == (0, 0) and shared_lens[member] == num_tokens
                 shared[member] = owner, num_tokens
@@ -259,15 +263,15 @@ class FakeDevice:
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, batch):
-        assert (batch.states is None) == (self.states is None)
-        if batch.states is not None:
+        assert hasattr(batch.moves, "load_rows") == (self.states is not None)
+        if self.states is not None:
             self._advance_states(batch)
         arrays = self.prepare(batch)
-        kind, size = self.sizes.fit(arrays, batch.needs_every_state) or (None, 0)
+        size = self.sizes.fit(arrays, batch.needs_every_state)
         step = SimpleNamespace(**self.take(batch, arrays))
-        self._copy_blocks(batch.prefix_copies)
-        check = {SHORT: self._short, PADDED: self._padded, None: self._packed}[kind]
-        owners, states = check(batch, step, size)
+        if hasattr(batch.moves, "prefix_copies"):
+            self._copy_blocks(batch.moves.prefix_copies)
+        owners, states = (self._packed if size is None else self._padded)(batch, step, size)
         return self._outputs(batch, step, owners, states)
 
     def _packed(self, batch, step, _):
@@ -293,7 +297,7 @@ class FakeDevice:
         """What fills up a prefill is checked, and cut off; the parts of a sequence are joined."""
         self.seen.add("padded prefill")
         num_tokens, num_seqs = batch.num_tokens, len(step.req_indices)
-        assert (len(step.input_ids), num_seqs) in self.sizes.padded and len(step.input_ids) == size
+        assert (len(step.input_ids), num_seqs) in self.sizes.sizes and len(step.input_ids) == size
         assert not batch.readouts
         lengths = batch.stops - batch.starts
         parts = -(-lengths // prefill_graphs.MAX_PADDED_SEQLEN)
@@ -301,7 +305,7 @@ class FakeDevice:
         last, num_parts = np.cumsum(parts) - 1, sum(parts)  # of each sequence
         assert (step.slot_mapping[num_tokens:] == -1).all() and (step.context_lens[num_parts:] == 0).all()
         assert (step.req_indices[num_parts:] == self.request_state.padding_req_idx).all()
-        assert (step.cu_seqlens_q[num_parts:] == num_tokens).all()
+        assert (step.cu_seqlens_q[num_parts:] == num_tokens).all() and len(step.cu_seqlens_q) > num_seqs
         part_lengths = np.diff(step.cu_seqlens_q)[:num_parts]
         assert (part_lengths > 0).all() and (part_lengths <= prefill_graphs.MAX_PADDED_SEQLEN).all()
         offsets = np.repeat(batch.starts - np.cumsum([0, *lengths[:-1]]), parts)  # position less packed token
@@ -317,33 +321,12 @@ class FakeDevice:
         step.logits_indices = ends[: len(step.logits_indices)] - 1
         return self._packed(batch, step, None)
 
-    def _short(self, batch, step, size):
-        """Each token as a single-query sequence: first all are stored, then all attend."""
-        self.seen.add("short prefill")
-        num_tokens = batch.num_tokens
-        segments = step.input_ids, step.positions, step.slot_mapping, step.req_indices, step.context_lens
-        assert size in self.sizes.short and all(len(segment) == size for segment in segments)
-        chunks = zip(batch.chunk_seq_ids.tolist(), batch.chunk_req_indices, batch.starts, batch.stops, strict=True)
-        owners = [(self.requests[seq_id], req_idx, position) for seq_id, req_idx, start, stop in chunks
-                  for position in range(start, stop)]  # fmt: skip
-        for i, (request, req_idx, position) in enumerate(owners):
-            assert step.req_indices[i] == req_idx and step.positions[i] == position
-            assert step.context_lens[i] == position + 1
-            slots = self._slots(req_idx, position, position + 1)
-            assert step.slot_mapping[i] == slots[0]
-            self._store(request, slots, position, position + 1, step.input_ids[i : i + 1])
-        padding = slice(num_tokens, size)
-        assert (step.slot_mapping[padding] == -1).all() and (step.context_lens[padding] == 0).all()
-        assert (step.req_indices[padding] == self.request_state.padding_req_idx).all()
-        states = [self._attend(request, req_idx, position + 1) for request, req_idx, position in owners]
-        return [(request, position) for request, _, position in owners], states
-
     def _advance_states(self, batch):
         """Every layer reads and writes the states of all sequences of a prefill at once, in no order."""
-        moves, padding = batch.states, self.config.max_num_seqs
+        moves, padding = batch.moves, self.config.max_num_seqs
         seq_ids, own_rows = batch.chunk_seq_ids.tolist(), batch.chunk_req_indices.tolist()
         chunks = list(zip(map(self.requests.get, seq_ids), own_rows, batch.starts, batch.stops, strict=True))
-        loads, saves, copies = moves.load_rows.tolist(), moves.saves.tolist(), moves.copies.tolist()
+        loads, saves, copies = moves.load_rows.tolist(), moves.saves.tolist(), moves.state_copies.tolist()
         written = [row for *_, row in saves]
         assert len(set(written)) == len(written) and not set(written) & set(loads)
         assert all(padding < row < len(self.states) for row in written)
@@ -373,7 +356,7 @@ class FakeDevice:
     def _outputs(self, batch, step, owners, states):
         """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
-        self._copy_blocks(batch.block_copies)
+        self._copy_blocks(batch.moves.block_copies)
         num_sampled = len(batch.req_indices)
         assert len(step.logits_indices) <= len(batch.chunk_seq_ids)
         logits = [states[i] for i in step.logits_indices]
@@ -472,14 +455,6 @@ class FakeDevice:
 
     def _step_states(self, batch, requests, req_indices):
         lengths = batch.lengths.tolist()
-        if batch.state_copies is not None:
-            self.seen.add("rolling snapshot")
-            rows = batch.state_copies[:, 1].tolist()
-            assert len(set(rows)) == len(rows) and min(rows) > self.config.max_num_seqs
-            position_of = dict(zip(req_indices.tolist(), batch.lengths - 1, strict=True))
-            for source, row in batch.state_copies.tolist():
-                assert position_of[source] % self.grain == 0
-                self.states[row] = self.states[source]
         for request, row, length in zip(requests, req_indices, lengths, strict=True):
             assert self.states[row] == request.states[length - 2]
             self.states[row] = request.states[length - 1]

@@ -4,18 +4,19 @@ import weakref
 from random import Random
 
 import pytest
-from helpers import generate, greedy, prompt_of, tokens_of
+from helpers import generate, greedy, needs, prompt_of, tokens_of
 from test_scheduler import EOS, Harness, Request
 
 from nanovllm import EngineError, RequestError, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm.engine import callers
+from nanovllm.engine.callers import run
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 
 
 def test_the_first_launch_does_not_wait_for_the_last_request(make_llm, reference, monkeypatch):
     """2,048 short requests were all made while the device idled: 50 ms of 580. While it works, twice as many follow."""
-    monkeypatch.setattr(llm_engine, "FIRST", 2)
+    monkeypatch.setattr(callers, "FIRST", 2)
     llm, made, at_launch = make_llm(max_num_seqs=4), [], []
     make, run = InputProcessor.make_completions, llm.model_runner.forward
     monkeypatch.setattr(
@@ -77,12 +78,12 @@ def launches_of(seed, at_once, least):
         for seq in request.seqs:  # for what the device is to expect
             harness.requests[seq.seq_id] = Request(prompt, request.params, 16, seq.seed, (EOS,), None, None, 0)
         request.completions = []
-    launches, run, advance = [], harness.device.forward, engine._advance
+    launches, forward, advance = [], harness.device.forward, engine._advance
 
     def recorded(batch):
         chunks = () if batch.is_decode else (batch.starts.tolist(), batch.stops.tolist())
         launches.append((batch.seq_ids.tolist(), batch.req_indices.tolist(), chunks))
-        return run(batch)
+        return forward(batch)
 
     def checked():
         batch = advance()
@@ -93,9 +94,9 @@ def launches_of(seed, at_once, least):
     harness.device.forward, engine._advance = recorded, checked
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
-            patch.setattr(llm_engine, "FIRST", 1000)
-            patch.setattr(llm_engine, "WINDOW", 1000)
-        finished = {r.index: [c.token_ids for c in r.completions] for _, ended in engine._run(requests) for r in ended}
+            patch.setattr(callers, "FIRST", 1000)
+            patch.setattr(callers, "WINDOW", 1000)
+        finished = {r.index: [c.token_ids for c in r.completions] for _, ended in run(engine, requests) for r in ended}
     assert engine.is_finished() and not harness.scheduler.waiting and not engine._outputs.num_not_queued
     assert len(finished) == len(prompts)
     return launches, finished
@@ -164,6 +165,7 @@ class OnFirstUpdate:
     close = set_postfix = set_postfix_str = set_description = refresh
 
 
+@needs("readouts.prompt_logprobs")
 def test_scores_that_are_not_queued_keep_their_ids(make_llm):
     """A request that was added in the middle of a call took the id of a score to come: one of them was lost."""
     llm = make_llm(max_num_seqs=2)

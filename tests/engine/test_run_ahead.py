@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers import greedy, tokens_of
 
-from nanovllm import SamplingParams
-from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.errors import EngineError
 from nanovllm.runner.model_runner import StepHandle
 from nanovllm.sampling_params import StructuredOutputsParams

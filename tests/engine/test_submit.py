@@ -4,12 +4,13 @@ import asyncio
 import threading
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
+from itertools import pairwise
 
 import pytest
 from helpers import generate, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
 
-from nanovllm import LLM, EngineError, RequestError
+from nanovllm import LLM, EngineError, RequestError, SamplingParams
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -40,6 +41,25 @@ def test_any_step_resolves_them(make_llm, reference):
     assert finished == [(added, reference(prompt_of(6), 6))]
     for future in (first, second, third):
         assert future.done() and future.result()["token_ids"] == reference(prompt_of(5), 3)
+
+
+def test_deltas():
+    """After each step the new tokens, or all until now; the last is finished."""
+    params = SamplingParams(temperature=0, max_tokens=12, stop="9", logprobs=0)
+    with LLM(device="cpu", num_kvcache_blocks=16, quiet=True) as llm:
+        expected = llm.generate("count to 30", params, use_tqdm=False)[0]
+        new, whole = (llm.submit("count to 30", params) for _ in range(2))
+        deltas, wholes = [], []
+        while not llm.is_finished():
+            llm.step()
+            deltas += filter(None, [new.delta()])
+            wholes += filter(None, [whole.delta(cumulative=True)])
+        assert [output.finished for output in wholes] == [False] * (len(wholes) - 1) + [True]
+        texts = [output["text"] for output in wholes]
+        assert len(set(texts)) > 3 and all(after.startswith(before) for before, after in pairwise(texts))
+        assert "".join(output["text"] for output in deltas) == texts[-1] == expected["text"]
+        assert wholes[-1].outputs[0].logprobs == expected.outputs[0].logprobs
+        assert whole.result()["text"] == expected["text"]
 
 
 def test_text():

@@ -16,9 +16,8 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from nanovllm import kernels  # noqa: E402
-from nanovllm.sampling.feature import SamplingState  # noqa: E402
 
-MODULES = ("masks", "penalties", "filters", "gumbel", "logprobs")
+MODULES = ("masks", "penalties", "filters", "gumbel", "token_logprobs")
 
 
 def functions(device_type):
@@ -50,7 +49,7 @@ def make_state(num_requests, **values):
             column[:] = value if value.dim() != 1 else value[:, None]
         columns[name] = column if width > 1 else column[:, 0]
         start += width
-    return SamplingState(**columns)
+    return SimpleNamespace(**columns)
 
 
 def random_state(num_requests):

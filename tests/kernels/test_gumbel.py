@@ -4,7 +4,6 @@ The plain twins carry the statistics; the kernels must agree with the twins.
 """
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -357,7 +356,7 @@ def test_frequencies_follow_the_exact_odds(ops, num_draws, vary, mix):
     state = make_state(num_draws, **mix)
     if vary == "length":
         state.seed[:] = state.seed[:1].clone()
-        state = replace(state, length=torch.arange(1, num_draws + 1, device=DEVICE, dtype=torch.int32))
+        state.length = torch.arange(1, num_draws + 1, device=DEVICE, dtype=torch.int32)
     req_indices = every_request(state)
     batch = logits.repeat(num_draws, 1)
     thresholds = ops.filter_thresholds(batch[:1], req_indices[:1], state).expand(num_draws).contiguous()

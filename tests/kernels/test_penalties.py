@@ -1,6 +1,7 @@
 """Token masks, bias and penalties: twins against their definitions, the Triton kernels against their twins."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def with_columns(state, **values):
         if name.endswith("penalty"):
             columns[name] = columns[name].view(torch.float32)
         columns[name][:] = torch.as_tensor(value, device=DEVICE)
-    return replace(state, **columns)
+    return SimpleNamespace(**(vars(state) | columns))
 
 
 # ---------------------------------------------------------------- token masks

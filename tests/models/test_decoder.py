@@ -19,8 +19,8 @@ from torch import nn
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.layers.context import Context
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.models import decoder
-from nanovllm.models.config import read_model_config
+from nanovllm.models import decoder, kinds
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.loader import init_dummy_weights
 
 NUM_DECODED = 31  # the first by the prefill, 30 by decode steps
@@ -107,7 +107,7 @@ class Shift(nn.Module):
 @torch.inference_mode()
 def test_a_mixer_for_each_kind_of_layer(make_checkpoint, monkeypatch):
     """A layer of another kind needs a mixer in the table, and a name in checkpoints; nothing else knows it."""
-    monkeypatch.setitem(decoder.MIXERS, "shift", Shift)
+    monkeypatch.setitem(kinds.MIXERS, "shift", f"{__name__}.Shift")
     config = read_model_config(make_checkpoint())
     layers = tuple(replace(layer, mixer="shift") for layer in config.layers)
     model = decoder.CausalLM(replace(config, layers=layers), None, SINGLE_RANK)

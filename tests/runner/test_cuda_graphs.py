@@ -7,8 +7,9 @@ from helpers import DEVICES, generate, gpu_param, greedy, prompt_of, record_call
 
 from nanovllm import SamplingParams
 from nanovllm.runner import prefill_graphs
-from nanovllm.runner.cuda_graphs import cascade_sizes, decode_sizes
-from nanovllm.runner.prefill_graphs import PADDED, SHORT
+from nanovllm.runner.cascade import cascade_sizes
+from nanovllm.runner.cuda_graphs import decode_sizes
+from nanovllm.runner.prefill_graphs import PrefillGraphs
 
 
 def test_decode_sizes():
@@ -46,29 +47,33 @@ def test_batches_between_captured_sizes(make_llm, reference, max_num_seqs, devic
 
 
 def record_graphs(llm):
-    """The graph of each prefill from now on, None for those without."""
-    graphs, takes = [], llm.model_runner.prefill_graphs.takes
+    """The size of each prefill's graph from now on, None for those without."""
+    sizes = []
+    launcher = next((each for each in llm.model_runner.launchers if isinstance(each, PrefillGraphs)), None)
+    if launcher is None:
+        return sizes
+    takes = launcher.takes
 
     def recorded(batch, arrays):
         taken = takes(batch, arrays)
         if not batch.is_decode:
-            graphs.append(llm.model_runner.prefill_graphs.graph)
+            sizes.append(launcher.size)
         return taken
 
-    llm.model_runner.prefill_graphs.takes = recorded
-    return graphs
+    launcher.takes = recorded
+    return sizes
 
 
-def sizes_of(graphs, kind):
-    return [graph[1] for graph in graphs if graph is not None and graph[0] == kind]
+def sizes_of(graphs):
+    return [size for size in graphs if size is not None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("max_num_batched_tokens", "expected"), [(20, [32] * 4 + [16] + [32] * 14 + [16] + [32, 32]), (300, [128, 64])]
-)
-def test_short_prefills(make_llm, reference, max_num_batched_tokens, expected, device):
-    """A prompt of 128 tokens took 12 ms: its 224 kernels were launched one by one. Now short prefills replay a graph:
+    ("max_num_batched_tokens", "expected"), [(20, [32] * 21), (300, [128, 64])]
+)  # fmt: skip
+def test_small_prefills(make_llm, reference, max_num_batched_tokens, expected, device):
+    """A prompt of 128 tokens took 12 ms: its 224 kernels were launched one by one. Now small prefills replay a graph:
     several prompts, behind cached prefixes, in chunks that sample nothing. Long ones do not."""
     llm = make_llm(device=device, dtype="float32", max_num_batched_tokens=max_num_batched_tokens)
     if device == "cpu":
@@ -78,24 +83,24 @@ def test_short_prefills(make_llm, reference, max_num_batched_tokens, expected, d
     for prompts in (first, [long], [[*first[5], 7, 8, 9], [*long[:260], 5], first[2], first[5]]):
         assert generate(llm, prompts, greedy(3)) == [reference(prompt, 3) for prompt in prompts]
     # 91 tokens; 290; 11 + 5 + 15 + 8 behind cached blocks of 16
-    assert sizes_of(graphs, SHORT) == expected
+    assert sizes_of(graphs)[: len(expected)] == expected
     graphs.clear()  # the prompt's log-probabilities need every hidden state
     output = llm.generate([first[4]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    assert len(output.prompt_logprobs) == 17 and graphs == [(SHORT, 32)]
+    assert len(output.prompt_logprobs) == 17 and graphs == [None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded_prefills(make_llm, reference, monkeypatch, device):
     """2,048 prompts of 32 tokens took twice the device's time: each prefill of more than 256 tokens was launched kernel
     by kernel. Graphs read their sequences' lengths on the device: any number of them, chunks, hits, preempted ones."""
-    monkeypatch.setattr(prefill_graphs, "SHORT_SIZES", (16,))
     monkeypatch.setattr(prefill_graphs, "PADDED_SIZES", (32, 64, 128))
     monkeypatch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 50)
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 100, "num_kvcache_blocks": 24, "max_model_len": 192}
     llm = make_llm(device=device, dtype="float32", **options)
     if device == "cpu":
         use_graphs_on_cpu(llm)
-    assert llm.model_runner.prefill_graphs.sizes == ((16,), ((32, 4), (64, 8), (128, 12)), 8, False)
+    (launcher,) = (each for each in llm.model_runner.launchers if isinstance(each, PrefillGraphs))
+    assert launcher.sizes == (((32, 12), (64, 12), (128, 12)), 8)
     graphs = record_graphs(llm)
     prefix = prompt_of(48)
     for prompts in (
@@ -107,18 +112,17 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
         [prompt_of(60, seed=3), prompt_of(10, seed=9)],  # longer than the graphs' sequences: cut
     ):
         assert generate(llm, prompts, greedy(3)) == [reference(prompt, 3) for prompt in prompts]
-    assert sizes_of(graphs, PADDED) == [32, 64, 128, 32, 128, 128, 64, 128]
+    assert sizes_of(graphs) == [32, 64, 128, 32, 128, 128, 64, 128]
     graphs.clear()
     # they outgrow the KV cache, are preempted, and recomputed
     prompts = [prompt_of(30 + n, seed=n) for n in range(6)]
     assert generate(llm, prompts, greedy(60)) == [reference(prompt, 60) for prompt in prompts]
-    assert llm.scheduler.num_preemptions > 0 and len(sizes_of(graphs, PADDED)) > 2
+    assert llm.scheduler.num_preemptions > 0 and len(sizes_of(graphs)) > 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded_prefill_of_forked_completions(make_llm, monkeypatch, device):
     """Fewer logits than sampled requests; a partly filled block is copied. Drawn as without graphs."""
-    monkeypatch.setattr(prefill_graphs, "SHORT_SIZES", (16,))
     monkeypatch.setattr(prefill_graphs, "PADDED_SIZES", (64,))
     params = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=5, ignore_eos=True, logprobs=1)
     tokens = []
@@ -129,7 +133,7 @@ def test_padded_prefill_of_forked_completions(make_llm, monkeypatch, device):
         graphs = record_graphs(llm)
         outputs = llm.generate([prompt_of(20), prompt_of(25)], params, use_tqdm=False)
         tokens.append([completion.token_ids for output in outputs for completion in output.outputs])
-        assert len(sizes_of(graphs, PADDED)) == with_graphs
+        assert len(sizes_of(graphs)) == with_graphs
     assert tokens[0] == tokens[1]
     assert len({tuple(t) for t in tokens[0]}) > 2
 
@@ -144,7 +148,7 @@ def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
     with make_llm(**options) as llm:
         graphs = record_graphs(llm)
         tokens = generate(llm, prompts, params)
-        assert len(sizes_of(graphs, PADDED)) >= 3
+        assert len(sizes_of(graphs)) >= 3
     with make_llm(**options, enforce_eager=True) as llm:
         expected = generate(llm, prompts, params)
     # Products of another size round otherwise: some ties fall the other way, and what follows with them.
@@ -167,7 +171,7 @@ def test_padded_prefills_of_long_prompts(make_checkpoint, make_llm, num_ranks):
             graphs = record_graphs(llm)
             outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
             has_graphs = not eager and (num_ranks == 1 or llm.model_runner.tp.peers is not None)
-            assert sizes_of(graphs, PADDED) == (sizes if has_graphs else [])
+            assert sizes_of(graphs) == (sizes if has_graphs else [])
             results.append(outputs)
     for graphs, eager in zip(*results, strict=True):
         expected = eager.logprobs[0]

@@ -13,14 +13,7 @@ from conftest import HAS_GPU
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
 from nanovllm.runner import device as device_module
-from nanovllm.runner.device import (
-    ThreadTrials,
-    describe,
-    layer_weights,
-    select_dtype,
-    step_threads,
-    with_fitting_launches,
-)
+from nanovllm.runner.device import describe, layer_weights, select_dtype, step_threads, with_fitting_launches
 from nanovllm.runner.worker import announce
 
 
@@ -105,9 +98,9 @@ def four_cores(monkeypatch):
 def threads_of_a_step(context) -> int:
     """And the process's setting is put back."""
     before = torch.get_num_threads()
-    with context:
+    with context():
         inside = torch.get_num_threads()
-        with context:
+        with context():
             assert torch.get_num_threads() == inside
         assert torch.get_num_threads() == inside
     assert torch.get_num_threads() == before
@@ -138,7 +131,7 @@ def test_threads_on_a_gpu(four_cores):
 
 
 def test_threads_after_an_error(four_cores):
-    with pytest.raises(KeyboardInterrupt), step_threads(SMALL, CPU, 1):
+    with pytest.raises(KeyboardInterrupt), step_threads(SMALL, CPU, 1)():
         raise KeyboardInterrupt
     assert torch.get_num_threads() == 4
 
@@ -175,64 +168,6 @@ def test_threads_of_an_engine(four_cores, make_llm):
         llm.step()
         assert torch.get_num_threads() == 4
     assert seen == [1, 1, 1]
-
-
-class Clock:
-    """Decode steps of a machine on which a step takes ``seconds[threads]``."""
-
-    def __init__(self, most, monkeypatch):
-        self.trials, self.now = ThreadTrials(most), 0.0
-        monkeypatch.setattr(device_module, "perf_counter", lambda: self.now)
-
-    def run(self, seconds, num_steps, num_seqs=16):
-        """The number of threads of each step."""
-        threads = []
-        for _ in range(num_steps):
-            threads.append(self.trials.num_threads)
-            self.now += seconds[threads[-1]]
-            self.trials.took(num_seqs, seconds[threads[-1]])
-        return threads
-
-
-IDLE = {1: 0.08, 2: 0.045, 4: 0.025}
-BUSY = {1: 0.08, 2: 0.06, 4: 0.3}  # a core is taken
-VERY_BUSY = {1: 0.09, 2: 0.4, 4: 0.9}
-
-
-def test_threads_are_tried_at_the_first_steps(monkeypatch):
-    clock = Clock(4, monkeypatch)
-    assert clock.run(IDLE, 3) == [4] * 3 and clock.run(IDLE, 6) == [2, 4] * 3
-    assert clock.run(IDLE, 3000) == [4] * 3000  # nothing is slow: no other trial
-    assert Clock(1, monkeypatch).run(IDLE, 9) == [1] * 9
-
-
-def test_fewer_threads_where_another_process_keeps_cores_busy(monkeypatch):
-    clock = Clock(4, monkeypatch)
-    clock.run(IDLE, 1000)
-    threads = clock.run(BUSY, 40)
-    assert threads[-20:] == [2] * 20 and threads.count(4) <= 6
-    threads = clock.run(VERY_BUSY, 400)
-    assert threads[-20:] == [1] * 20 and threads.count(2) + threads.count(4) < 50
-    # it is gone
-    assert clock.run(IDLE, 3000)[-100:] == [4] * 100
-    clock = Clock(4, monkeypatch)  # busy from the start
-    assert clock.run(VERY_BUSY, 300)[-9:] == [1] * 9
-
-
-def test_trials_are_rare(monkeypatch):
-    """While cores stay busy, a slow step a minute is lost. Steps that differ in size are not compared."""
-    clock = Clock(4, monkeypatch)
-    clock.run(BUSY, 200)
-    start = clock.now
-    threads = clock.run(BUSY, 10_000)
-    assert 0 < threads.count(4) <= (clock.now - start) / 60 + 2 and threads.count(1) == 3 * threads.count(4)
-    clock = Clock(4, monkeypatch)
-    clock.run(IDLE, 100, num_seqs=256)
-    assert clock.run({4: 0.001}, 100, num_seqs=1) == [4] * 100
-    assert clock.run(IDLE, 100, num_seqs=256) == [4] * 100
-    clock = Clock(4, monkeypatch)
-    assert clock.run(IDLE, 5, num_seqs=256) == [4, 4, 4, 2, 4]
-    assert clock.run(IDLE, 14, num_seqs=100) == [2, *[4] * 3, *[2, 4] * 3, *[4] * 4]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import FEATURES, Slots, running
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.structured import mask_of
-from nanovllm.sampling.feature import INT32_MAX
+from nanovllm.sampling.feature import INT32_MAX, Sampled
 from nanovllm.sampling.penalties import BIAS_ONLY, entries
 from nanovllm.sampling_params import MAX_LOGIT_BIAS, StructuredOutputsParams
 
@@ -60,18 +61,18 @@ def test_what_a_batch_uses():
     for rows, used, num_top in (([], [], 0), ([0], [], 0), ([0, 1], ["logprobs"], 0), ([2, 0], both, 3),
                                 ([3, 2], both, V)):  # fmt: skip
         assert slots.used(*rows) == used
-        assert slots.sampler.logprobs.num_top(np.array(rows, np.int32)) == num_top
+        assert slots.num_top(*rows) == num_top
 
 
-def test_masks_are_due_for_constrained_requests_only():
+def test_a_batch_waits_for_masks_of_constrained_requests_only():
     """Of the others they are known, and sent, when the request gets its slot."""
     slots = Slots(SLOTS, vocab_size=V)
     slots.add(running([1], 0, bad_words=["a"]), running([1], 1, allowed_mask=mask_of([1], V)), running([1], 2))
-    are_due = slots.sampler.masks.are_due
-    assert [are_due(np.array(rows, np.int32)) for rows in ([0], [1], [2], [2, 1, 0], [])] == [True, False, False, True,
+    waits = slots.sampler.waits
+    assert [waits(np.array(rows, np.int32)) for rows in ([0], [1], [2], [2, 1, 0], [])] == [True, False, False, True,
                                                                                           False]  # fmt: skip
     slots.add(running([1], 0))
-    assert not are_due(np.arange(3))
+    assert not waits(np.arange(3))
 
 
 def test_plain_requests_cost_nothing():
@@ -79,11 +80,11 @@ def test_plain_requests_cost_nothing():
     slots = Slots(SLOTS, vocab_size=V)
     slots.add(running([5, 6], 0, completion=[7]), running([5], 2, [3], temperature=0))
     for name in FEATURES:
-        getattr(slots.sampler, name).apply = None  # fails where it is called
+        getattr(slots.features, name).apply = None  # fails where it is called
     assert slots.send().keys() == {"state_indices", "state_values"}
     tokens, logprobs = slots.sampler(torch.zeros(2, V), torch.tensor([0, 2]), slots.sampler.used_by(np.array([0, 2])))
     assert slots.used(0, 2) == [] and len(tokens) == 2 and logprobs is None
-    assert slots.sampler.masks.table is slots.sampler.penalties.table is None
+    assert slots.features.masks.table is slots.features.penalties.table is None
     # a row has room for these already
     slots.add(running([5, 6], 1, completion=[7], top_k=5, stop_ids=(3,), min_tokens=2, logprobs=1))
     assert slots.send().keys() == {"state_indices", "state_values"}
@@ -95,7 +96,7 @@ tokens = st.lists(st.integers(0, 9), max_size=10)
 biases = st.dictionaries(st.integers(0, 15), st.floats(-5, 5, width=16), max_size=6)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(prompt=tokens.filter(len), completion=tokens, bias=biases, penalty=st.sampled_from([1.0, 1.5]))
 def test_entries_against_a_plain_count(prompt, completion, bias, penalty):
     """Every token of a penalised request has one entry; so has every biased one."""
@@ -115,7 +116,7 @@ def test_entries_against_a_plain_count(prompt, completion, bias, penalty):
 
 def entries_of(slots, req_idx):
     """{token id: (count, bias)} of a request slot on the device."""
-    table = slots.sampler.penalties.table
+    table = slots.features.penalties.table
     columns = (column[req_idx, : table.num_entries[req_idx]].tolist()
                for column in (table.token_ids, table.counts, table.bias))  # fmt: skip
     return {token: (count, bias) for token, count, bias in zip(*columns, strict=True)}
@@ -129,7 +130,7 @@ def test_entries_reach_the_devices_table():
     assert slots.send()["penalty_values"] == (2 + 3 * 4) + (2 + 3 * 1)  # two sizes, and the entries
     assert entries_of(slots, 2) == {5: (1, 0.0), 6: (0, 1.5), 7: (2, 0.0), 60: (BIAS_ONLY, -2.0)}
     assert entries_of(slots, 0) == {69: (BIAS_ONLY, 0.25)}
-    table = slots.sampler.penalties.table
+    table = slots.features.penalties.table
     assert table.num_counted[[0, 2]].tolist() == [INT32_MAX, 6]
     assert not table.num_entries[[1, 3, SLOTS]].any()
     assert table.token_ids.shape == (SLOTS + 1, V)
@@ -141,7 +142,7 @@ def test_entries_of_a_slots_last_owner_are_gone():
     slots.send()
     slots.add(running([5], 1, presence_penalty=1))
     slots.send()
-    assert entries_of(slots, 1) == {5: (0, 0.0)} and slots.sampler.penalties.table.num_counted[1] == 1
+    assert entries_of(slots, 1) == {5: (0, 0.0)} and slots.features.penalties.table.num_counted[1] == 1
 
 
 @pytest.mark.parametrize(("max_model_len", "vocab_size", "capacity"),
@@ -151,7 +152,7 @@ def test_room_for_entries(max_model_len, vocab_size, capacity):
     slots = Slots(1, max_model_len=max_model_len, vocab_size=vocab_size)
     slots.add(running([1], logit_bias={3: 1.0}))
     slots.send()
-    assert slots.sampler.penalties.table.token_ids.shape == (2, capacity)
+    assert slots.features.penalties.table.token_ids.shape == (2, capacity)
 
 
 # ---------------------------------------------------------------- masks
@@ -159,7 +160,7 @@ def test_room_for_entries(max_model_len, vocab_size, capacity):
 
 def allowed_of(slots, req_idx):
     """Token ids that a request slot may sample, bit by bit."""
-    words = slots.sampler.masks.table[req_idx].numpy().view(np.uint32).tolist()
+    words = slots.features.masks.table[req_idx].numpy().view(np.uint32).tolist()
     return [token for token in range(V) if words[token // 32] >> token % 32 & 1]
 
 
@@ -170,10 +171,11 @@ def test_masks():
     slots.add(*(running([5], i, allowed_mask=mask_of(allowed, V)) for i, allowed in all_allowed.items()))
     sent = slots.send()
     assert (sent["mask_req_indices"], sent["masks"]) == (2, 2 * num_words)
-    masks = slots.sampler.masks
+    masks = slots.features.masks
     assert {i: allowed_of(slots, i) for i in all_allowed} == all_allowed
     assert masks.table.shape == (SLOTS + 1, num_words) and not masks.table[[0, 2, SLOTS]].any()
-    slots.arrays = masks.arrays_of((np.array([0, 3], np.int32), np.stack([mask_of([i, 64], V) for i in (7, 8)])))
+    late = np.array([0, 3], np.int32), np.stack([mask_of([i, 64], V) for i in (7, 8)])
+    masks.begin(Sampled(late[0], masks=late), slots.arrays)
     assert slots.send()["masks"] == 2 * num_words
     assert [allowed_of(slots, i) for i in range(4)] == [[7, 64], [33], [], [8, 64]]
 
@@ -185,4 +187,4 @@ def test_released_tables_are_made_again():
         slots.send()
         assert allowed_of(slots, 1) == allowed and entries_of(slots, 1) == {allowed[0]: (BIAS_ONLY, 1.0)}
         slots.sampler.release()
-        assert slots.sampler.masks.table is slots.sampler.penalties.table is None
+        assert slots.features.masks.table is slots.features.penalties.table is None

@@ -58,8 +58,9 @@ def make_logits(seed=0):
 def sample_with_logprobs(slots, logits, features):
     """Tokens of all requests, and their log-probabilities; checks that the tokens were appended."""
     state, sampler = slots.state, slots.sampler
-    used = tuple(getattr(sampler, name) for name in FEATURES if name in features)
-    tokens, logprobs = sampler(logits, torch.arange(R + 1, dtype=torch.int32), used, num_top=2)
+    used = tuple(getattr(slots.features, name) for name in FEATURES if name in features)
+    slots.features.logprobs.num_top = 2
+    tokens, logprobs = sampler(logits, torch.arange(R + 1, dtype=torch.int32), used)
     assert tokens.dtype == torch.int32 and tokens[R] == 0
     assert torch.equal(state.last_token[: R + 1], tokens) and torch.equal(state.sampled_tokens[: R + 1], tokens)
     assert state.length.tolist() == [5] * R + [0, 0]
@@ -74,7 +75,7 @@ def sample(logits, features, seed=0):
 def test_only_the_features_in_use_are_applied(features):
     calls, slots = [], make_slots()
     for name in FEATURES:
-        feature = getattr(slots.sampler, name)
+        feature = getattr(slots.features, name)
         feature.apply = lambda *args, name=name, apply=feature.apply: calls.append(name) or apply(*args)
     tokens, _ = sample_with_logprobs(slots, make_logits(), features)
     assert calls == list(features)

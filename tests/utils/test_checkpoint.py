@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.utils.checkpoint import (
     DEMO_MODEL,
     read_eos_token_ids,
@@ -152,21 +152,20 @@ def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path
 
 
 def test_end_of_sequence_ids(tmp_path):
-    config, file = read_model_config(DEMO_MODEL), tmp_path / "generation_config.json"
-    of_config = list(config.eos_token_ids)
-    assert of_config and read_eos_token_ids(tmp_path, config) == of_config
+    of_config, file = list(read_model_config(DEMO_MODEL).eos_token_ids), tmp_path / "generation_config.json"
+    assert of_config and read_eos_token_ids(tmp_path, of_config) == of_config
     for content, want in (("{}", of_config), ('{"eos_token_id": null}', of_config), ('{"eos_token_id": 7}', [7]),
                           ('{"eos_token_id": [8, 7]}', [8, 7]), ('{"eos_token_id": []}', [])):  # fmt: skip
         file.write_text(content)
-        assert read_eos_token_ids(tmp_path, config) == want
+        assert read_eos_token_ids(tmp_path, of_config) == want
     for bad in ("</s>", [1.0]):
         file.write_text(json.dumps({"eos_token_id": bad}))
         text = f"generation_config.json: eos_token_id={bad!r} must be a token id or a list of them."
         with pytest.raises(CheckpointError, match=re.escape(text)):
-            read_eos_token_ids(tmp_path, config)
+            read_eos_token_ids(tmp_path, of_config)
     file.write_text("{")
     with pytest.raises(CheckpointError, match=re.escape("generation_config.json cannot be read")):
-        read_eos_token_ids(tmp_path, config)
+        read_eos_token_ids(tmp_path, of_config)
 
 
 QWEN3 = {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "temperature": 0.6,

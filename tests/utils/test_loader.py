@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.context import Context
-from nanovllm.models.config import read_model_config
+from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 

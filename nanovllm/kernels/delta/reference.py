@@ -12,6 +12,7 @@ q, k and v come out of a causal convolution over the last W tokens, and o passes
 T packed tokens, S sequences, NC chunks, HK key heads of K, HV value heads of V; value head j has key head j * HK // HV.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,14 @@ class Chunks(NamedTuple):
     bounds: torch.Tensor  # [NC + 1], cumulative tokens of the chunks
     seqs: torch.Tensor  # [NC], sequence of a chunk
     save_rows: torch.Tensor  # [NC], a snapshot of the states after this chunk; -1: none
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Chunks | None":
+        """From a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
+        return cls(*(tensors[name] for name in CHUNK_ARRAYS)) if CHUNK_ARRAYS[0] in tensors else None
+
+
+CHUNK_ARRAYS = tuple(f"chunks_{field}" for field in Chunks._fields)
 
 
 def takes_delta_heads(key_dim, value_dim):

@@ -81,7 +81,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    partials_ptr,  # [S, T, C] contiguous, fp32 or of the residual's type, written before
+    partials_ptr,  # [S, T, C] contiguous, fp32, written before
     residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
@@ -125,7 +125,7 @@ class SplitKPartials:
     """
 
     residual: torch.Tensor  # [T, C]
-    partials: torch.Tensor  # [S, T, C], fp32; or of the residual's dtype: another rank's partial sum
+    partials: torch.Tensor  # fp32 [S, T, C]
 
     def __len__(self):
         return len(self.residual)

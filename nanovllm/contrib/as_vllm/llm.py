@@ -1,0 +1,303 @@
+"""vLLM's ``LLM`` and ``LLMEngine``: its signatures over one nanovllm engine."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import nanovllm.llm
+from nanovllm.config import read_generation_config
+from nanovllm.contrib.as_vllm import options, pooling, processors
+from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
+from nanovllm.contrib.as_vllm.worker import worker_class
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.llm import is_one_prompt
+from nanovllm.outputs import PoolingRequestOutput, RequestOutput
+
+OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
+PROMPT_KEYS = "prompt", "prompt_token_ids"
+IGNORED_KEYS = "cache_salt", "type"  # no value of theirs changes an output
+
+
+class LLMEngine:
+    """vLLM's engine: requests with string ids, driven step by step.
+
+    Args:
+        model: a local directory or a hub id.
+        **keywords: vLLM's engine keywords; see ``nanovllm.contrib.as_vllm.options``.
+
+    Attributes:
+        vllm_config, model_config and so on: the options; see ``EngineConfig``.
+
+    Raises:
+        ConfigError: a keyword is unknown, or has a value that nanovllm cannot honour.
+    """
+
+    def __init__(self, model: str, **keywords: Any):
+        make_worker = worker_class(keywords.get("worker_cls"), keywords.get("worker_extension_cls") or "")
+        self._keywords, self._llm = keywords, options.start(model, keywords)
+        config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
+        self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
+        self.model_executor = self._worker = make_worker(self._llm, config)
+        self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
+        self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
+        self._profile: Any = None  # torch's profiler, while it runs
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> Any:
+        return cls(**vars(engine_args))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_THE_WORKER:
+            return getattr(self._worker, name)
+        raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
+
+    def awake(self) -> nanovllm.llm.LLM:
+        """nanovllm's engine; EngineError while it sleeps at level 0. Of other levels it knows itself."""
+        if self._worker.is_paused:
+            raise EngineError("the engine sleeps (scheduling); call wake_up() first.")
+        return self._llm
+
+    def shutdown(self) -> None:
+        """Free the device's memory."""
+        self._llm.exit()
+
+    engine_core = property(lambda self: self)
+
+    def get_tokenizer(self, lora_request: Any = None) -> Any:
+        return self._llm.get_tokenizer()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self._llm.set_tokenizer(tokenizer)
+
+    tokenizer = property(get_tokenizer, set_tokenizer)
+
+    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults, overridden by the checkpoint's ``generation_config.json``."""
+        source = self._keywords.get("generation_config") or "auto"
+        path = self._llm.config.model_path if source == "auto" else source
+        values = {} if source == "vllm" else read_generation_config(path)
+        for name, value in (self._keywords.get("override_generation_config") or {}).items():
+            values["max_tokens" if name == "max_new_tokens" else name] = value
+        return SamplingParams.from_optional(**values)
+
+    def get_metrics(self) -> list[Any]:
+        return []  # as with disable_log_stats, the default
+
+    def do_log_stats(self) -> None:
+        """Statistics are not logged."""
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None,
+                    lora_request: Any = None, **others: Any) -> str:
+        """Queue a prompt: text, token ids or a dictionary."""
+        refuse("add_request", **others)
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
+        self._adapt(lora_request)
+        future = self.awake().submit(as_prompt(prompt), snapshots(params, self._processors))
+        self._requests[request_id] = future, getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        return request_id
+
+    def _adapt(self, lora_request: Any) -> None:
+        """Merge a request's adapter into the weights in place of the one before, which takes an idle engine.
+
+        Raises:
+            RequestError: ``enable_lora`` is not set, or the weights are not the checkpoint's.
+        """
+        if not self._keywords.get("enable_lora"):
+            if lora_request is not None:
+                raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
+            return
+        lora, worker = None if lora_request is None else lora_request.lora_path, self._worker
+        if lora is not None and worker.lora is None and worker.has_new_weights:
+            raise RequestError(
+                "a lora_request after new weights were loaded is not supported: nanovllm merges adapters into the "
+                "checkpoint's weights. Call collective_rpc('reload_weights'), or save a new checkpoint."
+            )
+        if worker.lora != lora or getattr(lora_request, "load_inplace", False):
+            self.awake().update_weights(lora=lora)
+            worker.lora, worker.has_new_weights = lora, False
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def abort_request(self, request_id: str | list[str], *_: Any, **__: Any) -> None:
+        """Ids that are unknown or finished are passed over."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if name in self._requests:
+                self._llm.abort(self._requests.pop(name)[0].request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Outputs of requests with new tokens, as their ``output_kind`` asks."""
+        try:
+            self.awake().step()
+        except BaseException:
+            if self._llm.is_finished():
+                self._requests.clear()  # they were dropped
+            raise
+        outputs = []
+        for name, (future, kind) in list(self._requests.items()):
+            if kind is RequestOutputKind.FINAL_ONLY and not future.done():
+                continue
+            if (output := future.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
+                if output.finished:
+                    del self._requests[name]
+                output.request_id = name
+                outputs.append(output)
+        return outputs
+
+    # ---------------------------------------------------------------- torch's profiler
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        given = self._keywords.get("profiler_config") or {}
+        given = given if isinstance(given, dict) else vars(given)
+        directory = given.get("torch_profiler_dir") or os.environ.get("VLLM_TORCH_PROFILER_DIR")
+        if not directory:
+            raise EngineError(
+                "start_profile needs LLM(profiler_config={'profiler': 'torch', 'torch_profiler_dir': '/a/directory'})."
+            )
+        from torch.profiler import profile, tensorboard_trace_handler
+
+        self._profile = profile(on_trace_ready=tensorboard_trace_handler(directory, profile_prefix or "nanovllm"))
+        self._profile.start()
+
+    def stop_profile(self) -> None:
+        """Write a Chrome trace."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+
+class LLM(LLMEngine):
+    """vLLM's ``LLM`` served by nanovllm; takes the same arguments."""
+
+    llm_engine = property(lambda self: self, fdel=LLMEngine.shutdown)
+
+    def generate(self, prompts: Any = None, sampling_params: Any = None, prompt_token_ids: Any = None,
+                 use_tqdm: bool | Callable = True, lora_request: Any = None, **others: Any) -> list[RequestOutput]:
+        """Complete one prompt or many; ``prompt_token_ids`` is how ids were given before prompt dictionaries.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be served, or one of the ``others`` is given.
+        """
+        refuse("generate", **others)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+
+        def run(prompts: Any, params: Any) -> list[RequestOutput]:
+            return self.awake().generate(prompts, snapshots(params, self._processors), use_tqdm)
+
+        prompts = as_prompts(prompts, prompt_token_ids)
+        return flatten_logprobs(self._by_adapter(prompts, params, lora_request, run), params)
+
+    def _by_adapter(self, prompts: Any, params: Any, lora_request: Any, run: Callable[[Any, Any], list]) -> list[Any]:
+        """``run(prompts, params)``, adapter by adapter where each prompt has a ``lora_request`` of its own; the outputs
+        in the order of the prompts.
+        """
+        if not isinstance(lora_request, (list, tuple)):
+            self._adapt(lora_request)
+            outputs = run(prompts, params)
+            lora_request = [lora_request] * len(outputs)
+        else:
+            prompts = [prompts] if is_one_prompt(prompts) else prompts
+            if len(lora_request) != len(prompts):
+                raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
+            outputs = [None] * len(prompts)
+            for adapter in dict.fromkeys(lora_request):
+                ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
+                own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
+                self._adapt(adapter)
+                for i, output in zip(ours, run([prompts[i] for i in ours], own), strict=True):
+                    outputs[i] = output
+        for output, adapter in zip(outputs, lora_request, strict=True):
+            output.lora_request = adapter
+        return outputs
+
+    def chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
+             lora_request: Any = None, chat_template: str | None = None, chat_template_content_format: str = "auto",
+             add_generation_prompt: bool = True, continue_final_message: bool = False,
+             tools: list[dict] | None = None, chat_template_kwargs: dict | None = None,
+             **others: Any) -> list[RequestOutput]:
+        """Answer one conversation or many. Raises what ``generate`` raises."""
+        refuse("chat", **others)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+
+        def run(messages: Any, params: Any) -> list[RequestOutput]:
+            return self.awake().chat(
+                messages, snapshots(params, self._processors), use_tqdm, chat_template=chat_template, tools=tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )  # fmt: skip
+
+        return flatten_logprobs(self._by_adapter(messages, params, lora_request, run), params)
+
+    def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
+                    concurrency_limit: int | None = None) -> list[Any]:
+        """``concurrency_limit`` changes no result: the engine batches by its memory."""
+        run = self.awake().beam_search
+        return self._by_adapter(as_prompts(prompts), params, lora_request, run)
+
+    def embed(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+              **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.embedding`` of each prompt."""
+        refuse("embed", **others)
+        return pooling.embed(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
+
+    def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+                 **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.probs`` of each prompt."""
+        refuse("classify", **others)
+        return pooling.classify(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
+
+    def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
+               pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.data``, a tensor, of each prompt; of the tasks "embed" and "classify"."""
+        refuse("encode", **others)
+        task = pooling_task or ("classify" if self.awake().config.model_config.num_labels else "embed")
+        return pooling.encode(self.awake(), as_prompts(prompts), pooling_params, use_tqdm, task)
+
+    def score(self, data_1: Any, data_2: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
+              **others: Any) -> list[PoolingRequestOutput]:
+        """``outputs.score`` of each text of ``data_2`` with that of ``data_1``, or with the only one."""
+        refuse("score", **others)
+        pooling.checked("score", pooling_params)
+        return pooling.score(self.awake(), data_1, data_2, use_tqdm)
+
+    def reward(self, *_: Any, **__: Any) -> Any:
+        raise EngineError("reward of vLLM, a score for every token, is not supported by nanovllm; see classify.")
+
+
+def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> Any:
+    """One prompt or many, as nanovllm takes them; ids beside them are how they were given before dictionaries."""
+    if prompt_token_ids is not None:
+        ids = [prompt_token_ids] if is_one_prompt(prompt_token_ids) else prompt_token_ids
+        texts = [None] * len(ids) if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+        if len(texts) != len(ids):
+            raise RequestError(f"{len(texts)} prompts but {len(ids)} prompt_token_ids.")
+        return [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)]
+    return [as_prompt(prompt) for prompt in prompts] if isinstance(prompts, (list, tuple)) else as_prompt(prompts)
+
+
+def as_prompt(prompt: Any) -> Any:
+    """A dictionary without the keys that are empty, or change nothing; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key, value in prompt.items():
+        if value and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
+            raise RequestError(f"a prompt with {key!r} is not supported by nanovllm; allowed: {PROMPT_KEYS}.")
+    return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
+
+
+def refuse(method: str, **values: Any) -> None:
+    """Raise RequestError for arguments that would change the result and are not supported."""
+    for name, value in values.items():
+        if any(value) if isinstance(value, (list, tuple)) else value:  # priorities of 0 change nothing
+            raise RequestError(f"{method}: {name}={value!r:.200} is not supported by nanovllm; leave it out.")

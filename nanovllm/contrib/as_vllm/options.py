@@ -1,0 +1,297 @@
+"""vLLM's engine keywords, passed on or accepted at the values that change nothing, and the engine they ask for.
+
+One table serves ``LLM(...)``, ``EngineArgs(...)`` and its command line.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import weakref
+from dataclasses import make_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nanovllm.config import Config, SpeculativeConfig, resolve_model
+from nanovllm.contrib.as_vllm.pooling import PoolerConfig
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.llm import LLM
+from nanovllm.validation import did_you_mean, rules_of
+
+# options of nanovllm, of the same meaning: keyword -> default; None leaves the choice to nanovllm
+PASSED: dict[str, Any] = {
+    "tokenizer": None, "skip_tokenizer_init": False, "trust_remote_code": False, "revision": None, "seed": None,
+    "tensor_parallel_size": 1, "dtype": "auto", "kv_cache_dtype": "auto", "quantization": None, "load_format": "auto",
+    "device": "auto", "gpu_memory_utilization": 0.9, "enforce_eager": False, "max_num_seqs": None,
+    "max_num_batched_tokens": None, "enable_prefix_caching": None, "logprobs_mode": "raw_logprobs", "max_logprobs": 20,
+}  # fmt: skip
+# handled here and in llm.py
+OWN: dict[str, Any] = {
+    "model": "Qwen/Qwen3-0.6B", "max_model_len": None, "block_size": None, "num_gpu_blocks_override": None,
+    "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
+    "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
+    "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
+    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None,
+}  # fmt: skip
+# values, the default first -> keywords that are refused at others
+ONLY: list[tuple[tuple, str]] = [
+    ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_cache_memory_bytes kv_transfer_config
+        kv_offloading_size speculative_model num_speculative_tokens logits_processor_pattern"""),
+    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
+    ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
+        enable_prompt_embeds enable_return_routed_experts"""),
+    ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
+    ((0,), "cpu_offload_gb"),
+    (("auto", "hf"), "tokenizer_mode config_format"),
+    (("auto", "vllm"), "model_impl"),
+    (("auto", "generate", "pooling"), "runner"),
+    ((None, "auto", "generate", "embed", "embedding", "classify", "score"), "task"),
+    (("auto", "none", None, "embed", "classify"), "convert"),
+    ((None, True, False), "hf_token"),
+    ((None, "mp", "uni", "ray", "external_launcher"), "distributed_executor_backend"),
+    (("auto", None), "mamba_cache_dtype"),
+    (("fcfs",), "scheduling_policy"),
+]  # fmt: skip
+NEUTRAL: dict[str, tuple] = {name: values for values, names in ONLY for name in names.split()}
+# hints on speed, memory and logs, and options of other models, of which no value changes an output
+ON = "disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_block_manager use_tqdm_on_load"
+OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input disable_sliding_window
+    disable_cascade_attn disable_custom_all_reduce ray_workers_use_nsight disable_mm_preprocessor_cache
+    guided_decoding_disable_fallback fully_sharded_loras"""
+UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills
+    long_prefill_token_threshold num_scheduler_steps num_lookahead_slots scheduler_delay_factor preemption_mode
+    async_scheduling stream_interval prefix_caching_hash_algo attention_backend max_parallel_loading_workers
+    max_seq_len_to_capture cuda_graph_sizes compilation_config optimization_level ignore_patterns
+    safetensors_load_strategy tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config max_lora_rank
+    max_loras max_cpu_loras lora_extra_vocab_size lora_dtype limit_mm_per_prompt mm_processor_cache_gb
+    allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config reasoning_parser
+    mamba_block_size mamba_cache_mode
+    collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
+HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
+DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
+PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
+
+
+def check(keywords: dict[str, Any]) -> None:
+    """Raise ConfigError for a keyword that is unknown, or at a value that nanovllm cannot honour."""
+    for name, value in keywords.items():
+        if name not in DEFAULTS:
+            raise ConfigError(f"LLM() has no option {name!r}.{did_you_mean(name, DEFAULTS)}")
+        is_the_models = name == "tokenizer_revision" and value == keywords.get("revision")
+        if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
+            allowed = " or ".join(map(repr, NEUTRAL[name]))
+            raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
+    speculative_config(keywords)
+
+
+def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
+    """Translate vLLM's options of speculation by lookup. Hints that lookup here has no use for are left out, because
+    they change no output.
+
+    Raises:
+        ConfigError: another method, which needs a model of its own.
+    """
+    given = keywords.get("speculative_config")
+    if given is None:
+        return None
+    given = given if isinstance(given, dict) else {}
+    method = "ngram" if given.get("model") in ("ngram", "[ngram]") else given.get("method")
+    if method not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"LLM: speculative_config={keywords['speculative_config']!r:.200} is not supported; nanovllm allows "
+            "None, or the method 'ngram' or 'suffix'."
+        )
+    options = {name: given[name] for name in rules_of(SpeculativeConfig) if given.get(name) is not None}
+    if isinstance(length := options.get("num_speculative_tokens"), int):
+        options["num_speculative_tokens"] = min(length, SpeculativeConfig.num_speculative_tokens)
+    return {**options, "method": method}
+
+
+def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Check keywords of vLLM's engine, and translate them to options of nanovllm's ``LLM``; of ``OWN`` the KV cache's.
+
+    Raises:
+        ConfigError: as ``check``; or ``quantization`` names another one than the checkpoint has.
+    """
+    check(keywords)
+    given = {name: keywords[name] for name in PASSED if keywords.get(name) is not None}
+    if given.get("load_format") in ("safetensors", "hf"):
+        given["load_format"] = "auto"
+    if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):
+        given["state_dtype"] = state_dtype
+    if (speculation := speculative_config(keywords)) is not None:
+        given["speculative_config"] = speculation
+    block_size, blocks = keywords.get("block_size"), keywords.get("num_gpu_blocks_override")
+    given["kvcache_block_size"] = block_size or 256
+    if blocks is not None:  # blocks of vLLM's default size
+        given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
+    if "max_num_batched_tokens" in given:
+        given.setdefault("max_num_seqs", min(512, given["max_num_batched_tokens"]))
+    if (method := given.get("quantization")) in PUBLISHED:
+        config = config_of(keywords["model"], given.get("revision"))
+        if (published := config.model_config.quant_method) != method:
+            has = "none" if published is None else repr(published)
+            raise ConfigError(
+                f"LLM: quantization={method!r} names the quantization of a checkpoint, and {config.model_path} has "
+                f"{has}. Leave it out, or take quantization='fp8', which quantizes 16-bit weights as they load."
+            )
+        del given["quantization"]  # the checkpoint has it anyhow
+    return given
+
+
+def start(model: str, keywords: dict[str, Any]) -> LLM:
+    """The engine that vLLM's keywords ask for.
+
+    Without ``max_model_len`` it is the model's own context length, or what the KV cache holds if that is less.
+    """
+    check(keywords)
+    claim_devices(keywords.get("tensor_parallel_size") or 1)
+    has_weights, download_dir = keywords.get("load_format") != "dummy", keywords.get("download_dir")
+    path = resolve_model(model, keywords.get("revision"), has_weights, cache_dir=download_dir)
+    overlay = overlaid(path, keywords)
+    if overlay is not None:
+        path = overlay.name
+    if overlay is not None or download_dir:
+        model = path
+    for name in ("pooler_config", "override_pooler_config"):
+        if (given := keywords.get(name)) is not None:
+            (PoolerConfig(**given) if isinstance(given, dict) else given).check(path)
+    max_model_len = keywords.get("max_model_len")
+    if is_default := max_model_len in (None, -1, "auto"):
+        max_model_len = config_of(path).model_config.max_position_embeddings
+    llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
+    if overlay is not None:
+        weakref.finalize(llm, overlay.cleanup)
+    capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
+    if is_default and capacity < llm.config.max_model_len:
+        # the engine's tables are wider than needed now, and every check of a request reads this value
+        vars(llm.config).update(max_model_len=capacity)
+    return llm
+
+
+def config_of(model: str, revision: str | None = None) -> Config:
+    """The configuration of a checkpoint under nanovllm's default options; reads no weights."""
+    return Config.from_options(model, {"revision": revision, "load_format": "dummy", "skip_tokenizer_init": True})
+
+
+def overlaid(path: str, keywords: dict[str, Any]) -> TemporaryDirectory | None:
+    """A directory with links to the files of ``path`` and the config.json that keywords change; None if they do not."""
+    overrides = keywords.get("hf_overrides") or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"LLM: hf_overrides={overrides!r:.100} must be a dictionary of fields of config.json.")
+    overrides = {**overrides, **{n: keywords[n] for n in ("rope_scaling", "rope_theta") if keywords.get(n)}}
+    if not overrides:
+        return None
+    directory = TemporaryDirectory(prefix="nanovllm-")
+    for file in Path(path).iterdir():
+        if file.name != "config.json":
+            Path(directory.name, file.name).symlink_to(file.resolve())
+    try:
+        config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}/config.json cannot be read ({error}).") from None
+    Path(directory.name, "config.json").write_text(json.dumps({**config, **overrides}), encoding="utf-8")
+    return directory
+
+
+def claim_devices(size: int) -> None:
+    """In one of several data-parallel processes (``VLLM_DP_SIZE``), see only the devices of its rank.
+
+    A launcher may have chosen them already; then fewer are visible than all ranks need.
+    """
+    rank = os.environ.get("VLLM_DP_RANK_LOCAL", os.environ.get("VLLM_DP_RANK", ""))
+    num_ranks = int(os.environ.get("VLLM_DP_SIZE", "1"))
+    if num_ranks < 2 or not rank.isdigit():
+        return
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
+    if len(devices) >= num_ranks * size and not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(rank) * size : (int(rank) + 1) * size])
+
+
+class EngineConfig:
+    """An engine's options under vLLM's names. One object is ``vllm_config`` and all its parts.
+
+    Made of nanovllm's ``config``, vLLM's ``keywords`` and, if the engine runs, its ``runner``.
+    """
+
+    pipeline_parallel_size = data_parallel_size = 1
+    is_multimodal_model = is_encoder_decoder = False
+    lora_config = speculative_config = None
+    model_config = cache_config = scheduler_config = parallel_config = property(lambda self: self)
+
+    def __init__(self, config: Config, keywords: dict[str, Any], runner: Any = None):
+        vars(self).update(vars(config))  # max_model_len, max_num_seqs, tensor_parallel_size and so on
+        self._config, self.model = config, str(keywords["model"])
+        pools = keywords.get("runner") == "pooling" or not config.model_config.has_lm_head
+        self.runner_type = self.task = "pooling" if pools else "generate"
+        self.tokenizer = str(keywords.get("tokenizer") or self.model)
+        self.max_seq_len_to_capture = min(8192, config.max_model_len)
+        self.block_size, self.world_size = config.kvcache_block_size, config.tensor_parallel_size
+        self.dtype = getattr(runner, "dtype", config.dtype)
+        self.num_gpu_blocks = getattr(runner, "num_kvcache_blocks", None)
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' view of config.json."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._config.trust_remote_code)
+
+    hf_text_config = hf_config
+
+    def get_vocab_size(self) -> int:
+        return self._config.model_config.vocab_size
+
+
+class _EngineArgs:
+    """Engine keywords as a value: ``LLM(**dataclasses.asdict(EngineArgs(...)))``."""
+
+    def __post_init__(self) -> None:
+        check(vars(self))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """``--max-model-len`` and so on."""
+        short = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "quantization": ["-q"]}
+        for name, default in DEFAULTS.items():
+            flags = ["--" + name.replace("_", "-"), *short.get(name, ())]
+            if isinstance(default, bool) or name == "enable_prefix_caching":
+                parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default)
+            else:
+                kind = type(default) if isinstance(default, (str, float)) else _value
+                parser.add_argument(*flags, type=kind, default=default)
+        return parser
+
+    def create_model_config(self) -> EngineConfig:
+        """The ``model_config`` of an engine with these options; starts none."""
+        config = Config.from_options(vars(self)["model"], to_nanovllm(vars(self)))
+        max_model_len = vars(self)["max_model_len"] or config.model_config.max_position_embeddings
+        return EngineConfig(replace(config, max_model_len=max_model_len), vars(self))
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Any:
+        return cls(**{name: getattr(args, name) for name in DEFAULTS if hasattr(args, name)})
+
+
+def _value(text: str) -> Any:
+    """An integer or JSON if it reads as one; "None" is None."""
+    is_json = text[:1] in ("{", "[") or text.lstrip("-").isdigit()
+    return None if text == "None" else json.loads(text) if is_json else text
+
+
+EngineArgs: Any = make_dataclass("EngineArgs", [(name, Any, DEFAULTS[name]) for name in DEFAULTS], bases=(_EngineArgs,))
+EngineArgs.__module__ = "vllm.engine.arg_utils"
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """Takes ``--max_model_len`` for ``--max-model-len``."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in given]
+        return super().parse_known_args(dashed, namespace)

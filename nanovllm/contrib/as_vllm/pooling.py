@@ -1,0 +1,136 @@
+"""vLLM's ``PoolingParams`` and ``PoolerConfig``, and its pooling methods over nanovllm's ``embed`` and so on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.llm import LLM
+from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
+from nanovllm.sampling_params import Parameters
+
+VERBS: Any = LLM  # a copy of nanovllm may lack those used here
+
+
+@dataclass
+class PoolingOutput:
+    """Of ``encode``. ``data``: a torch tensor."""
+
+    data: Any
+
+
+@dataclass
+class PoolingParams(Parameters):
+    """``dimensions`` of an embedding; whether it is normalized, under the three names that it has had; its ``task``."""
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    activation: bool | None = None
+    use_activation: bool | None = None
+    softmax: bool | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    task: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: Any = None
+
+    def clone(self) -> "PoolingParams":
+        return replace(self)
+
+    @property
+    def is_active(self) -> bool | None:
+        flags = (self.use_activation, self.activation, self.normalize, self.softmax)
+        return next((flag for flag in flags if flag is not None), None)
+
+
+@dataclass
+class PoolerConfig(Parameters):
+    """How hidden states are pooled. nanovllm does what the checkpoint says, and refuses anything else."""
+
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+    dimensions: int | None = None
+    task: str | None = None
+
+    def check(self, model_path: str) -> None:
+        """Raise ConfigError if the checkpoint says something else."""
+        pooling, given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
+        if given is not None and given.lower() != pooling.kind:
+            raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {pooling.kind!r}.")
+        flags = [flag for flag in (self.normalize, self.use_activation, self.activation) if flag is not None]
+        if flags and flags[0] != pooling.normalize:
+            raise ConfigError(f"LLM: a pooler config with normalize={flags[0]} is not supported; give it to embed(), "
+                              f"in PoolingParams. This checkpoint has {pooling.normalize}.")  # fmt: skip
+
+
+def checked(method: str, params: Any) -> PoolingParams:
+    """The parameters of a call; RequestError for a value that would change the result and is not supported."""
+    every = params if isinstance(params, (list, tuple)) else [params or PoolingParams()]
+    for each in every:
+        if not isinstance(each, PoolingParams):
+            raise RequestError(f"{method}: pooling_params must be a PoolingParams, not {each!r:.100}.")
+        if each != every[0]:
+            raise RequestError(f"{method}: pooling_params that differ from prompt to prompt are not supported.")
+        for name in ("truncate_prompt_tokens", "step_tag_id", "returned_token_ids"):
+            if getattr(each, name) is not None:
+                raise RequestError(f"{method}: PoolingParams({name}={getattr(each, name)!r:.100}) is not supported.")
+    return every[0] if every else PoolingParams()
+
+
+def usable(outputs: list[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
+    """The outputs of a call; EngineError if one has no result, for which vLLM's have no place."""
+    for output in outputs:
+        if output.error is not None:
+            raise EngineError(f"prompt {output.index}: {output.error}")
+    return outputs
+
+
+def embed(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+    params = checked("embed", params)
+    return usable(llm.embed(prompts, params.is_active, params.dimensions, use_tqdm))
+
+
+def classify(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+    params = checked("classify", params)
+    if params.is_active is False or params.dimensions is not None:
+        raise RequestError("classify: logits without activation, and dimensions, are not supported.")
+    return usable(llm.classify(prompts, use_tqdm))
+
+
+def encode(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable, task: str) -> list[PoolingRequestOutput]:
+    """Embeddings or probabilities as tensors."""
+    import torch
+
+    methods = {"embed": embed, "classify": classify}
+    if task not in methods:
+        raise RequestError(f"encode: pooling_task={task!r} is not supported, only {' and '.join(map(repr, methods))}.")
+    outputs = methods[task](llm, prompts, params, use_tqdm)
+    for output in outputs:
+        of = output.outputs
+        output.outputs = PoolingOutput(torch.tensor(of.values if isinstance(of, EmbeddingOutput) else of.probs))
+    return outputs
+
+
+def score(llm: Any, data_1: Any, data_2: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
+    """Of pairs of texts: a reranker's score of one text behind the other, else the cosine of their embeddings."""
+    first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
+    config = llm.config.model_config
+    if config.num_labels or config.label_tokens:
+        return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
+    outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
+    queries = list(dict.fromkeys(first))
+    embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
+    for text, output in zip(first, outputs, strict=True):
+        output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
+    return outputs

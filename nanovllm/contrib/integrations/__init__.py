@@ -1,0 +1,1 @@
+"""Adapters from other libraries' interfaces to nanovllm; each needs the library it is named after."""

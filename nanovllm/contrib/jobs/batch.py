@@ -1,0 +1,132 @@
+"""``nanovllm batch``: complete every row of a file, exactly once however often the job is stopped.
+
+The job reads the input twice: for the ids, then for the rows that are not done. Of each row it keeps a
+hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
+"""
+
+import re
+import sys
+from contextlib import closing
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from nanovllm.config import read_generation_config, resolve_model
+from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint
+from nanovllm.contrib.jobs.rows import as_object, ready
+from nanovllm.errors import ConfigError
+from nanovllm.sampling_params import SamplingParams
+
+# options of the engine that change speed and memory alone: a job may go on with others
+FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
+        "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
+        "trust_remote_code", "speculative_config")  # fmt: skip
+USED = ("custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those that options name
+SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
+
+
+def run(args: Any) -> int:
+    """The command. Everything that can be wrong is looked at before an engine starts."""
+    path, (k, n) = Path(args.output), shard_of(args.shard)
+    if path.name in ("", ".."):
+        raise ConfigError(f"OUT={path} must have a name, for OUT.run.json lies beside it.")
+    if args.shard:
+        path = path.with_name(f"{path.stem}-{k}-of-{n}{path.suffix}")
+    if args.data_parallel_size < 1:
+        raise ConfigError(f"--data-parallel-size {args.data_parallel_size}: it must be at least 1.")
+    as_object("--chat-template-kwargs", args.chat_template_kwargs)
+    model_path = resolve_model(args.model, args.engine.get("revision"))
+    defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
+    args.base_params = SamplingParams(**ready({**defaults, **args.sampling}))
+    there, out = Path(args.input).resolve(), path.resolve()
+    if there in (out, out.parent) or out in there.parents:  # the last: --overwrite would delete it
+        raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
+    source = Input(Path(args.input), args.id_column)
+    check_columns(args, source.columns)
+    used = {*USED, args.id_column, args.prompt_column, args.messages_column}
+    if unused := [name for name in source.columns if name not in used]:
+        say(f"Columns of IN that are not used: {', '.join(unused):.300}.")
+    output = Output(path, source.ids_are_integers)
+    if args.metrics:
+        if Path(args.metrics).resolve() in (there, out):
+            raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
+        end_last_line(Path(args.metrics))
+    with begun(output, facts_of(args, model_path, source), args.overwrite):
+        done, num_errors = output.scan(args.retry_errors)
+        is_mine = np.arange(len(source.hashes)) % n == k
+        todo = is_mine & ~np.isin(source.hashes, done)
+        return complete(args, source, todo, output, int(is_mine.sum() - todo.sum()), num_errors)
+
+
+def shard_of(shard: str | None) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", shard or "0/1")
+    k, n = map(int, match.groups()) if match else (0, 0)
+    if k >= n:
+        raise ConfigError(f"--shard {shard}: it must be K/N, with K from 0 to N - 1, such as 0/4.")
+    return k, n
+
+
+def check_columns(args: Any, columns: list[str]) -> None:
+    for options in (("id_column",), ("prompt_column", "messages_column")):
+        names = [name for option in options if (name := getattr(args, option)) is not None]
+        if columns and names and not {*columns} & {*names, "body"}:
+            raise ConfigError(
+                f"IN={args.input}: no row has {' or '.join(map(repr, names))}; there are {', '.join(columns):.200}. "
+                f"Name a column by {' or '.join('--' + option.replace('_', '-') for option in options)}."
+            )
+
+
+def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
+    """The facts that the output depends on, by name."""
+    patterns = ("*.json", "*.jinja", "*.safetensors")  # configuration and tokenizer, chat template, weights
+    files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
+    options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
+    given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
+    return {
+        "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
+        "rows of the input": len(source.hashes), "contents of the input": fingerprint(source.files),
+        **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
+    }  # fmt: skip
+
+
+def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_before: int, num_errors: int) -> int:
+    """Write a record for each of the rows, count and show them, and print a summary; the exit status."""
+    from nanovllm.contrib.jobs import engines
+
+    started, size, num_todo = perf_counter(), source.num_bytes(), int(todo.sum())
+    num_rows, num_done = num_before + num_todo, 0
+    tokens = np.zeros(3, int)  # of prompts, cached, generated
+    if num_todo:
+        if args.data_parallel_size > 1:
+            records = engines.complete_in_processes(args, source, todo)
+        else:
+            records = engines.complete(args, source.rows_to_do(todo))
+        bar = tqdm(total=num_rows, initial=num_before, unit="row", dynamic_ncols=True,
+                   mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
+        try:
+            with bar, output.opened(), closing(records):
+                for record, of_record in records:
+                    output.append(record)
+                    num_done += 1
+                    num_errors += record["error"] is not None
+                    tokens += of_record
+                    bar.set_postfix_str(f"{tokens[2] / (perf_counter() - started):,.0f} tokens/s", refresh=False)
+                    bar.update()
+        finally:
+            if num_done < num_todo:
+                say(f"{num_before + num_done:,} of {num_rows:,} rows are in {output.path}; the same command goes on.")
+    if source.num_bytes() > size:
+        say(f"IN has grown while the job ran; done are the {len(todo):,} rows that it held at the start.")
+    say(f"{num_rows:,} rows in {output.path}: {num_done:,} now, {num_before:,} before, {num_errors:,} of them errors.")
+    if num_done:
+        seconds, (prompt, cached, generated) = perf_counter() - started, tokens
+        say(f"{seconds:,.1f} s with start: {num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "
+            f"({generated / seconds:,.0f}/s), {prompt:,} in prompts ({cached:,} of them cached).")  # fmt: skip
+    return 3 if num_errors else 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,304 @@
+"""Files of a batch job: rows in, records out, and the facts that an output was made with.
+
+An output only grows by whole lines or whole parts, so whatever stops a job leaves at most one torn line, which is cut.
+Lines are not synced: those that a power failure takes, or leaves as zeros, are done again.
+"""
+
+import csv
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count, filterfalse, islice
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import filelock
+import numpy as np
+import xxhash
+
+from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
+from nanovllm.errors import ConfigError, RequestError
+
+PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
+PARQUET_COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
+                   "prompt_logprobs", "response", "error")  # fmt: skip
+CHUNK = 1 << 20  # bytes
+Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
+
+
+def read_jsonl(path: Path) -> Iterator[Values]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {path.name}"
+            try:
+                values = json.loads(line)
+                is_object = isinstance(values, dict)
+                yield values if is_object else RequestError(f"{where} must hold an object, not {line[:100]!r}.")
+            except json.JSONDecodeError as error:
+                yield RequestError(f"{where} is not JSON: {error.msg}, at column {error.colno}.")
+            except (ValueError, RecursionError) as error:
+                yield RequestError(f"{where} is not JSON: {error}")
+
+
+def read_csv(path: Path) -> Iterator[Values]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for values in (rows := csv.DictReader(file)):
+            if None in values:
+                yield RequestError(f"line {rows.line_num} of {path.name} has more fields than the header.")
+            else:
+                yield without_nones(values)
+
+
+def read_parquet(path: Path) -> Iterator[Values]:
+    for batch in import_parquet().ParquetFile(path).iter_batches(256):
+        yield from map(without_nones, batch.to_pylist())
+
+
+def without_nones(value: Any) -> Any:
+    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end."""
+    if isinstance(value, dict):
+        return {name: without_nones(x) for name, x in value.items() if x is not None}
+    return [without_nones(x) for x in value] if isinstance(value, list) else value
+
+
+def import_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("parquet needs pyarrow: pip install 'nanovllm[parquet]'.") from None
+    return pyarrow.parquet
+
+
+READERS: dict[str, Callable[[Path], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
+
+
+# ---------------------------------------------------------------- in
+
+
+class Input:
+    """The rows of a file, or of a directory's files in the order of their names.
+
+    Attributes:
+        hashes: of the rows' ids, uint64 [N]: all that is kept of a row.
+        columns: of any row.
+        ids_are_integers: whether all ids are 64-bit integers.
+    """
+
+    def __init__(self, path: Path, id_column: str | None):
+        self.files = sorted(f for f in path.iterdir() if f.suffix in READERS) if path.is_dir() else [path]
+        if not self.files or self.files[0].suffix not in READERS:
+            raise ConfigError(f"IN={path} must be a {', '.join(READERS)} file, or a directory that holds some.")
+        self._id_column = id_column
+        hashes, columns, self.ids_are_integers = array("Q"), dict[str, None](), True
+        for row in self.rows():
+            hashes.append(hash_of(row.key))
+            columns.update(dict.fromkeys(row.values))
+            self.ids_are_integers &= isinstance(row.key, int) and -(2**63) <= row.key < 2**63
+        if not hashes:
+            raise ConfigError(f"IN={path} holds no rows.")
+        self.hashes, self.columns = np.frombuffer(hashes, np.uint64), list(columns)
+        _, first_at = np.unique(self.hashes, return_index=True)
+        if num_repeated := len(hashes) - len(first_at):
+            repeated = np.delete(np.arange(len(hashes)), first_at)[0]
+            first, second, *_ = np.flatnonzero(self.hashes == hashes[repeated]).tolist()
+            key = next(islice(self.rows(), second, None)).key
+            raise ConfigError(
+                f"IN={path}: rows {first} and {second} (counted from 0) have the same id {key!r}. Rows "
+                f"that repeat an id: {num_repeated:,}. Make the ids unique, or name another --id-column."
+            )
+
+    def rows(self) -> Iterator[Row]:
+        numbers = count()
+        for file in self.files:
+            try:
+                for values in READERS[file.suffix](file):
+                    yield row_of(values, next(numbers), self._id_column)
+            except (ValueError, csv.Error) as error:  # of decoding, and pyarrow's, are ValueErrors
+                raise ConfigError(f"{file} cannot be read: {error}") from None
+
+    def rows_to_do(self, todo: np.ndarray) -> Iterator[Row]:
+        """The rows of bool ``todo`` [N], read again; raises ConfigError if the first N are no longer the same."""
+        num_rows = 0
+        for row, known, is_to_do in zip(self.rows(), self.hashes, todo, strict=False):
+            if hash_of(row.key) != known:
+                raise ConfigError(f"IN has changed while the job ran: row {num_rows} has another id, {row.key!r:.100}.")
+            num_rows += 1
+            if is_to_do:
+                yield row
+        if num_rows < len(todo):
+            raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {num_rows:,}.")
+
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
+    """Hash the files' sizes and contents, or ``num_bytes`` at the beginning and end of each."""
+    digest = xxhash.xxh3_64()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size} ".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, CHUNK) if num_bytes is None else (0, max(0, size - num_bytes)):
+                file.seek(start)
+                digest.update(file.read(num_bytes or CHUNK))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- out
+
+
+class Output:
+    """Records: lines of a .jsonl file, or parts of parquet in a directory, where nested values are JSON text."""
+
+    def __init__(self, path: Path, ids_are_integers: bool):
+        self.path, self.is_parquet = path, path.suffix != ".jsonl"
+        if not path.parent.is_dir():
+            raise ConfigError(f"OUT={path}: there is no directory {path.parent}.")
+        if self.is_parquet and path.suffix and not path.is_dir():
+            raise ConfigError(
+                f"OUT={path} must end in .jsonl, or be a directory, without a suffix, for parts of parquet."
+            )
+        if self.is_parquet:
+            import_parquet()
+        self._integers = {"prompt_tokens", "completion_tokens"} | ({"custom_id"} if ids_are_integers else set())
+        self._rows: list[dict[str, Any]] = []  # of the part that is written next
+        self._flushed_at = monotonic()
+
+    def files(self) -> list[Path]:
+        """The files that hold something."""
+        files = sorted(self.path.glob("part-*.parquet")) if self.is_parquet else [self.path]
+        return [file for file in files if file.exists() and file.stat().st_size]
+
+    def scan(self, retry_errors: bool) -> tuple[np.ndarray, int]:
+        """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
+        hashes, num_errors = array("Q"), 0
+
+        def is_cut(record: Any) -> bool:
+            is_whole = isinstance(record, dict) and "custom_id" in record
+            return not is_whole or (retry_errors and record.get("error") is not None)
+
+        for file in self.files():
+            num_cut = 0
+            if not self.is_parquet:
+                end_last_line(file)
+            for record in READERS[file.suffix](file):
+                if is_cut(record):
+                    num_cut += 1
+                else:
+                    hashes.append(hash_of(record["custom_id"]))
+                    num_errors += record.get("error") is not None
+            if num_cut:
+                with replacing(file) as new:
+                    self._write(filterfalse(is_cut, READERS[file.suffix](file)), new)
+        return np.frombuffer(hashes, np.uint64), num_errors
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        if self.is_parquet:
+            self.path.mkdir(exist_ok=True)
+        with nullcontext() if self.is_parquet else self.path.open("ab") as self._file:
+            try:
+                yield
+            finally:
+                self._flush()
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._rows.append(record)
+        if not self.is_parquet or len(self._rows) >= PART_ROWS or monotonic() - self._flushed_at > PART_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows, self._flushed_at = self._rows, [], monotonic()
+        if self._file is not None:
+            self._write(rows, self._file)
+            self._file.flush()
+        elif rows:
+            parts = self.files()
+            number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
+            with replacing(self.path / f"part-{number:06d}.parquet") as part:
+                self._write(rows, part)
+
+    def _write(self, records: Iterable[dict[str, Any]], file: Any) -> None:
+        if not self.is_parquet:
+            for record in records:  # half of a surrogate pair becomes \ud800, as JSON writes it
+                file.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+            return
+        import pyarrow
+
+        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
+        rows = [
+            {k: x if x is None or isinstance(x, str) or k in self._integers else json.dumps(x) for k, x in row.items()}
+            for row in records
+        ]
+        import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file that takes the path's place once it is whole and on disk."""
+    temporary = path.with_name("." + path.name)
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def end_last_line(path: Path) -> None:
+    """Make the file if there is none; end a line that a killed job left torn, lest the next is appended to it."""
+    with path.open("ab") as file:
+        if path.is_file() and file.tell():  # not a pipe
+            with path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":
+                    file.write(b"\n")
+
+
+# ---------------------------------------------------------------- what it was made with
+
+
+@contextmanager
+def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[None]:
+    """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with.
+
+    Raises:
+        ConfigError: another job writes to it, or it was begun with other facts.
+    """
+    path, run_file = output.path, output.path.with_name(output.path.name + ".run.json")
+    facts = json.loads(json.dumps(facts))  # as it is read
+    try:
+        with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+            if overwrite:
+                for file in output.files():
+                    file.unlink()
+            if output.files():
+                check_unchanged(path, run_file, facts)
+            else:
+                with replacing(run_file) as new:
+                    new.write(json.dumps(facts, indent=1).encode())
+            yield
+    except filelock.Timeout:
+        raise ConfigError(f"another job is writing to {path}.") from None
+
+
+def check_unchanged(path: Path, run_file: Path, facts: dict[str, Any]) -> None:
+    if not run_file.exists():
+        raise ConfigError(f"{path} exists and is not of a batch job; give another OUT, or --overwrite.")
+    try:
+        before = json.loads(run_file.read_text())
+    except ValueError:
+        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.") from None
+    changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
+    if changed and changed != ["model"]:  # the same files under another name are the same model
+        lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
+        raise ConfigError(
+            f"{path} was begun with something else:\n{''.join(lines)}"
+            "Give what was given then, or another OUT, or --overwrite."
+        )

@@ -1,0 +1,243 @@
+"""Rows of a batch job: the request of a row, and the record that is written for it.
+
+A plain row has a prompt or a conversation in a column. A line of OpenAI's batch format has a "body" and is answered in
+that format.
+"""
+
+import json
+import math
+import time
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from nanovllm.errors import RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.validation import at_least, check
+
+# of a body: what changes no token (--model decides), and what changes none with these values
+IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
+           "prompt_cache_key")  # fmt: skip
+NEUTRAL: dict[str, tuple] = {
+    "stream": (False,), "echo": (False,), "best_of": (1,), "suffix": ("",), "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
+TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+class Row(NamedTuple):
+    key: str | int  # its id
+    values: dict[str, Any]
+    error: RequestError | None = None  # why it cannot be served
+
+    @property
+    def is_openai(self) -> bool:
+        return "body" in self.values
+
+
+def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | None) -> Row:
+    """With the id that the values have, or with its number, from 0, in the input."""
+    by_number = f"row-{number}"
+    if isinstance(values, RequestError):
+        return Row(by_number, {}, values)
+    name = "custom_id" if "body" in values else id_column
+    if name is None:
+        name = next((name for name in ("custom_id", "id") if name in values), None)
+    key = by_number if name is None else values.get(name)
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
+        return Row(key, values)
+    return Row(by_number, values, RequestError(f"the row's {name!r} must be a text or an integer, not {key!r:.100}."))
+
+
+def hash_of(key: str | int) -> int:
+    return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
+
+
+def row_seed(seed: int | None, key: str | int) -> int:
+    return hash_of(f"{seed or 0} {key}") >> 1
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, SamplingParams]:
+    """A row's prompt, or its conversation with the variables of the chat template; and its parameters."""
+    if row.error is not None:
+        raise row.error
+    template = dict(args.chat_template_kwargs)
+    if row.is_openai:
+        content, own, is_chat = openai_request(row.values, template)
+        if is_chat and "max_tokens" not in args.sampling:
+            own.setdefault("max_tokens", None)
+    else:
+        content, own, is_chat = plain_request(row.values, args)
+    if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
+        raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
+    template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
+    params = replace(args.base_params, **ready(own))
+    if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
+        params.seed = row_seed(args.base_params.seed, row.key)
+    return content, template if is_chat else None, params
+
+
+def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any], bool]:
+    """Prompt or messages of a row, its parameters, and whether it is a chat."""
+    own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
+    if (messages := values.get(args.messages_column)) is not None:
+        return from_json(args.messages_column, messages), own, True
+    if (prompt := values.get(args.prompt_column)) is None:
+        raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
+    return [{"role": "user", "content": prompt}] if args.chat else prompt, own, args.chat
+
+
+def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+    """The same of a line of OpenAI's format; ``template`` gets the body's variables."""
+    url, body = values.get("url", "/v1/chat/completions"), values["body"]
+    is_chat, prompt = url == "/v1/chat/completions", "messages" if url == "/v1/chat/completions" else "prompt"
+    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
+        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
+    own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name, neutral in NEUTRAL.items():
+        if own.get(name, neutral[0]) not in neutral:
+            allowed = " or ".join(map(json.dumps, neutral))
+            raise RequestError(f"the body's {name}={json.dumps(own[name]):.100} is not supported; {allowed} is.")
+        own.pop(name, None)
+    if prompt not in own:
+        raise RequestError(f"the body has no {prompt!r}.")
+    content = own.pop(prompt)
+    if not is_chat and isinstance(content, list) and content and not isinstance(content[0], int):
+        if len(content) > 1:
+            raise RequestError("the body's prompt is a list of prompts; give each a line of its own.")
+        (content,) = content
+    if "max_completion_tokens" in own:
+        own["max_tokens"] = check("the body", "max_completion_tokens", own.pop("max_completion_tokens"), at_least(0),
+                                  RequestError)  # fmt: skip
+    if is_chat:
+        top = check("the body", "top_logprobs", own.pop("top_logprobs", 0), at_least(0), RequestError)
+        own["logprobs"] = top if own.get("logprobs") else None
+        template.update(as_object("chat_template_kwargs", own.pop("chat_template_kwargs", {})))
+        template.update({name: own.pop(name) for name in TEMPLATE if name in own})
+    form = own.pop("response_format", {"type": "text"})
+    if form == {"type": "json_object"}:
+        own["structured_outputs"] = {"json_object": True}
+    elif isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
+        own["structured_outputs"] = {"json": form["json_schema"].get("schema", {})}
+    elif form != {"type": "text"}:
+        raise RequestError(f"response_format must be of type text, json_object or json_schema, not {form!r:.100}.")
+    return content, own, is_chat
+
+
+def ready(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON values as ``SamplingParams`` takes them."""
+    values = dict(values)
+    if isinstance(values.get("structured_outputs"), dict):
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    if isinstance(values.get("logit_bias"), dict):
+        values["logit_bias"] = {int(i) if str(i).isdigit() else i: x for i, x in values["logit_bias"].items()}
+    return values
+
+
+def from_json(name: str, value: Any) -> Any:
+    """A column that holds JSON as text, as in CSV."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the text in {name!r} is not JSON: {error}") from None
+
+
+def as_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, not {value!r:.100}.")
+    return value
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: str) -> dict[str, Any]:
+    first = output.outputs[0]
+    if failed := [o.stop_reason for o in output.outputs if o.finish_reason == "error"]:
+        return error_record(row, RequestError(str(failed[0])))
+    counts = {"prompt_tokens": len(output.prompt_token_ids),
+              "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
+    if row.is_openai:
+        return openai_record(row, output, counts, params, model)
+    record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
+                              "stop_reason": first.stop_reason, **counts}  # fmt: skip
+    if params.n > 1 or params.logprobs is not None or not params.detokenize:
+        names = ("text", "finish_reason", "stop_reason", "token_ids")
+        record["outputs"] = [
+            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs),
+             "cumulative_logprob": None if o.cumulative_logprob == -math.inf else o.cumulative_logprob}
+            for o in output.outputs
+        ]  # fmt: skip
+    if params.prompt_logprobs is not None:
+        record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
+    return {**record, "error": None}
+
+
+def error_record(row: Row, error: Exception) -> dict[str, Any]:
+    answer = {"response": None} if row.is_openai else {"text": None}
+    return {"custom_id": row.key, **answer, "error": {"type": type(error).__name__, "message": str(error)}}
+
+
+def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], params: SamplingParams,
+                  model: str) -> dict[str, Any]:
+    is_chat = row.values.get("url") != "/v1/completions"
+    logprobs, num_top = openai_logprobs if is_chat else completion_logprobs, params.logprobs or 0
+    choices = [
+        {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
+         "finish_reason": o.finish_reason, "logprobs": None if o.logprobs is None else logprobs(o, num_top)}
+        for o in output.outputs
+    ]  # fmt: skip
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{row.key}", "created": int(time.time()), "model": model,
+        "object": "chat.completion" if is_chat else "text_completion", "choices": choices,
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+    }  # fmt: skip
+    response = {"status_code": 200, "request_id": f"request-{row.key}", "body": body}
+    return {"id": f"batch-{row.key}", "custom_id": row.key, "response": response, "error": None}
+
+
+def plain_logprobs(logprobs: Any) -> Any:
+    """[{token id: {"logprob", "rank", "decoded_token"}}]"""
+    return logprobs and [
+        at and {i: {**vars(entry), "logprob": finite(entry.logprob)} for i, entry in at.items()} for at in logprobs
+    ]
+
+
+def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    """As /v1/completions has them: columns. Offsets are those of the tokens' texts, each decoded alone, joined."""
+    found = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
+    tokens = [chosen.decoded_token or "" for chosen, *_ in found]
+    top: list[dict[str, float]] = [{} for _ in found]
+    for each, entries in zip(top, found, strict=True):
+        for at in sorted(entries, key=lambda at: at.rank or 0):  # of several ids with one text the most probable
+            each.setdefault(at.decoded_token or "", finite(at.logprob))
+    return {
+        "tokens": tokens, "token_logprobs": [finite(chosen.logprob) for chosen, *_ in found],
+        "top_logprobs": top if num_top else None,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+    }  # fmt: skip
+
+
+def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    """As /v1/chat/completions has them: a list of tokens."""
+
+    def entry(at: Logprob) -> dict[str, Any]:
+        token = at.decoded_token
+        return {"token": token, "logprob": finite(at.logprob), "bytes": list((token or "").encode())}
+
+    content = []
+    for chosen, *others in (list(at.values()) for at in output.logprobs):  # type: ignore[union-attr]
+        top = sorted([chosen, *others], key=lambda at: at.rank or 0)[:num_top]
+        content.append({**entry(chosen), "top_logprobs": [entry(at) for at in top]})
+    return {"content": content}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -inf, the log-probability of a masked token; OpenAI's API writes -9999."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,335 @@
+"""Reads ``config.json`` into a ``ModelConfig``. Imports no torch.
+
+Every field that would change the computation is honoured or refused, never ignored. ``MODELS`` has the facts that
+``config.json`` leaves out.
+"""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models import MODELS
+from nanovllm.models.config import DeltaConfig, LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.families import SWITCHES, Family
+from nanovllm.models.kinds import MIXERS
+from nanovllm.models.quantization_config import read_fp8, read_mxfp4
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
+from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
+
+MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
+DTYPES = ("bfloat16", "float16", "float32")
+PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
+LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
+
+
+def _supported(*allowed: Any) -> Rule:
+    rule = choice(*allowed)
+    return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
+
+
+FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
+OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
+LAYERS = integer(f"an integer >= 1 and at most {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)
+COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
+SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
+PATTERN = Rule(  # n: every n-th layer is global; converted to letters
+    "an integer >= 1, letters L (local) and G (global), or None",
+    lambda x: x is None or SIZE.accepts(x) or (isinstance(x, str) and bool(x) and set(x) <= {"L", "G"}),
+    lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
+)
+LABELS, BARE = "ForSequenceClassification", "Model"  # ends of names in place of "ForCausalLM": other heads, or none
+
+
+def with_lm_head(architecture: str) -> str:
+    """The name with an LM head, which has the row."""
+    return re.sub(f"({LABELS}|Text{BARE}|{BARE})$", "ForCausalLM", architecture)
+
+
+ARCHITECTURES = Rule(
+    f"one of {', '.join(MODELS)} (others are not supported)",
+    lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and with_lm_head(x[0]) in MODELS,
+)
+LAYER_TYPES = list_of(
+    choice("full_attention", "sliding_attention", "linear_attention"),
+    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)",
+)
+
+
+RULES = by_field(
+    ("layer_types", LAYER_TYPES),
+    ("hidden_act", _supported(*ACTIVATIONS)),
+    ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
+    ("num_hidden_layers", LAYERS),
+    ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
+    ("rms_norm_eps", POSITIVE),
+    ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
+    ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
+    ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
+    ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
+    ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
+    ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
+    ("dtype", _supported(*DTYPES)),
+    ("eos_token_id", TOKEN_IDS),
+    ("rope_parameters rope_scaling", OBJECT),
+    ("sliding_window_pattern", PATTERN),
+    ("problem_type", choice(None, *PROBLEMS)),
+    ("classifier_from_token", list_of(Rule("", lambda x: isinstance(x, str)), "a list of two tokens")),
+    ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
+)
+MOE_RULES = by_field(
+    ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
+    ("n_group topk_group decoder_sparse_step", optional(SIZE)),
+    ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),
+    ("moe_layer_end_index", optional(at_least(-1))),
+    ("mlp_layer_types", list_of(choice("dense", "sparse"), "a list of 'dense' or 'sparse'")),
+    ("norm_topk_prob", Rule("true or false", optional(BOOLEAN).accepts, lambda x: True if x is None else x)),
+    ("routed_scaling_factor", SCALE),
+    ("mlp_only_layers", list_of(at_least(0), "a list of layers")),
+    ("scoring_func", optional(choice("softmax", "sigmoid"))),
+    ("swiglu_limit", optional(POSITIVE)),
+)
+MOE_NAMES = (  # names of the same field; the first is ours
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
+    ("decoder_sparse_step", "moe_layer_interval"),
+)  # fmt: skip
+DELTA_RULES = by_field(
+    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
+    ("linear_conv_kernel_dim full_attention_interval", SIZE),
+    ("attn_output_gate", optional(choice(True))),
+)
+# of absent fields; any other field is required unless its rule allows None
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
+
+
+def read_model_config(model_path: str) -> ModelConfig:
+    """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
+    raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
+    if modelopt.is_file() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
+    if raw.get("architectures") and any(name.startswith("layers.") for name in tensor_names(model_path)):
+        # a decoder that was saved alone, under the name of the model that it was taken from
+        raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(raw["architectures"][0]))]
+    return model_config(raw)
+
+
+def model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
+    family, raw = _normalized(raw)
+    rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
+    given = check_all("config.json", raw, rules, CheckpointError)
+    heads, hidden = given["num_attention_heads"], given["hidden_size"]
+    kv_heads = given["num_key_value_heads"] or heads
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
+    head_dim = given["head_dim"] or hidden // heads
+    fp8, fp8_linears = read_fp8(raw, family)
+    layers = _layers(raw, given, family, fp8_linears)
+    ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
+    for rope in ropes:
+        rope.check_head(head_dim)
+    # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
+    stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
+    bias = given["attention_bias"] or given["use_bias"]
+    qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
+    o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
+    divisor = given["query_pre_attn_scalar"] or head_dim
+    (name,), label_tokens = raw["architectures"], given["classifier_from_token"]
+    has_lm_head = name == with_lm_head(name) or len(label_tokens) > 0
+    # transformers writes no number of labels, and their names only where they are not two
+    if label_tokens and given["final_logit_softcapping"]:  # the host makes these logits
+        raise CheckpointError("config.json: final_logit_softcapping is not supported with classifier_from_token.")
+    num_labels = 0 if has_lm_head or name.endswith(BARE) else len(raw.get("id2label") or (0, 1))
+    given |= {
+        "family": family,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
+        "qkv_bias": bias if qkv_bias is None else qkv_bias,
+        "o_bias": bias if o_bias is None else o_bias,
+        "mlp_bias": given["mlp_bias"] or given["use_bias"],
+        "act": ACTIVATIONS[given["hidden_act"]],
+        "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
+        "attention_scale": given["attention_multiplier"] or divisor**-0.5,
+        "attention_softcap": given["attn_logit_softcapping"] or 0.0,
+        "logit_softcap": given["final_logit_softcapping"] or 0.0,
+        "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
+        "residual_scale": given["residual_multiplier"],
+        "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
+        "layers": layers,
+        "moe": _moe(given, family, read_mxfp4(raw, family)) if family.experts else None,
+        "has_lm_head": has_lm_head,
+        "num_labels": num_labels,
+        "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
+        "label_tokens": label_tokens,
+        "delta": _delta(given) if family.recurrent else None,
+        "fp8": fp8,
+        "eos_token_ids": given["eos_token_id"],
+    }
+    return ModelConfig(**{field.name: given[field.name] for field in fields(ModelConfig)})
+
+
+def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The row of the architecture, and the fields with the names of today and the values of absent ones.
+
+    Refuses fields that this architecture ignores, and that would change the numbers in others.
+    """
+    (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
+    family, name = MODELS[with_lm_head(name)], with_lm_head(name)
+    text = raw.get("text_config") or {}  # of a model that also has a vision tower
+    kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+    outer = {field: raw[field] for field in kept if raw.get(field) is not None}
+    has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
+    defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
+    raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
+    raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:
+        raw["partial_rotary_factor"] = raw["rotary_dim"] / raw["head_dim"]  # MiniMax
+    if raw.get("tie_word_embeddings") is None:
+        raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
+    if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
+        raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
+    raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
+    if family.experts:
+        for names in MOE_NAMES:
+            raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
+        raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
+        raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
+    for switch, neutral in SWITCHES.items():
+        value = raw.get(switch)
+        is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
+        if switch not in family.reads and value not in neutral and not is_off:
+            allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+            raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
+    return family, raw
+
+
+def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
+            fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
+    windows = _windows(given, family)
+    mixers = ["attention"] * len(windows)
+    if family.recurrent:
+        interval = given["full_attention_interval"]
+        kinds = given["layer_types"] or [("linear" if (i + 1) % interval else "full") + "_attention"
+                                         for i in range(len(windows))]
+        mixers = [family.recurrent if kind == "linear_attention" else "attention" for kind in kinds]
+        if family.recurrent not in MIXERS:
+            raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
+    elif "linear_attention" in (given["layer_types"] or ()):
+        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
+    ropes = _ropes(raw, given, family, windows)
+    assert not (family.experts and family.post_norm), "experts add the residual themselves"
+    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(windows))]
+    ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
+    return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, mlps, fp8_linears, strict=True))
+
+
+def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
+    """The window of each layer, 0 without one."""
+    num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
+    if given["use_sliding_window"] is False:
+        window = 0
+    for name in ("layer_types", "no_rope_layers"):
+        if given[name] and len(given[name]) != num_layers:
+            raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
+    pattern = given["sliding_window_pattern"]
+    has_window = {
+        "": lambda i: False,
+        "all": lambda i: True,
+        "late": lambda i: i >= given["max_window_layers"],
+        "pattern": lambda i: pattern[i % len(pattern)] == "L",
+        "unrotated": lambda i: not _is_rotated(given, i),
+    }[family.windows]
+    slides = [window > 0 and has_window(i) for i in range(num_layers)]
+    if kinds:
+        slides_by_kind = [kind == "sliding_attention" for kind in kinds]
+        if any(slides_by_kind) and not window:
+            raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
+        if family.windows in ("", "all") and slides != slides_by_kind:
+            raise CheckpointError(
+                f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
+            )
+        slides = slides_by_kind
+    return tuple(window if slides_here else 0 for slides_here in slides)
+
+
+def _is_sparse(given: dict[str, Any], layer: int) -> bool:
+    if given["mlp_layer_types"]:
+        return given["mlp_layer_types"][layer] == "sparse"
+    last = given["moe_layer_end_index"]
+    is_dense = layer < given["first_k_dense_replace"] or layer in given["mlp_only_layers"]
+    is_dense |= last is not None and 0 <= last < layer
+    return not is_dense and (layer + 1) % (given["decoder_sparse_step"] or 1) == 0
+
+
+def _is_rotated(given: dict[str, Any], layer: int) -> bool:
+    """NoPE: some layers leave positions out."""
+    rotated, interval = given["no_rope_layers"], given["no_rope_layer_interval"]
+    if rotated:
+        return bool(rotated[layer])
+    return not interval or (layer + 1) % interval > 0
+
+
+def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
+           windows: tuple[int, ...]) -> tuple[RopeScaling | None, ...]:
+    """RoPE of each layer, None without one. Layers with and without a window may differ."""
+    parts = given["rope_parameters"] or {}
+    theta = given["rope_local_base_freq"] or raw.get("rope_theta", 10_000.0)
+    if {"full_attention", "sliding_attention"} & set(parts):
+        full = {**raw, "rope_parameters": parts.get("full_attention")}
+        local = {**raw, "rope_theta": theta, "rope_parameters": parts.get("sliding_attention")}
+    elif family.plain_window_rope:
+        full, local = raw, {**raw, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    else:
+        full = local = raw
+    of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
+    for name in ("partial_rotary_factor", "llama_4_scaling_beta", "alpha"):
+        for value in (getattr(rope, name) for rope in (of_full, of_local)):
+            if value != getattr(RopeScaling(), name) and name not in family.reads:
+                raise CheckpointError(f"config.json: {name}={value} is not supported for this architecture.")
+    by_window = family.rotates_windows_only and any(windows)
+    return tuple(
+        (of_local if window else of_full) if _is_rotated(given, i) and (window or not by_window) else None
+        for i, window in enumerate(windows)
+    )
+
+
+def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
+    if given["scoring_func"] not in (None, family.experts):
+        raise CheckpointError(
+            f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
+        )
+    num_experts, top_k = given["num_experts"], given["num_experts_per_tok"]
+    groups, top_groups = given["n_group"] or 1, given["topk_group"] or 1
+    if num_experts % groups or not top_groups <= groups or top_k > num_experts // groups * top_groups:
+        raise CheckpointError(
+            f"config.json: {top_k} of {num_experts} experts cannot be chosen from {top_groups} of {groups} groups."
+        )
+    if family.experts_transposed and given["hidden_size"] in (given["moe_intermediate_size"] * n for n in (1, 2)):
+        raise CheckpointError("config.json: experts of the hidden size, or half, look the same transposed.")
+    if family.gpt_oss_experts and given["swiglu_limit"] is None:
+        raise CheckpointError("config.json: swiglu_limit=None must be a number > 0 for this architecture.")
+    shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
+    return MoEConfig(
+        num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
+        given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
+        shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
+        may_be_transposed=family.experts_transposed, is_gpt_oss=family.gpt_oss_experts,
+        swiglu_limit=given["swiglu_limit"] if family.gpt_oss_experts else 0.0, is_mxfp4=is_mxfp4,
+    )  # fmt: skip
+
+
+def _delta(given: dict[str, Any]) -> DeltaConfig:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    delta = DeltaConfig(*(given[f"linear_{name}"] for name in names))
+    if delta.num_value_heads % delta.num_key_heads:
+        raise CheckpointError(
+            f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "
+            f"{delta.num_key_heads} key heads."
+        )
+    return delta

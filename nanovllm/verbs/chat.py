@@ -1,0 +1,97 @@
+"""``LLM.chat`` and the tokenizer: conversations to prompts."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from nanovllm.engine.input_processor import Params
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import Prompt, as_list
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
+from nanovllm.validation import did_you_mean
+
+Conversation = ListLike[dict[str, Any]]
+
+
+class Chat(LLMEngine):
+    """Answers conversations, and lends the tokenizer."""
+
+    def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
+             use_tqdm: bool | Callable = True, *, add_generation_prompt: bool | None = None,
+             continue_final_message: bool = False, tools: list[dict] | None = None, chat_template: str | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None, **template_variables: Any) -> list[RequestOutput]:
+        """Answer one conversation, or a list of conversations.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}]``, or a list of such lists.
+            sampling_params, use_tqdm: as in ``generate``.
+            add_generation_prompt: begin an answer; default True unless ``continue_final_message``.
+            continue_final_message: go on with the last message.
+            tools: JSON schemas of functions, for templates that can tell the model about them.
+            chat_template: Jinja source, instead of the tokenizer's.
+            chat_template_kwargs, **template_variables: variables of the template, e.g. ``enable_thinking=False``.
+
+        Raises:
+            RequestError: as in ``generate``; or the template reads no variable of that name.
+        """
+        rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
+        conversations = as_list(rule, messages)
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
+                raise RequestError(f"{rule}, not {messages!s:.100}.")
+        if not isinstance(chat_template_kwargs, (dict, type(None))):
+            raise RequestError(f"chat_template_kwargs must be a dict or None, not {chat_template_kwargs!r:.100}.")
+        if template_variables:
+            known = self._tokenizer.template_variables(chat_template)
+            for name in template_variables:
+                if name not in known:
+                    hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
+                    if name in SAMPLING_DEFAULTS:
+                        hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                    raise RequestError(
+                        f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
+                    )
+        arguments = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools,
+            "chat_template": chat_template,
+        }
+        given = {name: value for name, value in arguments.items() if value is not None}
+        options = {**(chat_template_kwargs or {}), **template_variables, **given}
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
+        self._require_ready()
+        texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
+        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
+        prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": ids} for text, ids in encoded]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, loaded when first asked for; None with ``skip_tokenizer_init``."""
+        return self._tokenizer.of_transformers()
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer, loaded now, which may be changed; None with ``skip_tokenizer_init``."""
+        return self.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer of the same vocabulary from now on."""
+        self._tokenizer.replace(tokenizer)
+
+    def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
+        """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,
+        ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
+        return self._tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type]
+
+    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; any thread may call it."""
+        return self._tokenizer.encode(texts, add_special_tokens)
+
+    def detokenize(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of token ids; any thread may call it."""
+        return self._tokenizer.decode(token_id_lists, skip_special_tokens)

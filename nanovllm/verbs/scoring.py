@@ -1,0 +1,86 @@
+"""``LLM.score``: log-probabilities of given tokens. Owns the checks of its requests."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from typing import Any, cast
+
+import numpy as np
+
+from nanovllm.engine.callers import collect
+from nanovllm.engine.guard import Guard
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import as_list, as_token_ids
+from nanovllm.engine.request import Request
+from nanovllm.errors import RequestError
+from nanovllm.outputs import Score
+from nanovllm.readouts.prompt_logprobs import PromptLogprobs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import check, integer
+
+
+class Scoring(LLMEngine):
+    """Scores given tokens."""
+
+    def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
+              use_tqdm: bool | Callable = False) -> list[Score]:
+        """Compute log-probabilities of given tokens, each after all before it, in one prefill.
+
+        Where the model's logits are NaN, the log-probabilities are, and ``error`` says so.
+
+        Args:
+            token_id_lists: at least two ids each, at most ``max_model_len + 1``.
+            start: the first token to score, for all lists or one for each; at least 1, the default. What stands
+                before it may come from the prefix cache.
+
+        Raises:
+            RequestError: a list can never be scored; nothing was computed.
+        """
+        lists = as_list("token_id_lists must be a list of lists of token ids", token_id_lists)
+        starts = start if isinstance(start, (list, tuple)) else [1 if start is None else start] * len(lists)
+        if len(starts) != len(lists):
+            raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
+        with Guard(self):
+            self._require_ready()
+            requests = make_scoring(self._inputs, lists, starts)
+            return collect(self, requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
+
+
+def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
+    """Requests for the log-probabilities of ``lists[i][starts[i]:]``, and nothing else.
+
+    Raises:
+        RequestError: as from ``InputProcessor.make_all``.
+    """
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
+    checked = []
+    for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
+        try:
+            ids, start = _check_scored(inputs, given, start)
+            inputs.checks.checked(ids[:-1], params)
+        except RequestError as error:
+            raise RequestError(f"list {i}: {error}") from None
+        checked.append((ids, start))
+    return [
+        inputs.request(None, ids[:-1], params, i, PromptLogprobs(ids[start:].astype(np.int32), start - 1, num_top=1))
+        for i, (ids, start) in enumerate(checked)
+    ]
+
+
+def _check_scored(inputs: InputProcessor, token_ids: Any, start: Any) -> tuple[np.ndarray, int]:
+    """A list whose tokens from ``start`` on are to be scored, and the start."""
+    ids = as_token_ids(token_ids)
+    start = check("score", "start", start, integer("an integer"), RequestError)
+    if not 1 <= start < len(ids):
+        raise RequestError(
+            f"start={start} must be in [1, {len(ids) - 1}] for {len(ids)} token ids: the first has nothing "
+            "before it, and one at least must be scored."
+        )
+    limit = inputs.config.max_model_len + 1
+    if len(ids) > limit:
+        raise RequestError(
+            f"the list has {len(ids)} token ids; with max_model_len={limit - 1} at most {limit} can be scored. "
+            "Shorten it or raise max_model_len."
+        )
+    inputs.checks.check_ids("token id", ids)
+    return ids, start

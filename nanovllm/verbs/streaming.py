@@ -1,0 +1,90 @@
+"""``LLM.stream`` and ``submit``: outputs as they arrive, and futures."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any, cast
+
+from nanovllm.engine.callers import run
+from nanovllm.engine.futures import RequestFuture, Submitted
+from nanovllm.engine.guard import Guard
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, is_one_prompt
+from nanovllm.engine.request import Request
+from nanovllm.engine.stream import DeltaStream
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class Streaming(LLMEngine):
+    """Yields outputs as they arrive, or returns futures of them."""
+
+    def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
+               sampling_params: SamplingParams | None = None, *,
+               on_error: Callable[[int, RequestError], None] | None = None) -> Iterator[RequestOutput]:
+        """Yield outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests alone.
+
+        Args:
+            prompts: one prompt: yields what is new whenever there is something new, ``finished`` with the last. An
+                iterable of prompts, or of pairs (prompt, parameters), which may be endless: yields each
+                ``RequestOutput`` when it is finished; its ``index`` tells the prompt. Prompts are taken as there is
+                room for them.
+            sampling_params: of prompts without their own.
+            on_error: of an iterable, called with the index of a prompt that can never be served, and why; the others
+                go on.
+
+        Raises:
+            RequestError: a prompt can never be served, and there is no ``on_error``; the others of this call are
+                aborted.
+        """
+        self._require_ready()
+        copy_of = self._inputs.checks.copy_of
+        default = copy_of(self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        if is_one_prompt(prompts):
+            with Guard(self):
+                request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
+            deltas: DeltaStream | None = None
+            for _ in run(self, [request]):
+                deltas = deltas or DeltaStream(request)  # its sequences are made by now
+                if (delta := deltas.delta()) is not None:
+                    yield delta
+            return
+        if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts must be a prompt or an iterable of prompts, not {prompts!s:.100}.")
+
+        def requests() -> Iterator[Request]:
+            for index, item in enumerate(cast(Iterable[Any], prompts)):
+                is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
+                prompt, params = item if is_pair else (item, None)
+                try:
+                    request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                except RequestError as error:
+                    if on_error is None:
+                        raise RequestError(f"prompt {index}: {error}") from None
+                    on_error(index, error)
+                else:
+                    yield request
+
+        for _, finished in run(self, [], requests()):
+            for request in finished:
+                yield request.output()
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
+        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
+
+        The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
+        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
+
+        Raises:
+            RequestError: it can never be served; nothing was queued.
+        """
+        with Guard(self):
+            request = self._make(prompt, sampling_params)
+            future = self._submitted.add(RequestFuture(self, request))
+            self._queue([request], self._submitted)
+        return future
+
+    @cached_property
+    def _submitted(self) -> Submitted:
+        self._callers.append(submitted := Submitted())
+        return submitted

@@ -1,0 +1,75 @@
+"""lm-evaluation-harness: its own ``hf`` model and ours on the same tasks. In one subprocess, for its imports warn.
+
+Twenty seconds.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+needs_harness = pytest.mark.skipif(
+    not all(map(find_spec, ("lm_eval", "accelerate"))),
+    reason="needs lm-evaluation-harness and, for its hf model, accelerate: pip install 'nanovllm[eval]' accelerate",
+)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    command = [sys.executable, str(HERE / "run_lm_eval.py"), str(tmp_path_factory.mktemp("tasks"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout)
+
+
+@needs_harness
+def test_equal_metrics(report):
+    hf, ours = report["hf"]["results"], report["nanovllm"]["results"]
+    for task in ("demo_choice", "demo_chat", "demo_text"):
+        assert hf[task] == ours[task]
+    assert 0 < hf["demo_choice"]["acc,none"] < 1 and 0 < hf["demo_chat"]["exact_match,none"] < 1
+    assert ours["demo_perplexity"] == pytest.approx(hf["demo_perplexity"], rel=1e-6)
+
+
+@needs_harness
+def test_equal_log_likelihoods(report):
+    for row, own in zip(*(report[model]["samples"]["demo_choice"] for model in ("hf", "nanovllm")), strict=True):
+        for ((expected, greedy),), ((logprob, own_greedy),) in zip(row, own, strict=True):
+            assert abs(expected - logprob) <= 1e-4 and greedy == own_greedy
+    # the last document has seven windows; hf adds up its log-probabilities in float32
+    assert report["num_tokens"] > 6 * 512
+    rows = zip(*(report[model]["samples"]["demo_perplexity"] for model in ("hf", "nanovllm")), strict=True)
+    assert all(own[0][0] == pytest.approx(row[0][0], rel=1e-6) for row, own in rows)
+
+
+@needs_harness
+@pytest.mark.parametrize("task", ["demo_chat", "demo_text"])
+def test_equal_texts(report, task):
+    texts = [text for ((text,),) in report["nanovllm"]["samples"][task]]
+    assert texts == [text for ((text,),) in report["hf"]["samples"][task]]
+    assert len(set(texts)) > 10
+
+
+@needs_harness
+def test_special_token_as_stop_string(report):
+    """The text that stop strings look at has no special tokens; hf stops at them all the same."""
+    hf, ours = report["special_stop"]
+    assert ours == hf and ours[0] == "5"
+
+
+@needs_harness
+def test_command_line(report):
+    assert 0 < report["command_line"]["acc,none"] < 1 and report["command_line"]["sample_len"] == 10
+
+
+@pytest.mark.skipif(bool(find_spec("lm_eval")), reason="lm-evaluation-harness is installed")
+def test_without_the_harness():
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'nanovllm\[eval\]'"):
+        import nanovllm.integrations.lm_eval  # noqa: F401

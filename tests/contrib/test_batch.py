@@ -1,0 +1,687 @@
+"""``nanovllm batch``: every row once, whatever happens; the oracle is ``generate``, and the files are read apart."""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import fields
+
+import pytest
+from helpers import ROOT
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli import main
+from nanovllm.config import Config
+from nanovllm.contrib.jobs import engines, files
+from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--kvcache-block-size", "16")
+ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def questions(number):
+    return [{"id": f"q{i}", "prompt": f"{i} + 3"} for i in range(number)]
+
+
+def stub(args, rows, rank=0):
+    """In the engine's place: answers a row with its own content."""
+    for row in rows:
+        try:
+            content, _, params = engines.request_of(row, args)
+        except engines.RequestError as error:
+            yield engines.error_record(row, error), (0, 0, 0)
+            continue
+        asked = f"{params.temperature} {params.max_tokens}"
+        yield {"custom_id": row.key, "text": str(content), "finish_reason": asked, "error": None}, (1, 0, 1)
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    monkeypatch.setattr(engines, "complete", stub)
+
+
+def batch(*argv):
+    return main(["batch", *map(str, argv)])
+
+
+def error_of(capsys, *argv):
+    assert batch(*argv) == 1
+    return capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- with the demo model
+
+
+def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, capsys):
+    rows = [
+        *questions(20), "{not JSON", {"id": "empty"}, {"id": "long", "prompt": "a " * 4096},
+        {"id": "own", "prompt": "7 + 7", "sampling_params": {"temperature": 0, "logprobs": 1, "max_tokens": 5}},
+        {"id": "typo", "prompt": "1", "sampling_params": {"temprature": 0}}, {"id": "ids", "prompt": [17, 4, 99]},
+        {"id": "surrogate", "prompt": "\ud800"}, {"id": "talk", "messages": [{"role": "user", "content": "2 + 3"}]},
+    ]  # fmt: skip
+    out = tmp_path / "out.jsonl"
+    argv = (write_jsonl(tmp_path / "in.jsonl", rows), out, *OPTIONS, "--temperature", "0.9", "--max-tokens", "12")
+    assert batch(*argv) == 3
+    err = capsys.readouterr().err
+    assert f"28 rows in {out}: 28 now, 0 before, 5 of them errors.\n" in err and "tokens generated (" in err
+    found = {record["custom_id"]: record for record in read_jsonl(out)}
+    assert len(found) == len(rows) == len(read_jsonl(out))
+
+    def params(key, **values):
+        return SamplingParams(**{"temperature": 0.9, "max_tokens": 12, "seed": row_seed(None, key), **values})
+
+    with LLM(device="cpu", max_num_seqs=3, quiet=True) as llm:
+        keys = [f"q{i}" for i in range(20)]
+        outputs = llm.generate([f"{i} + 3" for i in range(20)], [params(key) for key in keys], use_tqdm=False)
+        own, ids = llm.generate(
+            ["7 + 7", [17, 4, 99]], [params("own", temperature=0, logprobs=1, max_tokens=5), params("ids")],
+            use_tqdm=False,
+        )  # fmt: skip
+        (talk,) = llm.chat([{"role": "user", "content": "2 + 3"}], params("talk"), use_tqdm=False)
+    for key, output in zip([*keys, "own", "ids", "talk"], [*outputs, own, ids, talk], strict=True):
+        record = found[key]
+        assert (record["text"], record["finish_reason"]) == (output["text"], output["finish_reason"])
+        assert record["prompt_tokens"] == len(output.prompt_token_ids)
+        assert record["completion_tokens"] == len(output["token_ids"]) and record["error"] is None
+    (completion,) = found["own"]["outputs"]
+    assert completion["token_ids"] == own["token_ids"]
+    first = own.outputs[0].logprobs[0][own["token_ids"][0]]
+    assert completion["logprobs"][0][str(own["token_ids"][0])]["logprob"] == pytest.approx(first.logprob, abs=1e-4)
+    messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
+    assert messages == {
+        "row-20": "line 21 of in.jsonl is not JSON: Expecting property name enclosed in double quotes, at column 2.",
+        "empty": "the row has neither 'prompt' nor 'messages'.",
+        "long": "the prompt has 4097 tokens; with max_model_len=4096 at most 4095 fit. Shorten it or raise "
+        "max_model_len.",
+        "typo": "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
+        "surrogate": "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\ud800' in "
+        "position 0: surrogates not allowed",
+    }
+    assert found["typo"]["error"]["type"] == "RequestError"
+
+
+def test_the_log_probability_of_a_masked_token_is_json():
+    """JSON knows no -Infinity, and other readers than Python's refuse it."""
+    logprobs = [None, {7: Logprob(-math.inf, 2, "x"), 8: Logprob(-0.5, 1, "y")}]
+    written = json.loads(json.dumps(plain_logprobs(logprobs), allow_nan=False))
+    assert [at["logprob"] for at in written[1].values()] == [-9999.0, -0.5]
+    output = CompletionOutput(0, "x", [7], -math.inf, logprobs=logprobs[1:])
+    request = RequestOutput("0", "x", [5], [output])
+    (plain,) = record_of(Row("a", {}), request, SamplingParams(logprobs=1), "m")["outputs"]
+    assert plain["cumulative_logprob"] is None and "Infinity" not in json.dumps(plain)
+    (at,) = json.loads(json.dumps(openai_logprobs(output, 2), allow_nan=False))["content"]
+    assert [top["logprob"] for top in (at, *at["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
+
+
+def test_openai_lines(tmp_path):
+    ask = [{"role": "user", "content": "2 + 3"}]
+
+    def line(key, url="/v1/chat/completions", **body):
+        return {"custom_id": key, "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+    rows = [
+        line("chat", messages=ask, temperature=0, max_completion_tokens=5, logprobs=True, top_logprobs=2),
+        line("text", url="/v1/completions", prompt="2 + 3", temperature=0, max_tokens=4),
+        line("columns", url="/v1/completions", prompt=["2 + 3"], temperature=0, max_tokens=4, logprobs=2, echo=False,
+             best_of=1, suffix=None, tool_choice="auto"),
+        line("echo", url="/v1/completions", prompt="x", echo=True), line("best", messages=ask, best_of=3),
+        line("list", url="/v1/completions", prompt=["x", "y"]), line("tools", messages=ask, tools=[{}]),
+        line("top", messages=ask, top_logprobs=-3), line("less", messages=ask, max_completion_tokens="5"),
+        line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
+        line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
+        line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
+        line("stream", messages=ask, stream=True), line("form", messages=ask, response_format={"type": "xml"}),
+    ]  # fmt: skip
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", *OPTIONS) == 3
+    found = {record["custom_id"]: record for record in read_jsonl(tmp_path / "out.jsonl")}
+    with LLM(device="cpu", quiet=True) as llm:
+        (chat,) = llm.chat(ask, SamplingParams(temperature=0, max_tokens=5, logprobs=2), use_tqdm=False)
+        (text,) = llm.generate("2 + 3", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    body = found["chat"]["response"]["body"]
+    assert found["chat"]["response"]["status_code"] == 200 and body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": chat["text"]} and choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["content"]) == len(chat["token_ids"])
+    assert [len(at["top_logprobs"]) for at in choice["logprobs"]["content"]] == [2] * len(chat["token_ids"])
+    num_prompt, num_generated = len(chat.prompt_token_ids), len(chat["token_ids"])
+    assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
+                             "total_tokens": num_prompt + num_generated}  # fmt: skip
+    assert found["text"]["response"]["body"]["choices"][0]["text"] == text["text"]
+    (choice,) = found["columns"]["response"]["body"]["choices"]
+    columns, whole = choice["logprobs"], "".join(choice["logprobs"]["tokens"])
+    assert choice["text"] == text["text"] and whole == text["text"] + "<|im_end|>"
+    assert all(len(column) == len(text["token_ids"]) for column in columns.values())
+    for token, logprob, top, offset in zip(*columns.values(), strict=True):
+        assert whole[offset:].startswith(token) and len(top) == 2 and logprob == top[token] == max(top.values())
+    assert [choice["index"] for choice in found["two"]["response"]["body"]["choices"]] == [0, 1]
+    messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
+    assert all(found[key]["response"] is None for key in messages)
+    assert messages == {
+        "embed": "url must be /v1/chat/completions or /v1/completions, not '/v1/embeddings'; body an object.",
+        "unknown": "SamplingParams has no parameter 'functions'.",
+        "stream": "the body's stream=true is not supported; false is.",
+        "echo": "the body's echo=true is not supported; false is.",
+        "best": "the body's best_of=3 is not supported; 1 is.",
+        "list": "the body's prompt is a list of prompts; give each a line of its own.",
+        "tools": "the chat template reads no tools, so the model would not be told of them.",
+        "top": "the body: top_logprobs=-3 must be an integer >= 0.",
+        "less": "the body: max_completion_tokens='5' must be an integer >= 0.",
+        "form": "response_format must be of type text, json_object or json_schema, not {'type': 'xml'}.",
+    }
+
+
+# imports once; every life of the job is a fork, which is killed
+KILLED = """
+import json, os, random, signal, sys, time
+import torch, transformers, nanovllm.contrib.jobs.engines
+from nanovllm.cli import main
+rng, out, num_kills = random.Random(7), sys.argv[2], 0
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+size_of = lambda: os.path.getsize(out) if os.path.exists(out) else 0
+for life in range(9):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(main(["batch", *sys.argv[1:]]))
+    size, limit = size_of(), time.monotonic() + 60
+    while life % 3 and size_of() == size and time.monotonic() < limit:
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.3))
+    if num_kills < 6:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if status == 0:
+        break
+    num_kills += 1
+print(num_kills)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="lives of the job are forks")
+def test_killed_at_random_moments(tmp_path):
+    """Every row is there once, and what it drew is what it draws in a job that is left alone."""
+    source = write_jsonl(tmp_path / "in.jsonl", questions(300))
+    options = (*OPTIONS, "--temperature", "1.5", "--max-tokens", "24", "--ignore-eos")
+    argv = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out.jsonl"), *options]
+    done = subprocess.run(argv, capture_output=True, text=True, env=ENV, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) >= 5
+    records = read_jsonl(tmp_path / "out.jsonl")
+    assert len(records) == 300 and {record["custom_id"] for record in records} == {f"q{i}" for i in range(300)}
+    with LLM(device="cpu", quiet=True) as llm:
+        params = [SamplingParams(temperature=1.5, max_tokens=24, ignore_eos=True, seed=row_seed(None, f"q{i}"))
+                  for i in range(300)]  # fmt: skip
+        outputs = llm.generate([f"{i} + 3" for i in range(300)], params, use_tqdm=False)
+    texts = {f"q{i}": output["text"] for i, output in enumerate(outputs)}
+    assert {record["custom_id"]: record["text"] for record in records} == texts
+
+
+def test_two_processes(tmp_path):
+    """``python -m nanovllm``, with an engine in each of two processes, gives what one engine gives."""
+    source = write_jsonl(tmp_path / "in.jsonl", [*questions(70), {"id": "bad"}])
+    options = (*OPTIONS, "--temperature", "1", "--max-tokens", "6")
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "batch", str(source), str(tmp_path / "two.jsonl"), *options,
+         "--data-parallel-size", "2", "--metrics", str(tmp_path / "metrics.jsonl")],
+        capture_output=True, text=True, env=ENV, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert batch(source, tmp_path / "one.jsonl", *options) == 3
+    one, two = (sorted(read_jsonl(tmp_path / f"{x}.jsonl"), key=lambda r: r["custom_id"]) for x in ("one", "two"))
+    assert one == two and len(one) == 71
+    samples = {sample["process"]: sample for sample in read_jsonl(tmp_path / "metrics.jsonl")}
+    finished = {rank: sum(sample["request_success"].values()) for rank, sample in samples.items()}
+    assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
+
+
+def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", "5000")
+    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
+    assert "error: max_model_len=5000: the model has positions for 4096 tokens." in err
+    assert "0 of 2,000 rows are in" in err and "the same command goes on." in err
+
+
+def leave(*args):
+    os._exit(7)
+
+
+def test_an_engine_whose_process_dies(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engines, "_work", leave)
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000")
+    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
+    assert re.search(r"error: engine [01] ended with exit code 7\.\n", err)
+
+
+# ---------------------------------------------------------------- with a stub
+
+
+def test_every_option_of_sampling_and_engine_is_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["batch", "--help"])
+    text = capsys.readouterr().out
+    of_requests = [f for f in fields(SamplingParams) if f.name != "logits_processors"]
+    for f in (*of_requests, *(f for f in fields(Config) if f.init and f.name != "quiet")):
+        assert f"--{f.name.replace('_', '-')}" in text
+    assert """For example '{"198": -5.5}'.""" in " ".join(text.split())
+
+
+def test_a_mistyped_option(tmp_path, capsys):
+    for argv, said in ((("batch", "in", "out", "--temprature", "0"), "--temprature 0. Did you mean '--temperature'?"),
+                       (("batch", "in", "out", "--max_tokens=5"), "--max_tokens=5. Did you mean '--max-tokens'?"),
+                       (("plot", "in", "out", "more"), "more.")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert capsys.readouterr().err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
+
+
+def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
+    seen = []
+    monkeypatch.setattr(engines, "complete", lambda args, rows: seen.append(args.base_params) or stub(args, rows))
+    batch(write_jsonl(tmp_path / "in.jsonl", questions(1)), tmp_path / "out.jsonl", "--stop", "a", "--stop", "b",
+          "--logit-bias", '{"5": 1.5}', "--stop-token-ids", "[7, 8]", "--no-detokenize", "--structured-outputs",
+          '{"regex": "a+"}', "--detokenize", "--max-tokens", "null", "--seed", "3")  # fmt: skip
+    (params,) = seen
+    assert params.stop == ["a", "b"] and params.logit_bias == {5: 1.5} and params.stop_token_ids == (7, 8)
+    assert params.structured_outputs.regex == "a+" and params.max_tokens is None and params.detokenize
+    assert params.seed == 3
+
+
+def test_import_and_help_are_light():
+    code = "import sys, nanovllm.cli; sys.exit(bool({'torch', 'transformers', 'pyarrow', 'tqdm'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30, 71])
+def test_torn_last_line(tmp_path, stubbed, cut):
+    """Bytes missing at the end: of the last line, up to exactly the whole of it, or of the one before."""
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(50)), out
+    assert batch(*argv) == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-cut])
+    assert batch(*argv) == 0
+    assert out.read_bytes() == whole
+
+
+def test_a_damaged_line_inside_is_done_again(tmp_path, stubbed):
+    """Power failures leave zeros where the last second's lines were."""
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(50)), out
+    assert batch(*argv) == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    lines[20] = b"\0" * len(lines[20])
+    out.write_bytes(b"".join(lines))
+    assert batch(*argv) == 0
+    assert sorted(record["custom_id"] for record in read_jsonl(out)) == sorted(f"q{i}" for i in range(50))
+
+
+def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys):
+    """Closing the output must not write again what failed halfway, lest it is there twice once there is room."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
+    write = files.Output._write
+
+    def full(output, records, file):
+        write(output, records, file)
+        if records:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Output, "_write", full)
+        assert error_of(capsys, *argv).endswith("error: No space left on device\n")
+    assert batch(*argv) == 0
+    assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
+
+
+def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", [*questions(5), {"id": "bad"}]), out
+    assert batch(*argv) == 3
+    before = out.read_bytes()
+    assert batch(*argv) == 3  # the row that failed is there, and counts
+    assert out.read_bytes() == before
+    done = []
+
+    def mended(args, rows):
+        for row in rows:
+            done.append(row.key)
+            yield {"custom_id": row.key, "text": "now", "error": None}, (1, 0, 1)
+
+    monkeypatch.setattr(engines, "complete", mended)
+    assert batch(*argv, "--retry-errors") == 0
+    assert done == ["bad"]
+    records = read_jsonl(out)
+    assert len(records) == 6 and records[-1] == {"custom_id": "bad", "text": "now", "error": None}
+
+
+def test_ctrl_c(tmp_path, monkeypatch, capsys):
+    def interrupted(args, rows):
+        for number, row in enumerate(rows):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield {"custom_id": row.key, "text": "x", "error": None}, (1, 0, 1)
+
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), out
+    monkeypatch.setattr(engines, "complete", interrupted)
+    assert batch(*argv) == 130
+    assert f"3 of 5 rows are in {out}; the same command goes on.\n" in capsys.readouterr().err
+    monkeypatch.setattr(engines, "complete", stub)
+    assert batch(*argv) == 0
+    assert len(read_jsonl(out)) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (lambda text: text + '{"id": "q5", "prompt": "late"}\n', 0,
+         "IN has grown while the job ran; done are the 5 rows that it held at the start."),
+        (lambda text: text[: text.index('{"id": "q3"')], 1, "IN has changed while the job ran: it held 5 rows, now 3."),
+        (lambda text: text.replace("q2", "new"), 1, "IN has changed while the job ran: row 2 has another id, 'new'."),
+    ],
+)  # fmt: skip
+def test_in_that_changes_while_the_job_runs(tmp_path, monkeypatch, capsys, change, status, said):
+    """One that grew ended in a traceback; one that lost rows seemed complete."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
+
+    def change_it_first(args, rows):
+        source.write_text(change(source.read_text()))
+        yield from stub(args, rows)
+
+    monkeypatch.setattr(engines, "complete", change_it_first)
+    assert batch(source, out, *OPTIONS) == status
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    ids = [record["custom_id"] for record in read_jsonl(out)]
+    assert ids == [f"q{i}" for i in range(5)][: len(ids)] and (len(ids) == 5) == (status == 0)
+
+
+def test_shards_cover_the_rows(tmp_path, stubbed):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": str(i)} for i in range(10)])  # ids are the rows' numbers
+    for k in range(3):
+        assert batch(source, tmp_path / "out.jsonl", "--shard", f"{k}/3") == 0
+    parts = [read_jsonl(tmp_path / f"out-{k}-of-3.jsonl") for k in range(3)]
+    assert [len(part) for part in parts] == [4, 3, 3]
+    assert {r["custom_id"]: r["text"] for part in parts for r in part} == {f"row-{i}": str(i) for i in range(10)}
+
+
+def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
+    """They ended the job: variables of the template that are no object, and brackets deeper than Python's stack."""
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}
+    rows = [{"id": "a", "prompt": "x"}, {"custom_id": "b", "body": body}, "[" * 100_000,
+            {"id": "d", "prompt": "x", "sampling_params": "[" * 100_000}]  # fmt: skip
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl") == 3
+    errors = [record["error"] and record["error"]["message"][:50] for record in read_jsonl(tmp_path / "out.jsonl")]
+    assert errors == [
+        None, "chat_template_kwargs must be an object, not 5.", "line 3 of in.jsonl is not JSON: maximum recursion ",
+        "the text in 'sampling_params' is not JSON: maximum",
+    ]  # fmt: skip
+
+
+def test_a_job_that_goes_on_does_not_write_what_it_was_begun_with(tmp_path, stubbed):
+    """It truncated OUT.run.json and wrote it again: killed between the two, the job could never go on."""
+    out = tmp_path / "out.jsonl"
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), out
+    assert batch(*argv) == 0
+    out.write_bytes(out.read_bytes()[:-1])
+    run_file = tmp_path / "out.jsonl.run.json"
+    before = run_file.stat()
+    assert batch(*argv) == 0 and len(read_jsonl(out)) == 3
+    assert (run_file.stat().st_ino, run_file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
+    out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
+    assert batch(source, out, "--temperature", "0.5") == 0
+    err = error_of(capsys, source, out, "--temperature", "0.7", "--chat", "--dtype", "float32")
+    assert err.endswith(
+        f"nanovllm batch: error: {out} was begun with something else:\n"
+        "  --chat: False then, True now\n  --temperature: 0.5 then, 0.7 now\n  --dtype: None then, 'float32' now\n"
+        "Give what was given then, or another OUT, or --overwrite.\n"
+    )
+    assert batch(source, out, "--temperature", "0.5", "--max-num-seqs", "4") == 0  # changes speed alone
+    write_jsonl(source, questions(4))
+    err = error_of(capsys, source, out, "--temperature", "0.5")
+    assert "  rows of the input: 3 then, 4 now\n  contents of the input: '" in err
+    assert batch(source, out, "--temperature", "0.7", "--overwrite") == 0
+    assert [record["finish_reason"] for record in read_jsonl(out)] == ["0.7 64"] * 4
+
+
+def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
+    out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
+    assert batch(source, out) == 0
+    err = error_of(capsys, source, out, "--model", make_checkpoint())
+    assert "  model: 'the demo model' then, '/" in err and "  contents of the model: '" in err
+    from nanovllm.utils.checkpoint import DEMO_MODEL
+
+    assert batch(source, out, "--model", DEMO_MODEL) == 0  # the same under another name
+    copy = shutil.copytree(DEMO_MODEL, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert "  contents of the model: '" in error_of(capsys, source, out, "--model", copy)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("none.jsonl", "out.jsonl"), "[Errno 2] No such file or directory: '{}/none.jsonl'"),
+        (("in.txt", "out.jsonl"),
+         "IN={}/in.txt must be a .jsonl, .parquet, .csv file, or a directory that holds some."),
+        (("empty.jsonl", "out.jsonl"), "IN={}/empty.jsonl holds no rows."),
+        (("twice.jsonl", "out.jsonl"),
+         "IN={}/twice.jsonl: rows 1 and 3 (counted from 0) have the same id 'b'. Rows that repeat an id: 1. Make the "
+         "ids unique, or name another --id-column."),
+        (("in.jsonl", "none/out.jsonl"), "OUT={}/none/out.jsonl: there is no directory {}/none."),
+        (("in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
+        (("in.jsonl", "/"), "OUT=/ must have a name, for OUT.run.json lies beside it."),
+        (("in.jsonl", "twice.jsonl"),
+         "{}/twice.jsonl exists and is not of a batch job; give another OUT, or --overwrite."),
+        (("in.jsonl", "out.csv"),
+         "OUT={}/out.csv must end in .jsonl, or be a directory, without a suffix, for parts of parquet."),
+        (("latin.csv", "out.jsonl"),
+         "{}/latin.csv cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 10: invalid continuation byte"),
+        (("in.jsonl", "out.jsonl", "--shard", "4/4"),
+         "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
+        (("in.jsonl", "out.jsonl", "--temperature", "-1"),
+         "SamplingParams: temperature=-1 must be a finite number >= 0 (0 is greedy)."),
+        (("in.jsonl", "out.jsonl", "--model", "/none"),
+         "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
+         "that holds config.json."),
+        (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
+        (("in.jsonl", "out.jsonl", "--chat-template-kwargs", "[5]"),
+         "--chat-template-kwargs must be an object, not [5]."),
+        (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
+        (("in.jsonl", "out.jsonl", "--prompt-column", "question"),
+         "IN={}/in.jsonl: no row has 'question' or 'messages'; there are id, prompt. Name a column by --prompt-column "
+         "or --messages-column."),
+        (("in.jsonl", "out.jsonl", "--id-column", "key"),
+         "IN={}/in.jsonl: no row has 'key'; there are id, prompt. Name a column by --id-column."),
+    ],
+)  # fmt: skip
+def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(engines, "complete", None)
+    write_jsonl(tmp_path / "in.jsonl", questions(2))
+    write_jsonl(tmp_path / "twice.jsonl", [{"id": x, "prompt": "x"} for x in "abcb"])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "in.txt").write_text("x")
+    (tmp_path / "latin.csv").write_bytes(b"prompt\ncaf\xe9 x\n")
+    argv = [str(tmp_path / part) if "." in part or "/m" in part else part for part in argv[:2]] + [
+        str(tmp_path / part) if part == "none/m" else part for part in argv[2:]
+    ]
+    assert error_of(capsys, *argv) == f"nanovllm batch: error: {message.replace('{}', str(tmp_path))}\n"
+    assert not list(tmp_path.glob("*.run.json"))
+
+
+def test_metrics_are_not_appended_to_the_rows(tmp_path, stubbed, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2))
+    for name in ("in.jsonl", "out.jsonl"):
+        err = error_of(capsys, source, tmp_path / "out.jsonl", "--metrics", tmp_path / name)
+        assert err.endswith(f"--metrics {tmp_path / name}: it is IN or OUT, and would be appended to.\n")
+    assert len(read_jsonl(source)) == 2 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_numbers_and_texts_of_one_spelling_are_one_id(tmp_path, stubbed, capsys):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "y"}])
+    assert "have the same id '1'" in error_of(capsys, source, tmp_path / "out.jsonl")
+
+
+def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl"
+    statuses = []
+
+    def meets_another(args, rows):
+        statuses.append(batch(source, out))
+        yield from stub(args, rows)
+
+    monkeypatch.setattr(engines, "complete", meets_another)
+    assert batch(source, out) == 0 and statuses == [1]
+    assert f"error: another job is writing to {out}.\n" in capsys.readouterr().err
+    assert len(read_jsonl(out)) == 2
+
+
+def test_csv(tmp_path, stubbed, capsys):
+    (tmp_path / "in.csv").write_text(
+        'key,question,sampling_params,temperature\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z,z\n,w,,0.5\n',
+        encoding="utf-8-sig",
+    )
+    out = tmp_path / "out.jsonl"
+    assert batch(tmp_path / "in.csv", out, "--id-column", "key", "--prompt-column", "question") == 3
+    assert "Columns of IN that are not used: temperature.\n" in capsys.readouterr().err
+    found = {record["custom_id"]: record for record in read_jsonl(out)}
+    assert found["a"]["text"] == "1, 2\nand 3" and found["a"]["finish_reason"] == "1.0 7" and found["b"]["text"] == "x"
+    assert found["row-2"]["error"]["message"] == "line 5 of in.csv has more fields than the header."
+    assert found["row-3"]["error"]["message"] == "the row's 'key' must be a text or an integer, not ''."
+
+
+def test_parquet(tmp_path, stubbed, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    import pyarrow
+
+    talk = [{"role": "user", "content": "hello"}]
+    rows = [{"id": i, "prompt": None if i == 3 else f"p{i}", "messages": talk if i == 4 else None,
+             "sampling_params": {"max_tokens": 9, "top_k": None} if i == 1 else None} for i in range(30)]  # fmt: skip
+    (tmp_path / "in").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:20]), tmp_path / "in" / "a.parquet")
+    write_jsonl(tmp_path / "in" / "b.jsonl", rows[20:])
+    monkeypatch.setattr(files, "PART_ROWS", 8)
+
+    def failing(args, rows):
+        yield from itertools.islice(stub(args, rows), 20)
+        raise ZeroDivisionError
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(engines, "complete", failing)
+    with pytest.raises(ZeroDivisionError):
+        batch(tmp_path / "in", out)
+    (out / ".part-000003.parquet").write_bytes(b"half of a part")
+    monkeypatch.setattr(engines, "complete", stub)
+    assert batch(tmp_path / "in", out) == 3
+    assert sorted(path.name for path in out.iterdir()) == [f"part-{i:06d}.parquet" for i in range(5)]
+    table = parquet.read_table(out)
+    assert table.schema.field("custom_id").type == pyarrow.int64()
+    found = {record["custom_id"]: record for record in table.to_pylist()}
+    assert len(found) == table.num_rows == 30
+    assert found[0]["text"] == "p0" and found[1]["finish_reason"] == "1.0 9" and found[4]["text"] == str(talk)
+    assert json.loads(found[3]["error"])["message"] == "the row has neither 'prompt' nor 'messages'."
+    assert batch(tmp_path / "in", out, "--retry-errors") == 3
+    assert parquet.read_table(out).num_rows == 30
+
+
+def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):
+    """Whatever else it holds; but not if that is the input."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out"
+    assert batch(source, out) == 0
+    (out / ".part-000001.parquet").write_bytes(b"half of a part")
+    (out / "_SUCCESS").touch()
+    assert "--max-tokens: None then, 7 now" in error_of(capsys, source, out, "--max-tokens", "7")
+    assert batch(source, out, "--max-tokens", "7", "--overwrite") == 0 == batch(source, out, "--max-tokens", "7")
+    assert parquet.read_table(out)["finish_reason"].to_pylist() == ["1.0 7"] * 3
+    inside = out / "part-000000.parquet"
+    err = error_of(capsys, inside, out, "--overwrite", "--prompt-column", "text")
+    assert err.endswith(f"OUT={out} is the input, lies in it, or holds it.\n") and inside.exists()
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    source = write_jsonl(tmp_path / "in.jsonl", questions(2))
+    err = error_of(capsys, source, tmp_path / "out")
+    assert err.endswith("error: parquet needs pyarrow: pip install 'nanovllm[parquet]'.\n")
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):
+    """Of a row that is waiting nothing is kept, of one that is done 8 bytes; sorting them needs some for a moment."""
+    peaks = []
+    for number in (1_000, 6_000):
+        rows = [{"id": f"row {i}", "prompt": "x" * 500} for i in range(number)]
+        source = write_jsonl(tmp_path / f"{number}.jsonl", rows)
+        del rows
+        tracemalloc.start()
+        assert batch(source, tmp_path / f"out-{number}.jsonl") == 0
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 5_000 * 50
+
+
+def test_rows_are_taken_as_there_is_room(tmp_path, monkeypatch):
+    """The engine's own feed is lazy: at most its window and one row are read ahead."""
+    read, ahead = [0], []
+    rows_of = files.Input.rows
+
+    def counted(self):
+        for row in rows_of(self):
+            read[0] += 1
+            yield row
+
+    source = write_jsonl(tmp_path / "in.jsonl", questions(400))
+    monkeypatch.setattr(files.Input, "rows", counted)
+    complete = engines.complete
+
+    def watched(args, rows):
+        read[0] = 0
+        for written, record in enumerate(complete(args, rows), 1):
+            ahead.append(read[0] - written)
+            yield record
+
+    monkeypatch.setattr(engines, "complete", watched)
+    argv = ("--max-tokens", str(random.Random(0).randint(2, 3)), "--temperature", "0")
+    assert batch(source, tmp_path / "out.jsonl", *OPTIONS, *argv) == 0
+    assert max(ahead) <= 2 * 8 + 1 and len(ahead) == 400
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+def test_a_full_disk_costs_the_metrics_alone(tmp_path, caplog):
+    """It ended the job, with an error that named no file."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl", "--metrics", "/dev/full"
+    assert batch(*argv, *OPTIONS) == 0 and len(read_jsonl(argv[1])) == 3
+    expected = "--metrics /dev/full: No space left on device. No more metrics are written."
+    assert [record.getMessage() for record in caplog.records] == [expected]
+
+
+def test_a_torn_line_of_metrics_is_ended(tmp_path, stubbed):
+    """The resumed job appended its first line to what a killed one had left of its last."""
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl", "--metrics", tmp_path / "metrics"
+    for before, after in ((None, b""), (b"{}\n", b"{}\n"), (b'{}\n{"time": 1', b'{}\n{"time": 1\n')):
+        if before is not None:
+            argv[-1].write_bytes(before)
+        assert batch(*argv) == 0 and argv[-1].read_bytes() == after

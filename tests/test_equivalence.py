@@ -1,0 +1,38 @@
+"""Plain sampling gives the same tokens in the ways of the spine, whatever feature ``tools/without.py`` has taken out.
+
+Every feature in every way: ``test_ways.py``.
+"""
+
+import pytest
+from helpers import generate, greedy, prompt_of, run_ahead
+
+from nanovllm import SamplingParams
+
+MIXES = ({}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"temperature": 0.5}, {"repetition_penalty": 1.3})
+PROMPTS = [prompt_of(40)[:n] + prompt_of(i, seed=1) for i, n in enumerate((40, 33, 40, 16, 0, 3, 40, 33), 1)]
+PARAMS = [greedy(24)] + [SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **mix) for i, mix in enumerate(MIXES)]
+PARAMS += [greedy(9)]
+WAYS = {
+    "batched": {},
+    "no cache": {"enable_prefix_caching": False},
+    "blocks of 256": {"kvcache_block_size": 256},
+    "chunked": {"max_num_batched_tokens": 12},
+    "preempted": {"num_kvcache_blocks": 8},
+    "two slots": {"max_num_seqs": 2},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens(way, in_flight, make_llm):
+    """As alone; the second time with a warm prefix cache."""
+    alone = make_llm(enable_prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=256)
+    expected = [generate(alone, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    llm = make_llm(**WAYS[way])
+    if in_flight:
+        run_ahead(llm)
+    for _ in range(2):
+        assert generate(llm, PROMPTS, PARAMS) == expected
+    assert (llm.scheduler.num_preemptions > 0) == (way == "preempted")
+    assert (llm.metrics()["prefix_cache_hits"] > 0) == (way != "no cache")
