@@ -115,43 +115,42 @@ FEATURES = {  # name -> what is not as in ``Model._request``
 IDS = range(3, 1000)
 
 
+CHOICES = {  # name -> probability of another value than the neutral one, and that value
+    "top_k": (0.2, lambda rng: rng.choice((1, 5, 40))),
+    "top_p": (0.2, lambda rng: rng.uniform(0.3, 1)),
+    "min_p": (0.2, lambda rng: rng.uniform(0, 0.3)),
+    "stop": (0.4, lambda rng: rng.sample(("a", "e", "5", ", ", "\n", "on", "The", "never"), rng.choice((1, 3)))),
+    "stop_token_ids": (0.2, lambda rng: rng.sample(IDS, rng.choice((1, 9)))),
+    "include_stop_str_in_output": (0.3, lambda rng: True),
+    "ignore_eos": (0.4, lambda rng: False),
+    "logprobs": (0.3, lambda rng: rng.randrange(4)),
+    "prompt_logprobs": (0.2, lambda rng: rng.randrange(3)),
+    "repetition_penalty": (0.2, lambda rng: rng.uniform(0.7, 2)),
+    "presence_penalty": (0.15, lambda rng: rng.uniform(-2, 2)),
+    "frequency_penalty": (0.15, lambda rng: rng.uniform(-2, 2)),
+    "logit_bias": (0.15, lambda rng: {i: rng.uniform(-5, 5) for i in rng.sample(IDS, 20)}),
+    "bad_words": (0.15, lambda rng: rng.sample(("a", "London", "prime numbers", "5"), 2)),
+    "skip_special_tokens": (0.3, lambda rng: False),
+    "truncate_prompt_tokens": (0.15, lambda rng: rng.choice((-1, 1, 16, 20))),
+    "detokenize": (0.2, lambda rng: False),
+}
+
+
 def random_mix(rng):
-    """Of every parameter its neutral value or some other."""
-
-    def maybe(probability, make, otherwise=None):
-        return make() if rng.random() < probability else otherwise
-
-    is_greedy = rng.random() < 0.25
-    mix = {
-        "temperature": 0 if is_greedy else rng.choice((0.5, 1.0, 3.0, 50.0)),
-        "seed": rng.randrange(5),
-        "max_tokens": rng.choice((0, 1, 2, *range(3, 21))),
-        "n": 1 if is_greedy else rng.choice((1, 1, 1, 2, 3, 6)),
-        "ignore_eos": rng.random() < 0.6,
-        "top_k": maybe(0.2, lambda: rng.choice((1, 5, 40)), 0),
-        "top_p": maybe(0.2, lambda: rng.uniform(0.3, 1), 1.0),
-        "min_p": maybe(0.2, lambda: rng.uniform(0, 0.3), 0.0),
-        "stop_token_ids": maybe(0.2, lambda: rng.sample(IDS, rng.choice((1, 9, 300))), ()),
-        "stop": maybe(0.4, lambda: rng.sample(("a", "e", "5", ", ", "\n", "on", "The", "never"), rng.choice((1, 3)))),
-        "include_stop_str_in_output": rng.random() < 0.3,
-        "logprobs": maybe(0.3, lambda: rng.randrange(4)),
-        "prompt_logprobs": maybe(0.2, lambda: rng.randrange(3)),
-        "repetition_penalty": maybe(0.2, lambda: rng.uniform(0.7, 2), 1.0),
-        "presence_penalty": maybe(0.15, lambda: rng.uniform(-2, 2), 0.0),
-        "frequency_penalty": maybe(0.15, lambda: rng.uniform(-2, 2), 0.0),
-        "logit_bias": maybe(0.15, lambda: {i: rng.uniform(-5, 5) for i in rng.sample(IDS, 20)}),
-        "allowed_token_ids": maybe(0.1, lambda: [2, *rng.sample(IDS, 400)]),
-        "bad_words": maybe(0.15, lambda: rng.sample(("a", "London", "prime numbers", "5"), 2)),
-        "skip_special_tokens": rng.random() < 0.7,
-        "truncate_prompt_tokens": maybe(0.15, lambda: rng.choice((-1, 1, 16, 20))),
-    }
-    if rng.random() < 0.2 and mix["allowed_token_ids"] is None:
-        mix["structured_outputs"] = rng.choice([FEATURES[name]["structured_outputs"] for name in ("choice", "grammar")])
-    elif rng.random() < 0.3:  # not beside a guide: test_structured_outputs.py has that
-        mix["stop_token_ids"] = mix["stop_token_ids"][:9]  # at most 16 can be held back
+    """Random values of every parameter; no other test has them in one request."""
+    mix = {name: make(rng) for name, (probability, make) in CHOICES.items() if rng.random() < probability}
+    mix |= {"temperature": rng.choice((0, 0.5, 1.0, 3.0, 50.0)), "max_tokens": rng.choice((0, 1, 2, *range(3, 21)))}
+    if mix["temperature"] > 0:
+        mix["n"] = rng.choice((1, 1, 1, 2, 3, 6))
+    if "stop" in mix:
+        mix["detokenize"] = True
+    constraint = rng.random()
+    if constraint < 0.2:
+        mix |= {"structured_outputs": FEATURES[rng.choice(("choice", "grammar"))]["structured_outputs"]}
+    elif constraint < 0.3:
+        mix["allowed_token_ids"] = [2, *rng.sample(IDS, 400)]
+    elif constraint < 0.5:
         mix["min_tokens"] = rng.randint(0, mix["max_tokens"])
-    if not mix["stop"]:
-        mix["detokenize"] = rng.random() < 0.8
     return mix
 
 
