@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import families  # noqa: E402
 import histories  # noqa: E402
 from helpers import Reference  # noqa: E402
+from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE  # noqa: E402
 
 TINY = {
     "vocab_size": 512,
@@ -222,6 +223,32 @@ def make_llm(make_checkpoint):
     yield make
     for llm in made:
         llm.exit()
+
+
+@pytest.fixture(params=[
+    pytest.param(("cpu", "float32", FP32_TOLERANCE), id="cpu float32"),
+    *(pytest.param(("cuda", *case), id=f"cuda {case[0]}", marks=pytest.mark.gpu)
+      for case in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE))),
+])  # fmt: skip
+def on(request, make_llm):
+    """on(**options) -> an engine of ``make_llm`` on the device; log-probabilities are within ``on.tolerance``."""
+    device, dtype, tolerance = request.param
+
+    def make(**options):
+        return make_llm(device=device, dtype=dtype, **{"num_kvcache_blocks": 512, **options})
+
+    make.device, make.tolerance = device, tolerance
+    return make
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """An engine on the bundled model, on the CPU."""
+    from nanovllm import LLM
+
+    with LLM(device="cpu", kvcache_block_size=16, max_num_seqs=8, max_model_len=512, num_kvcache_blocks=256,
+             quiet=True) as llm:  # fmt: skip
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -57,9 +57,13 @@ def tokens_of(outputs):
     return [output["token_ids"] for output in outputs]
 
 
+def run(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
 def generate(llm, prompts, params):
     """Token ids of each completion."""
-    return tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    return tokens_of(run(llm, prompts, params))
 
 
 class Reference:
@@ -76,15 +80,12 @@ class Reference:
         return self.model(torch.tensor(sequences, device=self.model.device)).logits.float().cpu()
 
     @torch.inference_mode()
-    def greedy(self, prompt, num_tokens, held_back=(), until=0):
-        """``num_tokens`` tokens, the first ``until`` of them without the ids ``held_back``."""
+    def greedy(self, prompt, num_tokens):
         tokens, cache, new = [], None, prompt
         while len(tokens) < num_tokens:
             out = self.model(torch.tensor([new]), past_key_values=cache)
-            logits, cache = out.logits[0, -1], out.past_key_values
-            if len(tokens) < until:
-                logits[list(held_back)] = -torch.inf
-            tokens.append(int(logits.argmax()))
+            cache = out.past_key_values
+            tokens.append(int(out.logits[0, -1].argmax()))
             new = tokens[-1:]
         return tokens
 

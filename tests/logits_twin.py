@@ -14,7 +14,7 @@ BF16_TOLERANCE = 0.1  # the same, of the tiny checkpoint; 0.06 was seen
 
 
 def adjusted(logits, prompt, generated, params, stop_ids=(), bad=()):
-    """Logits after masks, min_tokens, bias and penalties, in this order.
+    """Logits after masks, min_tokens, functions, bias and penalties, in this order.
 
     Args:
         prompt, generated: the tokens before this one.
@@ -29,6 +29,9 @@ def adjusted(logits, prompt, generated, params, stop_ids=(), bad=()):
             x[last] = -np.inf
     if len(generated) < params.min_tokens:
         x[list(stop_ids)] = -np.inf
+    for processor in params.logits_processors or ():
+        before = [list(prompt), list(generated)][2 - processor.__code__.co_argcount + 1 :]
+        x = processor(*before, torch.from_numpy(x)).numpy()
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     if params.repetition_penalty != 1:

@@ -1,4 +1,4 @@
-"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits, greedy tokens, all ways to them.
+"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits and greedy tokens.
 
 Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_delta.py`` has the kernels,
 ``engine/test_snapshots.py`` the prefix cache of states.
@@ -15,10 +15,9 @@ import fp8_checkpoints
 import pytest
 import torch
 from families import hf_logits
-from helpers import generate, generate_with_logits, greedy, use_graphs_on_cpu
+from helpers import generate, generate_with_logits, greedy
 from safetensors.torch import load_file, save_file
 
-from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config_reader import read_model_config
 
@@ -58,78 +57,23 @@ def test_logits(case, checkpoint, make_llm):
         assert (got - want).abs().max() / want.abs().max() < TOLERANCE
 
 
-WAYS = {
-    "together": {},
-    "chunks on the grid": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
-    "chunks off the grid": {"max_num_batched_tokens": 50, "max_num_seqs": 8},
-    "small blocks": {"kvcache_block_size": 16, "num_kvcache_blocks": 160},
-    "preemption": {"num_kvcache_blocks": 6},
-    "no cache": {"enable_prefix_caching": False},
-    "one snapshot": {"num_state_snapshots": 1},
-    "two ranks": {"tensor_parallel_size": 2},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", families.HYBRID_CASES)
-def test_ways_to_the_same_tokens(case, way, checkpoint, expected, make_llm):
-    path, _ = checkpoint(case)
-    llm = make_llm(model=path, **{**OPTIONS, **WAYS[way]})
-    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
-    assert generate(llm, PROMPTS[::-1], greedy(NUM_DECODED)) == expected(case)[::-1]  # from the cache, if there is one
-    if way == "preemption":
-        assert llm.scheduler.num_preemptions > 0
-
-
-@pytest.mark.parametrize("case", families.HYBRID_CASES)
-def test_alone(case, checkpoint, expected, make_llm):
+def test_tokens(case, checkpoint, expected, make_llm):
+    """Together; from the cache, one by one; ``test_ways.py`` has the other ways."""
     llm = make_llm(model=checkpoint(case)[0], **OPTIONS)
+    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
     assert [generate(llm, [prompt], greedy(NUM_DECODED))[0] for prompt in PROMPTS] == expected(case)
-
-
-def test_graphs(checkpoint, expected, make_llm):
-    """Padded decode batches, and padded prefills, whose recurrent layers see whole sequences."""
-    llm = make_llm(model=checkpoint("qwen3.5")[0], **OPTIONS)
-    use_graphs_on_cpu(llm)
-    for prompts, want in ((PROMPTS, expected("qwen3.5")), (PROMPTS[1:2], expected("qwen3.5")[1:2])):
-        assert generate(llm, prompts, greedy(NUM_DECODED)) == want
-        assert generate(llm, prompts, greedy(NUM_DECODED)) == want
-
-
-def test_forked_completions(checkpoint, make_llm):
-    """Each completion goes on from a copy of the prompt's states: as if it had computed the prompt itself."""
-    path, params = checkpoint("qwen3.5")[0], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True)
-    forked, one_by_one = (
-        [[completion.token_ids for completion in output.outputs] for output in
-         make_llm(model=path, **OPTIONS, **options).generate(PROMPTS, params, use_tqdm=False)]
-        for options in ({}, {"max_num_seqs": 1, "enable_prefix_caching": False})
-    )  # fmt: skip
-    assert forked == one_by_one
-    assert all(len(set(map(tuple, completions))) > 1 for completions in forked)
-
-
-def test_beams(checkpoint, make_llm):
-    path, model = checkpoint("qwen3.5")
-    llm = make_llm(model=path, **OPTIONS)
-    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
-    for prompt, output in zip(PROMPTS[1:3], llm.beam_search(PROMPTS[1:3], params), strict=True):
-        want = model.generate(
-            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False,
-            eos_token_id=None, early_stopping="never",
-        )  # fmt: skip
-        assert [beam.tokens for beam in output.sequences] == want.tolist()
 
 
 def test_prompt_logprobs(checkpoint, make_llm):
     path, model = checkpoint("qwen3.5")
-    for options in ({}, {"max_num_batched_tokens": 70, "max_num_seqs": 8}):
-        llm = make_llm(model=path, **OPTIONS, **options)
-        for output in llm.generate(PROMPTS[1:], greedy(1, prompt_logprobs=0), use_tqdm=False):
-            ids = output.prompt_token_ids
-            want = hf_logits(model, ids).log_softmax(-1)
-            got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
-            torch.testing.assert_close(torch.tensor(got), want[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0],
-                                       atol=1e-4, rtol=0)  # fmt: skip
+    llm = make_llm(model=path, **OPTIONS)
+    for output in llm.generate(PROMPTS[1:], greedy(1, prompt_logprobs=0), use_tqdm=False):
+        ids = output.prompt_token_ids
+        want = hf_logits(model, ids).log_softmax(-1)
+        got = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        torch.testing.assert_close(torch.tensor(got), want[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0],
+                                   atol=1e-4, rtol=0)  # fmt: skip
 
 
 def test_a_conversation_finds_its_states(checkpoint, make_llm):
@@ -251,18 +195,6 @@ def test_linear_attention_in_another_family_is_refused(tmp_path):
 def test_ranks_divide_the_key_heads(checkpoint, make_llm):
     with pytest.raises(ConfigError, match="must divide"):
         make_llm(model=checkpoint("qwen3.5")[0], tensor_parallel_size=4, **OPTIONS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", families.HYBRID_CASES)
-@pytest.mark.parametrize("options", [
-    {}, {"enforce_eager": True}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}, {"num_kvcache_blocks": 6},
-])  # fmt: skip
-def test_on_the_gpu(case, options, checkpoint, expected, make_llm):
-    """The kernels, with and without CUDA graphs, give transformers' tokens; twice, the second time from the cache."""
-    llm = make_llm(model=checkpoint(case)[0], device="cuda", dtype="float32", **{**OPTIONS, **options})
-    for _ in range(2):
-        assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
-"""``SamplingParams(logits_processors=...)``: tokens of transformers with the same functions, whatever else happens to
-the request; what a function raises ends its own request. 20 s."""
+"""``SamplingParams(logits_processors=...)``: tokens of transformers with the same functions; what
+a function raises ends its own request. ``test_ways.py``: whatever else happens to the request."""
 
 import pytest
 import torch
-from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_on_cpu
+from helpers import DEVICES, generate, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
+from logits_twin import GreedyTwin
 
 from nanovllm import RequestError, SamplingParams
 
@@ -33,74 +34,31 @@ def not_in_prompt(prompt_ids, token_ids, logits):
     return logits
 
 
-def of_two(processor):
-    """The same processor as a function of prompt, tokens and logits."""
-    takes_prompt = processor.__code__.co_argcount == 3
-    return processor if takes_prompt else lambda prompt, tokens, logits: processor(tokens, logits)
-
-
-def expected(tiny, prompt, n, *processors):
-    """By transformers, greedily, without a cache."""
-    tokens = []
-    for _ in range(n):
-        logits = tiny.logits(prompt + tokens)[0, -1]
-        for processor in processors:
-            logits = of_two(processor)(prompt, list(tokens), logits.clone())
-        tokens.append(int(logits.argmax()))
-    return tokens
-
-
-CASES = {"none": (), "ban": (ban(5, 7, 300),), "history": (no_repeat,), "three parameters": (not_in_prompt,),
-         "two of them": (not_in_prompt, no_repeat)}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def oracle(tiny):
-    """[tokens of PROMPTS[i] with the processors of case i], and each case on each prompt."""
-    chosen = ["history", "none", "three parameters", "two of them"]
-    processors = [CASES[name] for name in chosen]
-    return processors, [expected(tiny, p, 20, *ours) for p, ours in zip(PROMPTS, processors, strict=True)]
+    """Processors of each prompt, and its tokens with them."""
+    processors = [(no_repeat,), (), (not_in_prompt,), (not_in_prompt, no_repeat)]
+    twin = GreedyTwin(tiny)
+    return processors, [twin(prompt, each) for prompt, each in zip(PROMPTS, params_of(processors), strict=True)]
 
 
 def params_of(processors, **more):
     return [greedy(20, logits_processors=list(ours), **more) for ours in processors]
 
 
-ENGINES = {
-    "plain": {},
-    "chunked": {"max_num_batched_tokens": 16},
-    "preempted": {"num_kvcache_blocks": 7, "max_model_len": 96},
-    "two slots": {"max_num_seqs": 2},
-}
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
-def test_as_transformers(engine, ahead, device, oracle, make_llm):
+def test_as_transformers(device, oracle, make_llm):
     """Requests with and without processors in one batch, their tokens known when a function is called."""
     processors, want = oracle
-    llm = make_llm(device=device, dtype="float32", **ENGINES[engine])
-    if ahead and device == "cpu":
-        run_ahead(use_graphs_on_cpu(llm))
+    llm = make_llm(device=device, dtype="float32")
     for _ in range(2):
         assert generate(llm, PROMPTS, params_of(processors)) == want
-    assert engine != "preempted" or llm.scheduler.num_preemptions > 0
     check_is_empty(llm)
-
-
-@pytest.mark.parametrize("case", ["ban", "history"])
-def test_two_ranks(case, oracle, tiny, make_llm):
-    """Functions run on rank 0 alone: those here cannot be pickled."""
-    processors, want = oracle
-    llm = make_llm(tensor_parallel_size=2)
-    assert generate(llm, PROMPTS, params_of(processors)) == want
-    mixed = [greedy(20, logits_processors=[ban(5, 7, 300)], bad_words=None, logprobs=1), *params_of(processors)[1:]]
-    assert generate(llm, PROMPTS, mixed)[0] == expected(tiny, PROMPTS[0], 20, ban(5, 7, 300))
 
 
 def test_an_interrupted_function_on_two_ranks(make_llm):
     """The other rank waits for its results, and is not waited for."""
+
     def interrupt(tokens, logits):
         raise KeyboardInterrupt
 

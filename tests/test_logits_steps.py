@@ -1,7 +1,8 @@
 """Penalties, biases, allowed tokens and bad words through the engine against plain twins on transformers' logits.
 
 Greedy text token for token, in fp32 (a rounding decides once in many thousands of tokens; in bf16 it would do so often,
-and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test.
+and ``test_logprobs.py`` compares the processed log-probabilities instead); sampled text by a chi-square test
+in ``test_sampling.py``. The same in every way of computing: ``test_ways.py``.
 """
 
 import dataclasses
@@ -9,14 +10,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers import Reference, generate, gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
-from logits_twin import GreedyTwin, adjusted, check_same, filtered, log_softmax
-from test_sampling import p_value
+from helpers import DEVICES, Reference, generate, greedy, prompt_of
+from logits_twin import GreedyTwin, log_softmax
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
-DEVICES = ["cpu", gpu_param("cuda")]
 NUM_TOKENS = 32
 MIXES = {
     "none": {},
@@ -64,56 +63,14 @@ def test_every_mix_changes_the_text(requests, reference):
     assert len(tokens) == 27 and tokens[-1] in (7, 300)
 
 
-WAYS = {
-    "plain": ({}, []),
-    "large batch": ({"max_num_seqs": 16}, []),
-    "chunked": ({"max_num_batched_tokens": 13}, []),
-    "preempted": ({"num_kvcache_blocks": 10}, []),
-    "graphs": ({"max_num_batched_tokens": 300, "max_num_seqs": 5}, [use_graphs_on_cpu, run_ahead]),
-    "all at once": ({"num_kvcache_blocks": 10, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
-}
-PREEMPTED = ("preempted", "all at once")
-
-
-def on_device(make_llm, device, changes, **options):
-    llm = make_llm(device=device, dtype="float32", **{"num_kvcache_blocks": 256, **options})
-    for change in changes:
-        if device == "cpu" or change is run_ahead:
-            change(llm)
-    return llm
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-def test_greedy(way, device, requests, make_llm):
+def test_greedy(device, requests, make_llm):
     """Batch mates with other values and with none; request slots used again; prompts found in the prefix cache."""
-    options, changes = WAYS[way]
-    llm = on_device(make_llm, device, changes, **options)
+    llm = make_llm(device=device, dtype="float32", num_kvcache_blocks=256)
     prompts, params, expected = map(list, zip(*requests, strict=True))
-    for order in (1, -1) if way == "plain" else (1,):
+    for order in (1, -1):
         got = generate(llm, prompts[::order], params[::order])[::order]
-        for name, ids, tokens in zip(MIXES, got, expected, strict=True):
-            assert ids == tokens, name
-    assert (llm.scheduler.num_preemptions > 2) == (way in PREEMPTED)
-
-
-@pytest.mark.parametrize("changes", ([], [run_ahead]))
-def test_arriving_while_others_run(changes, requests, make_llm):
-    """Prefills and decode steps alternate; an aborted request leaves its slot to another."""
-    llm = on_device(make_llm, "cpu", changes, max_num_seqs=5)
-    ids, finished, waiting = [], {}, list(requests)
-    while waiting or not llm.is_finished():
-        if waiting:
-            prompt, params, _ = waiting.pop(0)
-            ids.append(llm.add_request(prompt, params))
-            if len(waiting) % 4 == 0:
-                gone = llm.add_request(prompt_of(4), greedy(50, frequency_penalty=2.0, logit_bias={9: 50.0}))
-                done, _ = llm.step()
-                finished.update(done)
-                llm.abort(gone)
-        done, _ = llm.step()
-        finished.update(done)
-    assert [finished[i] for i in ids] == [tokens for _, _, tokens in requests]
+        assert dict(zip(MIXES, got, strict=True)) == dict(zip(MIXES, expected, strict=True))
 
 
 # -------------------------------------------------------------------- one by one
@@ -174,15 +131,13 @@ def test_a_bias_stays_on_a_token_that_was_generated(make_llm, tiny):
     params = [greedy(24, **mix) for mix in mixes]
     expected = [twin(prompt, p) for p in params]
     assert any(tokens.count(11) > 3 for tokens in expected[:2])
-    for changes in [], [run_ahead, use_graphs_on_cpu]:
-        assert generate(on_device(make_llm, "cpu", changes), [prompt] * len(params), params) == expected
+    assert generate(make_llm(), [prompt] * len(params), params) == expected
 
 
 @pytest.mark.parametrize("temperature", (0, 1.0, 30.0))
-@pytest.mark.parametrize("changes", ([], [run_ahead, use_graphs_on_cpu]))
-def test_only_allowed_tokens(changes, temperature, make_llm):
+def test_only_allowed_tokens(temperature, make_llm):
     """Words of the mask are 32 bits wide; different masks in a batch, and none."""
-    llm = on_device(make_llm, "cpu", changes)
+    llm = make_llm()
     allowed = [[0, 31, 32, 511], [7], list(range(32, 64)), list(range(511)), None, [5, 5, 5, 6]]
     params = [
         SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True, allowed_token_ids=ids, seed=i)
@@ -211,33 +166,6 @@ def test_an_end_of_sequence_that_is_not_allowed(make_llm, make_checkpoint, refer
     assert generate(llm, [prompt], params) == [[9] * 4 + [tokens[0]]]
 
 
-def test_each_of_several_completions_counts_its_own(make_llm):
-    """Completion i is the request seeded with seed + i."""
-    mixes = [{"frequency_penalty": 2.0, "repetition_penalty": 1.3}, {"logit_bias": {5: 3.0}, "presence_penalty": 1.0},
-             {"allowed_token_ids": [4, 5, 6, 7, 8]}, {}]  # fmt: skip
-    common = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.2}
-    prompts = [prompt_of(17, seed=i) for i in range(4)]
-    llm = make_llm()
-    alone = [generate(llm, prompts, [SamplingParams(seed=50 + i, **common, **mix) for mix in mixes]) for i in range(3)]
-    for options in ({}, {"num_kvcache_blocks": 8}, {"max_num_seqs": 2}):
-        params = [SamplingParams(n=3, seed=50, **common, **mix) for mix in mixes]
-        outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)
-        assert [[output.outputs[i].token_ids for output in outputs] for i in range(3)] == alone
-
-
-def test_sampled_text_survives_preemption(make_llm):
-    """The counts are made anew from the known tokens."""
-    params = [
-        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, frequency_penalty=1.0, repetition_penalty=1.2,
-                       presence_penalty=-0.5, logit_bias={9: 4.0}, allowed_token_ids=list(range(i, i + 30)))
-        for i in range(6)
-    ]  # fmt: skip
-    prompts = [prompt_of(20, seed=i) for i in range(6)]
-    few = make_llm(num_kvcache_blocks=8)
-    assert generate(few, prompts, params) == generate(make_llm(), prompts, params)
-    assert few.scheduler.num_preemptions > 2
-
-
 @pytest.mark.parametrize("name", ("logit_bias", "repetition_penalty"))
 def test_values_beyond_fp32(name, make_llm):
     """They act like the largest ones, without a warning, and what is sampled has a log-probability."""
@@ -258,52 +186,6 @@ def test_neutral_values_are_no_values(make_llm):
     assert sampler.features.penalties.table is None and sampler.features.masks.table is None
 
 
-# -------------------------------------------------------------------- frequencies
-
-SMALL = {"vocab_size": 8, "num_hidden_layers": 1}  # 64 pairs of tokens
-SAMPLED = (
-    {"temperature": 0.8, "logit_bias": {3: 1.5, 7: -100.0}},
-    {"temperature": 1.5, "repetition_penalty": 3.0},
-    {"temperature": 0.6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
-    {"presence_penalty": -2.0, "logit_bias": {5: 2.0}},
-    {"temperature": 1.2, "repetition_penalty": 0.5, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
-     "allowed_token_ids": list(range(1, 7)), "top_k": 5, "top_p": 0.9},
-    {"temperature": 0.6},
-)  # fmt: skip
-SAMPLED_PROMPT = [3, 6, 4, 1, 5, 4, 4]
-NUM_DRAWS = 900
-
-
-def pair_distribution(small, mix):
-    """Probabilities of the first two tokens, [V, V]."""
-    params = SamplingParams(**mix)
-
-    def row(generated):
-        logits = small.logits([*SAMPLED_PROMPT, *generated])[0, -1].double().numpy()
-        return np.exp(log_softmax(filtered(adjusted(logits, SAMPLED_PROMPT, generated, params), params)))
-
-    return np.stack([p * row([first]) for first, p in enumerate(row([]))])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_frequencies(device, make_checkpoint, make_llm):
-    """Pairs of successive tokens; the second sees the first in its counts. Seeds are fixed, and so the p-values."""
-    path = make_checkpoint(**SMALL)
-    small = Reference(path)
-    llm = make_llm(model=path, device=device, dtype="float32", max_num_seqs=512, max_num_batched_tokens=4096,
-                   max_model_len=16, num_kvcache_blocks=1024)  # fmt: skip
-    params = [
-        SamplingParams(max_tokens=2, ignore_eos=True, seed=seed, **mix) for seed in range(NUM_DRAWS) for mix in SAMPLED
-    ]
-    pairs = generate(llm, [SAMPLED_PROMPT] * len(params), params)
-    exact = [pair_distribution(small, mix) for mix in SAMPLED]
-    for i, mix in enumerate(SAMPLED):
-        drawn = pairs[i :: len(SAMPLED)]
-        assert p_value(drawn, exact[i]) > 1e-4, mix
-        for j in range(len(SAMPLED)):
-            assert i == j or p_value(drawn, exact[j]) < 1e-6, "a test that tells nothing apart"
-
-
 # -------------------------------------------------------------------- bad words
 
 QUESTIONS = ("Who are you?", "What can you do?")
@@ -320,13 +202,10 @@ def demo_twin():
     return GreedyTwin(Reference(DEMO_MODEL))
 
 
-def demo(device="cpu", changes=(), **options):
-    llm = LLM(**{"device": device, "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 64,
-                 "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512, **options})  # fmt: skip
-    for change in changes:
-        if device == "cpu" or change is run_ahead:
-            change(llm)
-    return llm
+@pytest.fixture(scope="module", params=DEVICES)
+def demo(request):
+    with LLM(device=request.param, dtype="float32", num_kvcache_blocks=16, max_num_seqs=8, quiet=True) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -364,71 +243,28 @@ def test_bad_words_are_what_the_model_would_say(worded):
     assert {len(sequence) for *_, bad in worded for sequence in bad} >= {1, 2}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ("plain", "preempted", "all at once"))
-def test_bad_words(way, device, worded):
-    """Beside requests without any."""
-    options, changes = WAYS[way]
-    if "num_kvcache_blocks" in options:
-        options = {**options, "num_kvcache_blocks": 14}
-    with demo(device, changes, **options) as llm:
-        got = generate(llm, [prompt for prompt, *_ in worded], [params for _, params, *_ in worded])
-        assert got == [tokens for _, _, tokens, _ in worded]
-        assert (llm.scheduler.num_preemptions > 0) == (way in PREEMPTED)
+def test_bad_words(worded, demo):
+    """Beside requests without any; in sampled text, too."""
+    prompts, params, expected, bad = map(list, zip(*worded, strict=True))
+    assert generate(demo, prompts, params) == expected
+    params = [dataclasses.replace(each, temperature=1.5, seed=seed, n=2) for seed, each in enumerate(params)]
+    for output, sequences in zip(demo.generate(prompts, params, use_tqdm=False), bad, strict=True):
+        found = [c for c in output.outputs for sequence in sequences if contains(c.token_ids, sequence)]
+        assert not found
 
 
-@pytest.mark.parametrize("changes", ((), (run_ahead, use_graphs_on_cpu)))
-def test_bad_words_in_sampled_text(changes, worded):
-    with demo(changes=changes) as llm:
-        prompts, params = [], []
-        for seed, (prompt, p, *_) in enumerate(worded):
-            prompts.append(prompt)
-            params.append(dataclasses.replace(p, temperature=1.5, seed=seed, n=2))
-        for output, (*_, bad) in zip(llm.generate(prompts, params, use_tqdm=False), worded, strict=True):
-            for completion in output.outputs:
-                assert not any(contains(completion.token_ids, sequence) for sequence in bad)
-
-
-def test_bad_words_and_allowed_tokens(worded, demo_twin):
+def test_bad_words_and_allowed_tokens(worded, demo_twin, demo):
     """Both hold."""
     prompt, *_ = worded[0]
-    with demo() as llm:
-        ids = sorted({*demo_twin(prompt, greedy(24)), 40, 41})
-        word = llm.tokenizer.decode([ids[-1]]).strip()
-        bad = [llm.tokenizer.encode(space + word, add_special_tokens=False) for space in ("", " ")]
-        params = greedy(24, allowed_token_ids=ids, bad_words=word)
-        (tokens,) = generate(llm, [prompt], params)
-        assert tokens == demo_twin(prompt, params, bad=bad)
-        assert set(tokens) <= set(ids) and not any(contains(tokens, sequence) for sequence in bad)
-        params.ignore_eos, params.logit_bias = False, dict.fromkeys(llm.scheduler.eos_token_ids, 100.0)
-        assert set(*generate(llm, [prompt], params)) <= set(ids)  # beside bad words its end was allowed
-
-
-# -------------------------------------------------------------------- tensor parallel
-
-
-def test_tensor_parallel(worded):
-    """Two ranks give the tokens and the processed log-probabilities of one."""
-    prompt, other = worded[0][0], worded[-1][0]
-    ids = sorted({*worded[0][2], *worded[-1][2]})
-    mixes = [{"repetition_penalty": 1.5}, {"frequency_penalty": 1.0, "presence_penalty": -0.5},
-             {"logit_bias": {ids[0]: 5.0, ids[-1]: 4.0, 1000: -100.0}}, {"allowed_token_ids": ids}, {},
-             {"bad_words": WORDS[1], "repetition_penalty": 1.2}, {"top_k": 9, "allowed_token_ids": ids}]  # fmt: skip
-    common = {"max_tokens": 16, "ignore_eos": True, "logprobs": 3}
-    cases = [
-        (p, SamplingParams(temperature=temperature, seed=i, **common, **mix))
-        for i, mix in enumerate(mixes)
-        for p, temperature in ((prompt, 0), (other, 1.3))
-    ]
-    cases += [(p, dataclasses.replace(params, **common)) for p, params, *_ in worded[1::4]]
-    prompts, params = map(list, zip(*cases, strict=True))
-    results = []
-    for size in 1, 2:
-        with demo(tensor_parallel_size=size, logprobs_mode="processed_logprobs", num_kvcache_blocks=40) as llm:
-            results.append(llm.generate(prompts, params, use_tqdm=False))
-    assert tokens_of(results[0]) == tokens_of(results[1])
-    for a, b in zip(*results, strict=True):
-        check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)
+    ids = sorted({*demo_twin(prompt, greedy(24)), 40, 41})
+    word = demo.tokenizer.decode([ids[-1]]).strip()
+    bad = [demo.tokenizer.encode(space + word, add_special_tokens=False) for space in ("", " ")]
+    params = greedy(24, allowed_token_ids=ids, bad_words=word)
+    (tokens,) = generate(demo, [prompt], params)
+    assert tokens == demo_twin(prompt, params, bad=bad)
+    assert set(tokens) <= set(ids) and not any(contains(tokens, sequence) for sequence in bad)
+    params.ignore_eos, params.logit_bias = False, dict.fromkeys(demo.scheduler.eos_token_ids, 100.0)
+    assert set(*generate(demo, [prompt], params)) <= set(ids)  # beside bad words its end was allowed
 
 
 # -------------------------------------------------------------------- errors

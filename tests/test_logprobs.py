@@ -6,20 +6,19 @@ are scored, so that a different choice does not matter.
 
 import copy
 import dataclasses
+import itertools
 import math
 import pickle
 
 import numpy as np
 import pytest
-from helpers import gpu_param, greedy, prompt_of, run_ahead, tokens_of, use_graphs_on_cpu
+from helpers import greedy, prompt_of, run, run_ahead, tokens_of
 from logits_twin import (
-    BF16_TOLERANCE,
     FP32_TOLERANCE,
     STEPS,
     adjusted,
     check_all,
     check_request,
-    check_same,
     filtered,
     log_softmax,
     logits_of,
@@ -27,80 +26,57 @@ from logits_twin import (
     stepped_requests,
 )
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams
 from nanovllm.outputs import Logprob
 
 PROMPT = [3, 9, 4, 1, 5]
-DEVICES = [
-    ("cpu", "float32", FP32_TOLERANCE),
-    *(gpu_param(("cuda", *rest)) for rest in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE))),
-]
 
 
-@pytest.fixture(params=DEVICES, ids=lambda case: " ".join(map(str, case[:2])))
-def on(request, make_llm):
-    """on(**options) -> an engine on the device; its tolerance is ``on.tolerance``."""
-    device, dtype, tolerance = request.param
-
-    def make(**options):
-        return make_llm(device=device, dtype=dtype, **{"num_kvcache_blocks": 512, **options})
-
-    make.device, make.tolerance = device, tolerance
-    return make
-
-
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-# -------------------------------------------------------------------- every way of computing
-
-WAYS = {  # options, and what changes the engine
-    "plain": ({}, []),
-    "two at a time": ({"max_num_seqs": 2}, []),
-    "chunked": ({"max_num_batched_tokens": 17, "max_num_seqs": 5}, []),
-    "preempted": ({"num_kvcache_blocks": 9}, []),
-    "without a cache": ({"enable_prefix_caching": False}, []),
-    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu, run_ahead]),
-    "all at once": ({"num_kvcache_blocks": 9, "max_num_batched_tokens": 17}, [use_graphs_on_cpu, run_ahead]),
-}
-PREEMPTED = ("preempted", "all at once")
+# -------------------------------------------------------------------- side by side
 
 
 def mixed_requests():
     """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens."""
     shared, long = prompt_of(35, seed=1), prompt_of(70)
-    prompts = [shared, PROMPT, [*shared[:33], 7, 8, 9], long, [4], shared + prompt_of(20), shared, prompt_of(50)]
-    asked = [(5, None), (0, 2), (None, 5), (20, 20), (1, 0), (None, None), (3, 1), (None, 0)]
+    prompts = [shared, PROMPT, [*shared[:33], 7, 8, 9], long, [4], shared + prompt_of(20), shared, prompt_of(50),
+               prompt_of(37)]  # fmt: skip
+    asked = [(5, None), (0, 2), (None, 5), (20, 20), (1, 0), (None, None), (3, 1), (None, 0), (2, 1)]
     params = []
     for i, (k, prompt_k) in enumerate(asked):
         sampled = {"temperature": 1.3, "seed": i} if i % 2 else {"temperature": 0}
         params.append(
             SamplingParams(max_tokens=30 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
         )
+    params[-1] = dataclasses.replace(params[-1], temperature=1.0, seed=8, n=4)
     return prompts, params
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_computing(way, on, tiny):
-    """Requests with different numbers, and with none, in one batch; the second time with a warm prefix cache."""
-    options, changes = WAYS[way]
-    if on.device == "cuda":
-        changes = [change for change in changes if change is not use_graphs_on_cpu]
-    llm = on(**options)
-    for change in changes:
-        change(llm)
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_different_numbers_in_one_batch(is_preempted, on, tiny):
+    """And none; the second time with a warm prefix cache, which scored prompts are not taken from."""
+    llm = run_ahead(on(num_kvcache_blocks=9, max_num_batched_tokens=17) if is_preempted else on())
     prompts, params = mixed_requests()
-    caching = llm.config.enable_prefix_caching
     for _ in range(2):
         outputs = run(llm, prompts, params)
         for output, p in zip(outputs, params, strict=True):
             check_request(tiny, output, p, on.tolerance)
-            if p.prompt_logprobs is not None:
-                assert output.num_cached_tokens == 0, "their logits would be missing"
-    if way not in PREEMPTED:  # its blocks may have been given away
-        assert outputs[0].num_cached_tokens == (32 if caching else 0)
-    assert (llm.scheduler.num_preemptions > 2) == (way in PREEMPTED)
+            assert len({tuple(completion.token_ids) for completion in output.outputs}) == p.n
+            assert output.num_cached_tokens == 0 or p.prompt_logprobs is None, "their logits would be missing"
+    assert is_preempted or outputs[0].num_cached_tokens == 32
+    assert (llm.scheduler.num_preemptions > 2) == is_preempted
+
+
+def test_chunks_beside_mates_that_ask_for_more(make_llm, tiny):
+    """A launch reports as many alternatives as its greediest request wants, so the chunks of a prompt had different
+    widths, and could not be joined; nor those of a score."""
+    llm, params = make_llm(max_num_batched_tokens=16), greedy(1, prompt_logprobs=1)
+    llm.add_request(PROMPT, greedy(1, prompt_logprobs=5))  # fills up the first launch together with a first chunk
+    (output,) = run(llm, [prompt_of(40)], params)
+    check_request(tiny, output, params)
+    llm.add_request(PROMPT, greedy(1, prompt_logprobs=5))
+    (score,) = llm.score([prompt_of(40, seed=1)])
+    rows = raw_rows(tiny, prompt_of(40, seed=1)[:1], prompt_of(40, seed=1)[1:])
+    assert score.logprobs == pytest.approx(rows[np.arange(39), prompt_of(40, seed=1)[1:]], abs=FP32_TOLERANCE)
 
 
 def test_batch_mates_change_nothing(make_llm):
@@ -120,30 +96,6 @@ def test_longer_than_a_slice_of_logits(make_llm, tiny):
         check_request(tiny, output, params)
 
 
-def test_a_resumed_request_does_not_score_its_prompt_again(make_llm, tiny):
-    """It was scored before the preemption; its rows come once."""
-    params = greedy(60, logprobs=2, prompt_logprobs=2)
-    llm = make_llm(num_kvcache_blocks=8)
-    outputs = run(llm, [prompt_of(20, seed=i) for i in range(5)], params)
-    assert llm.scheduler.num_preemptions > 2
-    for output in outputs:
-        check_request(tiny, output, params)
-
-
-def test_tensor_parallel(make_llm):
-    """Two ranks: the tokens and log-probabilities of one, of prompts and scores too."""
-    prompts, params = mixed_requests()
-    one, two = make_llm(), make_llm(tensor_parallel_size=2)
-    for a, b in zip(run(one, prompts, params), run(two, prompts, params), strict=True):
-        assert a.outputs[0].token_ids == b.outputs[0].token_ids
-        check_same(a.outputs[0].logprobs, b.outputs[0].logprobs)
-        check_same(a.prompt_logprobs and a.prompt_logprobs[1:], b.prompt_logprobs and b.prompt_logprobs[1:])
-    lists = [prompt for prompt in prompts if len(prompt) > 1]
-    for a, b in zip(one.score(lists), two.score(lists), strict=True):
-        assert np.abs(np.subtract(a.logprobs, b.logprobs)).max() < FP32_TOLERANCE
-        assert a.is_argmax == b.is_argmax
-
-
 # -------------------------------------------------------------------- how many
 
 
@@ -159,24 +111,12 @@ def test_the_whole_vocabulary(on, tiny):
         assert sum(math.exp(x.logprob) for x in entry.values()) == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
-def test_minus_one_alone(name, make_llm, tiny):
-    params = greedy(3, **{name: -1})
-    (output,) = run(make_llm(max_logprobs=-1), PROMPT, params)
-    check_request(tiny, output, params)
-
-
-@pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
-@pytest.mark.parametrize("k", (512, 513, 100_000))
-def test_more_than_the_vocabulary_is_the_vocabulary(k, name, make_llm, tiny):
-    params = greedy(3, **{name: k})
-    (output,) = run(make_llm(max_logprobs=-1), PROMPT, params)
-    check_request(tiny, output, params)
-
-
-def test_true_is_one(make_llm, tiny):
-    (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=True, prompt_logprobs=True))
-    check_request(tiny, output, greedy(3, logprobs=1, prompt_logprobs=1))
+def test_more_than_the_vocabulary_is_the_vocabulary(make_llm, tiny):
+    """Alone in its batch; and True is one."""
+    llm = make_llm(max_logprobs=-1)
+    for name, k in itertools.product(("logprobs", "prompt_logprobs"), (-1, 512, 513, 100_000, True)):
+        (output,) = run(llm, PROMPT, greedy(3, **{name: k}))
+        check_request(tiny, output, greedy(3, **{name: int(k)}))
 
 
 def test_the_order_of_an_entry(make_llm):
@@ -224,13 +164,9 @@ def test_bad_numbers(value):
 # -------------------------------------------------------------------- raw
 
 
-@pytest.mark.parametrize("changes", ([], [use_graphs_on_cpu, run_ahead]))
-def test_raw_is_what_the_model_gives(changes, on, tiny):
+def test_raw_is_what_the_model_gives(on, tiny):
     """Values and ranks before temperature, filters, penalties, biases and masks."""
     llm = on(max_num_seqs=16)
-    for change in changes:
-        if on.device == "cpu" or change is run_ahead:
-            change(llm)
     prompts, params = stepped_requests(4)
     outputs = run(llm, prompts, params)
     for output, p in zip(outputs, params, strict=True):
@@ -255,14 +191,10 @@ def processed_rows(tiny, prompt, token_ids, params):
     return log_softmax(np.stack(steps))
 
 
-@pytest.mark.parametrize("changes", ([], [use_graphs_on_cpu, run_ahead]))
-def test_processed_is_what_is_sampled_from(changes, on, tiny):
+def test_processed_is_what_is_sampled_from(on, tiny):
     """An explicit twin: masks, min_tokens, bias, penalties, temperature, filters; -inf where they cut."""
     exact = on.tolerance == FP32_TOLERANCE
     llm = on(max_num_seqs=16, logprobs_mode="processed_logprobs")
-    for change in changes:
-        if on.device == "cpu" or change is run_ahead:
-            change(llm)
     prompts, params = stepped_requests(9)
     cut = 0
     for name, output, p in zip(STEPS, run(llm, prompts, params), params, strict=True):
@@ -293,51 +225,19 @@ def test_processed_prompts_stay_raw(make_llm, tiny):
     check_request(tiny, output, params)
 
 
-def test_processed_survives_preemption(make_llm, tiny):
-    params = [
-        SamplingParams(temperature=0.9, seed=i, repetition_penalty=1.3, frequency_penalty=0.4, top_k=20,
-                       logit_bias={7: 1.0}, max_tokens=36, ignore_eos=True, logprobs=5)
-        for i in range(5)
-    ]  # fmt: skip
-    llm = make_llm(num_kvcache_blocks=8, logprobs_mode="processed_logprobs")
-    outputs = run(llm, [prompt_of(20, seed=i) for i in range(5)], params)
-    assert llm.scheduler.num_preemptions > 2
-    for output, p in zip(outputs, params, strict=True):
-        (completion,) = output.outputs
-        rows = processed_rows(tiny, output.prompt_token_ids, completion.token_ids, p)
-        check_all(completion.logprobs, completion.token_ids, rows, 5, 2 * FP32_TOLERANCE)
-
-
 # -------------------------------------------------------------------- with other features
-
-
-@pytest.mark.parametrize("options", ({}, {"num_kvcache_blocks": 10}, {"max_num_seqs": 2}))
-def test_several_completions(options, make_llm, tiny):
-    """Each of n has its own; the prompt is scored once."""
-    params = SamplingParams(n=4, seed=3, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-    prompts = [prompt_of(37), PROMPT]
-    outputs = run(make_llm(**options), prompts, params)
-    for output in outputs:
-        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
-        check_request(tiny, output, params)
 
 
 def test_a_stop_token_has_an_entry(make_llm, make_checkpoint, reference, tiny):
     """So has the end-of-sequence token, and nothing that runs ahead of them adds one."""
     tokens = reference(PROMPT, 20)
     i = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
-    for changes in [], [run_ahead]:
-        stop = make_llm()
-        eos = make_llm(model=make_checkpoint(eos_token_id=tokens[i]))  # the weights are the same
-        for llm, params in (stop, greedy(20, logprobs=2, stop_token_ids=[tokens[i]])), (
-            eos, greedy(20, logprobs=2, ignore_eos=False)
-        ):  # fmt: skip
-            for change in changes:
-                change(llm)
-            outputs = run(llm, [PROMPT, prompt_of(9)], [params, greedy(30)])
-            assert outputs[0].outputs[0].token_ids == tokens[: i + 1]
-            assert outputs[0].outputs[0].finish_reason == "stop"
-            check_request(tiny, outputs[0], params)
+    llm = run_ahead(make_llm(model=make_checkpoint(eos_token_id=tokens[i])))  # the weights are the same
+    for params in greedy(20, logprobs=2, stop_token_ids=[tokens[i]]), greedy(20, logprobs=2, ignore_eos=False):
+        outputs = run(llm, [PROMPT, prompt_of(9)], [params, greedy(30)])
+        assert outputs[0].outputs[0].token_ids == tokens[: i + 1]
+        assert outputs[0].outputs[0].finish_reason == "stop"
+        check_request(tiny, outputs[0], params)
 
 
 def test_a_prompt_of_one_token(make_llm):
@@ -363,25 +263,7 @@ def test_prompt_logprobs_of_a_truncated_prompt(make_llm, tiny):
     check_request(tiny, output, params)
 
 
-def test_an_abort_in_the_middle_of_a_scored_prompt(make_llm, tiny):
-    """Its rows are dropped, and those of its batch mates stay theirs."""
-    llm = run_ahead(make_llm(max_num_batched_tokens=16))
-    first = llm.add_request(prompt_of(50), greedy(2, prompt_logprobs=1))
-    llm.step()
-    llm.step()
-    llm.abort(first)
-    params = greedy(3, logprobs=1, prompt_logprobs=2)
-    for output in run(llm, [prompt_of(40, seed=2), PROMPT], params):
-        check_request(tiny, output, params)
-
-
 # -------------------------------------------------------------------- the objects
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=4) as llm:
-        yield llm
 
 
 def test_decoded_tokens(demo):
@@ -459,16 +341,3 @@ def test_copies(make_llm):
     ]  # fmt: skip
     assert as_dict["token_ids"] == expected.outputs[0].token_ids
     assert "logprob" in repr(output.outputs[0])
-
-
-def test_a_stream_carries_them(make_llm, tiny):
-    """Deltas hold the entries of the new tokens; together those of generate."""
-    params = greedy(12, logprobs=2, prompt_logprobs=1)
-    llm = make_llm()
-    (expected,) = run(llm, PROMPT, params)
-    deltas = list(llm.stream(PROMPT, params))
-    assert [x for delta in deltas for x in delta.outputs[0].logprobs] == expected.outputs[0].logprobs
-    assert [i for delta in deltas for i in delta.outputs[0].token_ids] == expected.outputs[0].token_ids
-    assert all(len(d.outputs[0].logprobs) == len(d.outputs[0].token_ids) for d in deltas)
-    assert deltas[-1].finished and deltas[-1].prompt_logprobs == expected.prompt_logprobs
-    assert deltas[-1].outputs[0].cumulative_logprob == pytest.approx(expected.outputs[0].cumulative_logprob)

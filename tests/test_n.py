@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahead, use_graphs_on_cpu
+from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import PrefillBatch
@@ -16,65 +16,26 @@ def sampled(n, seed=None, **params):
     return SamplingParams(**{"n": n, "seed": seed, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params})
 
 
-def run(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
 def completions(llm, prompt, params):
     """Token ids of each completion of one prompt."""
     (output,) = run(llm, [prompt], params)
     return [completion.token_ids for completion in output.outputs]
 
 
-@pytest.fixture(scope="module")
-def known():
-    """known(make_llm, prompt, seeds) -> tokens of requests with n = 1; made once."""
-    tokens = {}
-
-    def tokens_of(make_llm, prompt, seeds):
-        if (tuple(prompt), seeds[0]) not in tokens:
-            singles = generate(make_llm(), [prompt] * len(seeds), [sampled(1, seed) for seed in seeds])
-            tokens.update({(tuple(prompt), seed): ids for seed, ids in zip(seeds, singles, strict=True)})
-        return [tokens[tuple(prompt), seed] for seed in seeds]
-
-    return tokens_of
-
-
 # ---------------------------------------------------------------- seeds
-
-WAYS = {
-    "plain": {},
-    "run-ahead": {},
-    "graphs": {},
-    "more than max_num_seqs": {"max_num_seqs": 2},
-    "one at a time": {"max_num_seqs": 1},
-    "tiny pool": {"num_kvcache_blocks": 6},
-    "tiny pool, run-ahead": {"num_kvcache_blocks": 6},
-    "tiny pool, no prefix cache": {"num_kvcache_blocks": 6, "enable_prefix_caching": False},
-    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 3},
-    "chunked": {"max_num_batched_tokens": 12},
-}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-def test_completion_i_is_a_request_with_seed_plus_i(make_llm, known, way, device):
-    llm = make_llm(device=device, dtype="float32", **WAYS[way])
-    if "run-ahead" in way:
-        run_ahead(llm)
-    if way == "graphs" and device == "cpu":
-        use_graphs_on_cpu(llm)
+def test_completion_i_is_a_request_with_seed_plus_i(make_llm, device):
+    llm = make_llm(device=device, dtype="float32")
     prompts = [prompt_of(length) for length in LENGTHS]
     outputs = run(llm, prompts, [sampled(5, seed=10 * i) for i in range(len(prompts))])
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         assert [completion.index for completion in output.outputs] == [0, 1, 2, 3, 4]
         tokens = [completion.token_ids for completion in output.outputs]
-        assert tokens == known(make_llm, prompt, range(10 * i, 10 * i + 5))
+        assert tokens == generate(llm, [prompt] * 5, [sampled(1, seed) for seed in range(10 * i, 10 * i + 5)])
         assert len({tuple(ids) for ids in tokens}) == 5
         assert output["token_ids"] == tokens[0] and output.prompt_token_ids == prompt
-    assert (llm.scheduler.num_preemptions > 0) == ("tiny pool" in way)
-    assert llm.scheduler.block_manager.num_available == llm.model_runner.num_kvcache_blocks
-    assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
 
 
 def test_without_a_seed_each_draws_its_own(make_llm):
@@ -185,27 +146,6 @@ def test_aborted(make_llm):
 
 
 # ---------------------------------------------------------------- beside other features
-
-
-@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 16}])
-def test_with_log_probabilities(make_llm, options):
-    llm, prompt = make_llm(**options), prompt_of(37)
-    params = {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 6}
-    (output,) = run(llm, [prompt], sampled(3, seed=4, **params))
-    singles = run(llm, [prompt] * 3, [sampled(1, seed=4 + i, **params) for i in range(3)])
-
-    def plain(logprobs):
-        return [at and {i: (pytest.approx(x.logprob, abs=1e-4), x.rank) for i, x in at.items()} for at in logprobs]
-
-    def given(logprobs):
-        return [at and {i: (x.logprob, x.rank) for i, x in at.items()} for at in logprobs]
-
-    for completion, single in zip(output.outputs, singles, strict=True):
-        assert completion.token_ids == single["token_ids"]
-        assert given(completion.logprobs) == plain(single.outputs[0].logprobs)
-        assert completion.cumulative_logprob == pytest.approx(single.outputs[0].cumulative_logprob, abs=1e-4)
-        assert given(output.prompt_logprobs) == plain(single.prompt_logprobs)
-    assert len(output.prompt_logprobs) == 37 and output.prompt_logprobs[0] is None
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])

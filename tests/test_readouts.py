@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import generate, greedy, run_ahead
+from leaks import finish
 
 from nanovllm import SamplingParams
 from nanovllm.engine.callers import collect
@@ -105,7 +106,5 @@ def test_a_kind_of_ones_own(make_llm, options):
     part = collect(llm, norms(4), lambda request: request.readout.values)
     for few, all_of_them in zip(part, whole, strict=True):
         assert few == pytest.approx(all_of_them[4:], rel=1e-4)
-    finished = {}
-    while not llm.is_finished():
-        finished |= dict(llm.step()[0])
+    finished = finish(llm)
     assert [finished[i] for i in sorted(finished)] == expected

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Reference, generate, gpu_param, greedy
+from logits_twin import GreedyTwin, adjusted, filtered, log_softmax
 from scipy import stats
 
 from nanovllm import RequestError, SamplingParams
@@ -34,6 +35,14 @@ MIXES = (
     {"top_k": 8, "min_p": 0.15},
     {"top_p": 0.9, "min_p": 0.08},
 )
+PENALISED = (  # the second token sees the first in its counts
+    {"temperature": 0.8, "logit_bias": {3: 1.5, 7: -100.0}},
+    {"temperature": 1.5, "repetition_penalty": 3.0},
+    {"temperature": 0.6, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+    {"presence_penalty": -2.0, "logit_bias": {5: 2.0}},
+    {"temperature": 1.2, "repetition_penalty": 0.5, "frequency_penalty": -1.0, "logit_bias": {2: 1.0},
+     "allowed_token_ids": list(range(1, 7)), "top_k": 5, "top_p": 0.9},
+)  # fmt: skip
 
 
 def next_logits(reference, *sequences):
@@ -41,27 +50,17 @@ def next_logits(reference, *sequences):
     return reference.logits(*sequences)[:, -1].double().numpy()
 
 
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities as SamplingParams defines them, one filter after the other, float64 [V]."""
-    scaled = logits / temperature
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    order = np.argsort(-p)
-    keep = order[: top_k or len(p)]
-    if top_p < 1:
-        cumulative = np.cumsum(p[keep]) / p[keep].sum()
-        keep = keep[: np.searchsorted(cumulative, top_p) + 1]
-    keep = [i for i in keep if p[i] >= min_p * p[order[0]]]
-    out = np.zeros_like(p)
-    out[keep] = p[keep] / p[keep].sum()
-    return out
+def distribution(logits, generated=(), **mix):
+    """Probabilities as SamplingParams defines them behind ``PROMPT`` and what was generated, float64 [V]."""
+    params = SamplingParams(**mix)
+    return np.exp(log_softmax(filtered(adjusted(logits, PROMPT, generated, params), params)))
 
 
-def pair_distribution(reference, prompt, **mix):
+def pair_distribution(reference, **mix):
     """Probabilities of the first two tokens, [V, V]."""
-    first = distribution(next_logits(reference, prompt)[0], **mix)
-    second = next_logits(reference, *([*prompt, token] for token in range(len(first))))
-    return np.stack([p * distribution(row, **mix) for p, row in zip(first, second, strict=True)])
+    first = distribution(next_logits(reference, PROMPT)[0], **mix)
+    second = next_logits(reference, *([*PROMPT, token] for token in range(len(first))))
+    return np.stack([p * distribution(row, [i], **mix) for i, (p, row) in enumerate(zip(first, second, strict=True))])
 
 
 def p_value(pairs, probabilities):
@@ -133,12 +132,12 @@ def draw(llm, mixes, num_draws, seeded=False):
     return [pairs[i :: len(mixes)] for i in range(len(mixes))]
 
 
-def check_frequencies(llm, reference, num_draws, seeded=False):
-    exact = [pair_distribution(reference, PROMPT, **mix) for mix in MIXES]
+def check_frequencies(llm, reference, num_draws, seeded=False, mixes=MIXES + PENALISED):
+    exact = [pair_distribution(reference, **mix) for mix in mixes]
     for one, other in itertools.combinations(exact, 2):
         assert np.abs(one - other).sum() > 0.1, "mixes that do not differ"
-    drawn = draw(llm, MIXES, num_draws, seeded)
-    for mix, pairs, probabilities in zip(MIXES, drawn, exact, strict=True):
+    drawn = draw(llm, mixes, num_draws, seeded)
+    for mix, pairs, probabilities in zip(mixes, drawn, exact, strict=True):
         assert p_value(pairs, probabilities) > 1e-4, mix
     return drawn
 
@@ -146,7 +145,9 @@ def check_frequencies(llm, reference, num_draws, seeded=False):
 def check_power(reference, drawn):
     """The test tells distributions apart: a temperature that is off by a third, one token too many or too few."""
     for i, mix in (0, {"temperature": 4 / 3}), (3, {"top_k": 3}), (3, {"top_k": 5}), (4, MIXES[5]):
-        assert p_value(drawn[i], pair_distribution(reference, PROMPT, **mix)) < 1e-6, mix
+        assert p_value(drawn[i], pair_distribution(reference, **mix)) < 1e-6, mix
+    for i, j in itertools.permutations(range(len(MIXES), len(drawn)), 2):  # of the penalised ones each from each
+        assert p_value(drawn[i], pair_distribution(reference, **PENALISED[j - len(MIXES)])) < 1e-6
 
 
 BIG_BATCHES = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "max_model_len": 16}
@@ -166,7 +167,8 @@ def test_frequencies_in_bf16(options, spaced, make_llm):
     path, reference = spaced
     check_margins(reference)
     options = {"device": "cuda", "num_kvcache_blocks": 1024, **BIG_BATCHES, **options}
-    check_power(reference, check_frequencies(make_llm(model=path, dtype="bfloat16", **options), reference, NUM_DRAWS))
+    llm = make_llm(model=path, dtype="bfloat16", **options)
+    check_power(reference, check_frequencies(llm, reference, NUM_DRAWS, mixes=MIXES))
 
 
 @pytest.mark.gpu
@@ -179,28 +181,6 @@ def test_frequencies_on_the_gpu(small, make_llm):
 # -------------------------------------------------------------------- seeds
 
 HOT = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
-
-
-def test_a_seed_gives_the_same_tokens_in_any_batch(make_llm):
-    llm = make_llm(max_num_seqs=16)
-    prompts = [[i, i + 1, i + 2] for i in range(12)]
-    params = [SamplingParams(seed=i, **HOT) for i in range(12)]
-    together = generate(llm, prompts, params)
-    assert len({tuple(ids) for ids in together}) == 12
-    assert [generate(llm, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)] == together
-    assert generate(llm, prompts[::-1], params[::-1]) == together[::-1]
-    others = [  # of other lengths, that draw, filter and stop in between
-        SamplingParams(temperature=0, max_tokens=3),
-        SamplingParams(temperature=2.0, top_k=3, max_tokens=7),
-        SamplingParams(top_p=0.3, min_p=0.1, max_tokens=30, min_tokens=10),
-        SamplingParams(temperature=0.1, seed=3, max_tokens=1),
-    ]
-    mixed = generate(
-        llm,
-        [prompt for i in range(12) for prompt in ([7] * (i + 1), prompts[i])],
-        [p for i in range(12) for p in (others[i % 4], params[i])],
-    )
-    assert mixed[1::2] == together
 
 
 def test_equal_seeds_draw_equally(make_llm):
@@ -298,7 +278,7 @@ def test_min_tokens_masks_end_of_sequence_and_stop_ids(extra, eos, tiny, make_ll
     path, free, i = eos
     stop = [free[1], free[i + 1]]
     until = i + extra
-    tokens = tiny.greedy(PROMPT, 20, held_back=[free[i], *stop], until=until)
+    tokens = GreedyTwin(tiny)(PROMPT, greedy(20, min_tokens=until), stop_ids=[free[i], *stop])
     end = next((n for n in range(until, 20) if tokens[n] in (free[i], *stop)), 19)
     assert not {free[i], *stop} & set(tokens[:until])
     params = greedy(20, min_tokens=until, stop_token_ids=stop, ignore_eos=False)
@@ -333,21 +313,6 @@ def test_min_tokens_in_sampled_text(small, make_llm):
         assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
     soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
     assert 1 <= soonest < 20  # the very next token may end the text, and need not
-
-
-def test_min_tokens_after_preemption(tiny, reference, make_llm):
-    """A sequence that is recomputed keeps its minimum: no less, and no more."""
-    free = reference(PROMPT, 60)
-    early, late = free[5], free.index(free[first_new(free, 20)])
-    masked = tiny.greedy(PROMPT, 60, held_back=[early], until=60)
-    assert early not in masked
-    params = [
-        greedy(60, min_tokens=60, stop_token_ids=[early]),
-        greedy(60, min_tokens=late, stop_token_ids=[free[late]]),
-    ]
-    llm = make_llm(num_kvcache_blocks=6)
-    assert generate(llm, [PROMPT] * 6, params * 3) == [masked, free[: late + 1]] * 3
-    assert llm.scheduler.num_preemptions > 3
 
 
 def test_too_many_ids_to_mask(make_llm):

@@ -3,29 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from helpers import generate, gpu_param, greedy, prompt_of, run_ahead, use_graphs_on_cpu
-from logits_twin import BF16_TOLERANCE, FP32_TOLERANCE, log_softmax
+from helpers import Reference, generate, greedy, prompt_of, run_ahead
+from leaks import check_is_empty, finish
+from logits_twin import FP32_TOLERANCE, log_softmax
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import PrefillBatch
 from nanovllm.outputs import Score
-
-DEVICES = [
-    ("cpu", "float32", FP32_TOLERANCE),
-    *(gpu_param(("cuda", *rest)) for rest in (("float32", FP32_TOLERANCE), ("bfloat16", BF16_TOLERANCE))),
-]
-
-
-@pytest.fixture(params=DEVICES, ids=lambda case: " ".join(map(str, case[:2])))
-def on(request, make_llm):
-    """on(**options) -> an engine on the device; its tolerance is ``on.tolerance``."""
-    device, dtype, tolerance = request.param
-
-    def make(**options):
-        return make_llm(device=device, dtype=dtype, **{"num_kvcache_blocks": 512, **options})
-
-    make.device, make.tolerance = device, tolerance
-    return make
 
 
 def expected(tiny, ids, start=1):
@@ -62,21 +46,6 @@ def count_launched(llm):
     return launched
 
 
-def check_nothing_is_left(llm):
-    manager = llm.scheduler.block_manager
-    assert llm.is_finished() and manager.num_available == len(manager.blocks)
-    assert all(block.ref_count == 0 for block in manager.blocks)
-    assert len(llm.scheduler.table.free_req_indices) == llm.config.max_num_seqs
-    assert not llm._outputs._requests and not llm._outputs._processors and not llm._in_flight
-
-
-def drain(llm):
-    """Take in a surplus launch of a request that has failed."""
-    while llm._in_flight:
-        llm.step()
-    check_nothing_is_left(llm)
-
-
 @pytest.fixture(scope="module")
 def lists(reference):
     """Random ones, from two tokens on; one that the model itself has written; two with the same beginning."""
@@ -85,29 +54,13 @@ def lists(reference):
     return [prompt_of(2), prompt_of(17), prompt_of(90), written, [*shared, 4, 5], [*shared, 6], prompt_of(16), [9, 9]]
 
 
-WAYS = {
-    "plain": ({}, []),
-    "one at a time": ({"max_num_seqs": 1}, []),
-    "one batch": ({"max_num_batched_tokens": 1024}, []),
-    "chunked": ({"max_num_batched_tokens": 9}, []),
-    "few blocks": ({"num_kvcache_blocks": 6}, []),
-    "without a cache": ({"enable_prefix_caching": False}, []),
-    "graphs": ({"max_num_batched_tokens": 300}, [use_graphs_on_cpu]),
-    "all at once": ({"num_kvcache_blocks": 6, "max_num_batched_tokens": 19}, [use_graphs_on_cpu, run_ahead]),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_computing(way, on, lists, tiny):
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1}, {"num_kvcache_blocks": 6, "max_num_batched_tokens": 19}])
+def test_as_transformers(options, on, lists, tiny):
     """The second time with a warm prefix cache, which scored tokens are not taken from."""
-    options, changes = WAYS[way]
-    llm = on(**options)
-    for change in changes:
-        if on.device == "cpu" or change is run_ahead:
-            change(llm)
+    llm = run_ahead(on(**options))
     for _ in range(2):
         check(tiny, lists, llm.score(lists), tolerance=on.tolerance)
-        check_nothing_is_left(llm)
+        check_is_empty(llm)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -128,7 +81,7 @@ def test_logits_of_nan_are_an_error(make_llm, tiny, monkeypatch, caplog, options
             assert "logits of the prompt are NaN or infinite" in score.error
             assert np.isnan(score.logprobs).tolist() == [True] * (len(ids) - 1) and np.isnan(score.total)
             assert score.is_argmax == [False] * (len(ids) - 1)
-        drain(llm)
+        check_is_empty(llm)
     check(tiny, [good], scores[:1])
     assert caplog.records[0].getMessage().startswith("request 1: logits of the prompt are NaN")
     assert llm.metrics()["request_success"]["error"] == 4
@@ -136,24 +89,24 @@ def test_logits_of_nan_are_an_error(make_llm, tiny, monkeypatch, caplog, options
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 2}])
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_prompt_logprobs_of_nan_are_an_error(make_llm, reference, monkeypatch, options, in_flight, max_tokens):
+def test_prompt_logprobs_of_nan_are_an_error(make_llm, reference, monkeypatch, options, in_flight):
     """Of every completion of the request: also where what follows the prompt could be sampled."""
     llm = make_llm(**options)
     monkeypatch.setattr(llm.model_runner, "max_in_flight", in_flight)
     bad, good = 7, [i for i in prompt_of(20) if i != 7]
-    expected = reference(good, 5)[:max_tokens]
+    expected = reference(good, 5)
     assert bad not in expected
     with torch.inference_mode():
         llm.model_runner.model.model.embed_tokens.weight[bad] = torch.nan
-    n = 3 if max_tokens else 1
-    params = [greedy(max_tokens, prompt_logprobs=1), SamplingParams(n=n, max_tokens=max_tokens, prompt_logprobs=2)]
-    one, several = llm.generate([good, [*good, bad, *good]], params, use_tqdm=False)
-    assert (one["finish_reason"], one["token_ids"], len(one.prompt_logprobs)) == ("length", expected, len(good))
-    assert several.prompt_logprobs is None
-    assert [each.finish_reason for each in several.outputs] == ["error"] * n
-    assert all("NaN" in each.stop_reason for each in several.outputs)
-    drain(llm)
+    for size, n in (0, 1), (1, 3), (5, 3):
+        params = [greedy(size, prompt_logprobs=1), SamplingParams(n=n, max_tokens=size, prompt_logprobs=2)]
+        one, several = llm.generate([good, [*good, bad, *good]], params, use_tqdm=False)
+        assert (one["finish_reason"], one["token_ids"]) == ("length", expected[:size])
+        assert len(one.prompt_logprobs) == len(good)
+        assert several.prompt_logprobs is None
+        assert [each.finish_reason for each in several.outputs] == ["error"] * n
+        assert all("NaN" in each.stop_reason for each in several.outputs)
+        check_is_empty(llm)
 
 
 def test_what_the_model_wrote_is_the_argmax(lists, make_llm):
@@ -246,7 +199,7 @@ def test_one_token_more_than_the_models_length(max_num_batched_tokens, make_llm,
     with pytest.raises(RequestError) as error:
         llm.score([prompt_of(5), prompt_of(42)])
     assert str(error.value).startswith("list 1: ") and "max_model_len=40" in str(error.value)
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
 
 
 def test_as_long_as_the_cache(make_llm, tiny):
@@ -255,17 +208,14 @@ def test_as_long_as_the_cache(make_llm, tiny):
     check(tiny, [prompt_of(49)], llm.score([prompt_of(49)]))
     with pytest.raises(RequestError, match=r"list 0: the prompt has 49 tokens; the KV cache has 3 blocks of 16"):
         llm.score([prompt_of(50)])
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
 
 
-@pytest.mark.parametrize("changes", ([], [run_ahead]))
-def test_many_lists_through_a_small_pool(changes, make_llm, tiny):
-    llm = make_llm(num_kvcache_blocks=4, max_num_seqs=3, max_num_batched_tokens=24)
-    for change in changes:
-        change(llm)
+def test_many_lists_through_a_small_pool(make_llm, tiny):
+    llm = run_ahead(make_llm(num_kvcache_blocks=4, max_num_seqs=3, max_num_batched_tokens=24))
     lists = [prompt_of(2 + i * 7 % 60, seed=i) for i in range(60)]
     check(tiny, lists, llm.score(lists))
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
 
 
 def test_no_lists(make_llm):
@@ -275,13 +225,9 @@ def test_no_lists(make_llm):
 # -------------------------------------------------------------------- beside other requests
 
 
-@pytest.mark.parametrize("changes", ([], [run_ahead], [use_graphs_on_cpu, run_ahead]))
-@pytest.mark.parametrize("options", ({}, {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20}))
-def test_while_others_generate(options, changes, lists, make_llm, tiny, reference):
+def test_while_others_generate(lists, make_llm, tiny, reference):
     """Requests that were added before go on meanwhile, and are reported to step() afterwards."""
-    llm = make_llm(**options)
-    for change in changes:
-        change(llm)
+    llm = run_ahead(make_llm(num_kvcache_blocks=8, max_num_batched_tokens=20))
     prompts = [prompt_of(6), prompt_of(30)]
     expected_tokens = {llm.add_request(prompt, greedy(40)): reference(prompt, 40) for prompt in prompts}
     for _ in range(3):
@@ -290,20 +236,8 @@ def test_while_others_generate(options, changes, lists, make_llm, tiny, referenc
     late = llm.add_request(prompts[0], greedy(5))
     expected_tokens[late] = reference(prompts[0], 5)
     check(tiny, lists[:2], llm.score(lists[:2]))
-    finished = {}
-    while not llm.is_finished():
-        done, _ = llm.step()
-        finished.update(done)
-    assert finished == expected_tokens
-    check_nothing_is_left(llm)
-
-
-def test_while_others_report_more(make_llm, tiny):
-    """Beside requests with wider rows: what is not asked for is dropped."""
-    llm = make_llm(max_num_batched_tokens=32)
-    llm.add_request(prompt_of(50), greedy(3, prompt_logprobs=9, logprobs=4))
-    lists = [prompt_of(40, seed=3), prompt_of(30, seed=4)]
-    check(tiny, lists, llm.score(lists))
+    assert finish(llm) == expected_tokens
+    check_is_empty(llm)
 
 
 @pytest.mark.parametrize("mode", ("raw_logprobs", "processed_logprobs"))
@@ -318,8 +252,6 @@ def test_options_of_log_probabilities_do_not_matter(max_logprobs, mode, lists, m
 @pytest.fixture(scope="module")
 def twins(make_checkpoint, tmp_path_factory):
     """A checkpoint that gives tokens 100 and 300 the same logits, always the largest; and transformers on it."""
-    from helpers import Reference
-
     reference = Reference(make_checkpoint())
     head = reference.model.lm_head.weight.data
     head[:] *= 0.1
@@ -378,7 +310,7 @@ def test_errors(lists, start, message, make_llm):
         llm.score(lists, start=start)
     assert str(error.value) == message
     assert not launched
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
 
 
 @pytest.mark.parametrize("start", ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True))
@@ -387,7 +319,7 @@ def test_a_start_that_is_none(start, make_llm):
     llm = make_llm()
     with pytest.raises(RequestError, match="start"):
         llm.score([[3, 4, 5], [3, 4, 5]], start=start)
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
 
 
 def test_numpy_is_taken(make_llm, lists, tiny):
@@ -410,7 +342,7 @@ def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
     llm.model_runner.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.score(lists)
-    check_nothing_is_left(llm)
+    check_is_empty(llm)
     check(tiny, lists, llm.score(lists))
 
 

@@ -9,100 +9,12 @@ import pytest
 from helpers import generate, greedy, prompt_of, record_calls, tokens_of
 from leaks import check_is_empty, finish
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams
 
 PROMPT = "introduce yourself"
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, max_num_seqs=4, quiet=True) as llm:
-        yield llm
-
-
 # ---------------------------------------------------------------- one prompt
-
-KINDS = {
-    "greedy": {"temperature": 0},
-    "seeded": {"seed": 3, "ignore_eos": True},
-    "any bytes": {"seed": 3, "ignore_eos": True, "temperature": 50.0},
-    "special tokens": {"seed": 3, "ignore_eos": True, "skip_special_tokens": False},
-    "log-probabilities": {"seed": 3, "logprobs": 2, "ignore_eos": True},
-    "n": {"seed": 3, "n": 3},
-    "n, of different lengths": {"seed": 4, "n": 3, "stop_token_ids": list(range(200, 400))},
-    "n, log-probabilities": {"seed": 3, "n": 2, "logprobs": 0, "temperature": 5.0},
-    "n, more than max_num_seqs": {"seed": 3, "n": 5, "max_tokens": 8},
-    "stop string": {"temperature": 0, "stop": ["zzz", "and I"]},
-    "stop string, kept": {"temperature": 0, "stop": ["zzz", "and I"], "include_stop_str_in_output": True},
-    "stop string, n": {"seed": 3, "n": 3, "stop": ["a", "am the"], "logprobs": 1},
-    "stop string, none": {"temperature": 0, "stop": ["nanovllm is not", "never" * 9]},
-    "stop token": {"temperature": 0, "stop_token_ids": list(range(300, 600))},
-    "min_tokens": {"seed": 1, "min_tokens": 15},
-    "no text": {"seed": 3, "detokenize": False},
-    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 1},
-    "one token": {"temperature": 0, "max_tokens": 1},
-    "no token": {"temperature": 0, "max_tokens": 0},
-    "no token, log-probabilities": {"temperature": 0, "max_tokens": 0, "logprobs": 1, "prompt_logprobs": 0},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_deltas_join_to_what_generate_gives(demo, monkeypatch, kind):
-    """With a launch in flight, the first step has no tokens yet: log-probabilities of none were an error."""
-    params = SamplingParams(**{"max_tokens": 16, **KINDS[kind]})
-    (whole,) = demo.generate(PROMPT, params, use_tqdm=False)
-    for in_flight in (0, 1):
-        monkeypatch.setattr(demo.model_runner, "max_in_flight", in_flight)
-        check_deltas(list(demo.stream(PROMPT, params)), whole, params)
-        check_is_empty(demo)
-
-
-def check_deltas(deltas, whole, params):
-    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-    assert {(delta.prompt, tuple(delta.prompt_token_ids or whole.prompt_token_ids)) for delta in deltas} == {
-        (PROMPT, tuple(whole.prompt_token_ids))
-    }
-    assert len({delta.request_id for delta in deltas}) == 1
-    for index, completion in enumerate(whole.outputs):
-        parts = [delta.outputs[index] for delta in deltas]
-        assert "".join(part.text for part in parts) == completion.text
-        assert [i for part in parts for i in part.token_ids] == completion.token_ids
-        assert all(part.finish_reason is None and part.stop_reason is None for part in parts[:-1])
-        last = parts[-1]
-        assert (last.finish_reason, last.stop_reason) == (completion.finish_reason, completion.stop_reason)
-        assert {part.index for part in parts} == {index}
-        if params.logprobs is None:
-            assert {part.logprobs for part in parts} == {None}
-        else:
-            assert [at for part in parts for at in part.logprobs] == completion.logprobs
-            assert [len(part.logprobs) for part in parts] == [len(part.token_ids) for part in parts]
-            assert last.cumulative_logprob == pytest.approx(completion.cumulative_logprob)
-    num_tokens = max(len(completion.token_ids) for completion in whole.outputs)
-    assert len(deltas) >= num_tokens - 3, "tokens come one by one"
-    if params.prompt_logprobs is not None:
-        assert deltas[-1].prompt_logprobs == whole.prompt_logprobs
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_a_preempted_stream(make_llm, reference, in_flight):
-    """It gives up its blocks to an older request, and goes on where it was."""
-    llm = make_llm(num_kvcache_blocks=5)
-    llm.model_runner.max_in_flight = in_flight
-    added = llm.add_request(prompt_of(18), greedy(40))
-    deltas = list(llm.stream(prompt_of(20), greedy(30, logprobs=0)))
-    assert llm.scheduler.num_preemptions > 0
-    assert [i for delta in deltas for i in delta["token_ids"]] == reference(prompt_of(20), 30)
-    assert [list(at) for delta in deltas for at in delta.outputs[0].logprobs] == [
-        [i] for i in reference(prompt_of(20), 30)
-    ]
-    assert finish(llm) == {added: reference(prompt_of(18), 40)}
-    check_is_empty(llm)
-
-
-def test_dictionary_of_a_delta(demo):
-    deltas = list(demo.stream(PROMPT, greedy(20)))
-    assert "".join(delta["text"] for delta in deltas) == demo.generate(PROMPT, greedy(20), use_tqdm=False)[0]["text"]
-    assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
 def test_nothing_of_a_stop_string_is_shown(demo):
@@ -137,21 +49,6 @@ def test_forms_of_one_prompt(demo, prompt):
 
 
 # ---------------------------------------------------------------- several at a time
-
-
-def test_two_streams_interleaved(make_llm, reference):
-    llm = make_llm()
-    streams = [llm.stream(prompt_of(n), greedy(12)) for n in (9, 20)]
-    tokens = [[], []]
-    while streams[0] or streams[1]:
-        for i, stream in enumerate(streams):
-            delta = stream and next(stream, None)
-            if delta is None:
-                streams[i] = None
-            else:
-                tokens[i] += delta["token_ids"]
-    assert tokens == [reference(prompt_of(n), 12) for n in (9, 20)]
-    check_is_empty(llm)
 
 
 def test_one_of_two_streams_is_closed(make_llm, reference):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers import DEVICES, Reference, generate, greedy, prompt_of, run_ahead, use_graphs_on_cpu
-from leaks import check_is_empty
+from leaks import check_is_empty, finish
 
 from nanovllm import CheckpointError, EngineError, WorkerError
 from nanovllm.runner import weights as weights_module
@@ -233,9 +233,7 @@ def test_needs_an_idle_engine(make_llm, tiny, reference):
     list(stream)
     with pytest.raises(EngineError, match="needs an idle engine"):
         llm.update_weights(tiny.model.named_parameters())
-    finished = {}
-    while not llm.is_finished():
-        finished.update(llm.step()[0])
+    finished = finish(llm)
     assert finished[number] == reference(PROMPTS[0], 8)
     llm.update_weights(tiny.model.named_parameters())
     assert tokens(llm) == [reference(prompt, 8) for prompt in PROMPTS]

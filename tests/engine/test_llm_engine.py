@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from helpers import DEVICES, generate, gpu_param, greedy, prompt_of, record_calls, run_ahead, tokens_of
+from leaks import finish
 
 from nanovllm import EngineError, RequestError
 from nanovllm.engine.request import Request
@@ -73,10 +74,7 @@ def test_refused_request_spares_the_others(make_llm, reference):
         with pytest.raises(RequestError):
             llm.add_request(bad, greedy(5))
     also = llm.add_request(prompt_of(8), greedy(3))
-    finished = {}
-    while not llm.is_finished():
-        done, _ = llm.step()
-        finished.update(done)
+    finished = finish(llm)
     assert finished == {good: reference(prompt_of(9), 5), also: reference(prompt_of(8), 3)}
 
 
@@ -99,9 +97,7 @@ def test_generate_between_steps(make_llm, reference):
     later = llm.add_request(prompt_of(8), greedy(40))
     assert generate(llm, [prompt_of(7)], greedy(12)) == [reference(prompt_of(7), 12)]
     assert not llm.is_finished()
-    finished = {}
-    while not llm.is_finished():
-        finished.update(llm.step()[0])
+    finished = finish(llm)
     assert finished == {added: reference(prompt_of(9), 4), later: reference(prompt_of(8), 40)}
 
 

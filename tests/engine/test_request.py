@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import generate
+from leaks import finish
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.callers import Caller, run
@@ -151,9 +152,7 @@ def test_edited_after_submission(small_llm):
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     request = small_llm.add_request([5, 6], params)
     params.max_tokens, params.temperature = 1, -1.0
-    finished = {}
-    while not small_llm.is_finished():
-        finished.update(small_llm.step()[0])
+    finished = finish(small_llm)
     assert len(finished[request]) == 3
     with refuses("temperature=-1.0 must be a finite number"):
         small_llm.add_request([5, 6], params)
@@ -174,9 +173,7 @@ def test_abort(make_llm):
     llm.step()
     for request_id in (ids[1], str(ids[3]), 99):  # half computed, waiting, unknown
         llm.abort(request_id)
-    finished = {}
-    while not llm.is_finished():
-        finished.update(llm.step()[0])
+    finished = finish(llm)
     assert finished.keys() == {ids[0], ids[2]}
     assert llm.scheduler.block_manager.num_available == len(llm.scheduler.block_manager.blocks)
 

@@ -108,22 +108,6 @@ def test_without_a_step_in_flight_each_is_taken_in_at_once(start, monkeypatch, k
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_kvcache_blocks": 14}, {"max_num_batched_tokens": 8, "max_num_seqs": 3}],
-    ids=["plain", "preempted", "chunked"],
-)  # fmt: skip
-def test_outputs_do_not_depend_on_it(start, monkeypatch, options):
-    pytest.importorskip("llguidance")
-    kinds = PLAIN | CONSTRAINED
-    at_once, ahead = (start(in_flight, **options) for in_flight in (0, 1))
-    expected = results(at_once, kinds)
-    events = Events(ahead, monkeypatch)
-    assert results(ahead, kinds) == expected
-    assert (ahead.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
-    wait, sample = events.at("wait"), events.at("sample")
-    assert all(wait[n - 1] < sample[n] for n in range(1, len(sample))) and events.masked
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_logits_of_nan_end_their_own_request(make_llm, reference, monkeypatch, caplog, in_flight):
     """They gave token 0, which may be the end-of-sequence token, and no word. One step is in flight when they show."""

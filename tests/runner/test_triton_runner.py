@@ -74,7 +74,7 @@ def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, 
 def test_verify_steps(params, make_checkpoint, make_llm, use_triton):
     """Rows of drafts go through every kernel of a decode step and of sampling."""
     model = make_checkpoint(num_hidden_layers=1)
-    params = [replace(each, max_tokens=9) for each in params]
+    params = [replace(each, max_tokens=7) for each in params]
     outputs = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
     use_triton()
     llm = make_llm(model=model, speculative_config={"method": "ngram", "adaptive": False}, **OPTIONS)
@@ -111,7 +111,7 @@ def test_fp8_weights(tmp_path, check_same):
     """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
     fp8_checkpoints.write(tmp_path, model, "qwen")
-    check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7]], greedy(3))
+    check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7]], greedy(2))
 
 
 @torch.inference_mode()
@@ -119,5 +119,5 @@ def test_mxfp4_experts(tmp_path, check_same):
     """gpt-oss: kept as they are where Triton multiplies them, dequantized for the twins."""
     model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
     mxfp4_checkpoints.write(tmp_path, model)
-    llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7] * 3, [100]], greedy(3))
+    llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7], [100]], greedy(2))
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
