@@ -161,13 +161,12 @@ class NewSequences:
 
     @classmethod
     def of(cls, seqs: ListLike[Sequence]) -> "NewSequences":
-        tables = [seq.block_table for seq in seqs]
         return cls(
             _int32(seq.req_idx for seq in seqs),
             _int32(seq.num_tokens for seq in seqs),
             _int32(seq.num_prompt_tokens for seq in seqs),
-            _int32(map(len, tables)),
-            _int32(chain.from_iterable(tables)),
+            _int32(len(seq.block_table) for seq in seqs),
+            _int32(chain.from_iterable(seq.block_table for seq in seqs)),
             np.fromiter((seq.seed for seq in seqs), np.uint64),
             [seq.sampling_params for seq in seqs],
             [seq.sampling_params.is_constrained for seq in seqs],

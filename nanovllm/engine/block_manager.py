@@ -63,12 +63,6 @@ class BlockManager:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
 
-    def hashes(self, seq: Sequence) -> list[int]:
-        """Of all its full blocks whose tokens are known."""
-        if seq.num_tokens >= self.block_size:
-            self._hash_of(seq, seq.num_tokens // self.block_size - 1)
-        return seq.block_hashes
-
     def find(self, seq: Sequence, i: int) -> int | None:
         """The block in the prefix cache that holds the sequence's full block ``i``."""
         block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
@@ -157,13 +151,6 @@ class BlockManager:
         if position >= len(seq.block_table) * self.block_size:
             self.register(seq, min(position, seq.num_tokens))  # the tokens behind are guesses
             seq.block_table.append(self._pop_block())
-
-    def trim(self, seq: Sequence, num_computed: int) -> None:
-        """Take back the blocks behind the first ``num_computed`` tokens: these were guesses, and wrong."""
-        for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
-            block_id = seq.block_table.pop()
-            self.blocks[block_id].ref_count = 0
-            self.free_block_ids.append(block_id)
 
     def register(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first ``num_computed`` tokens into the prefix cache (invariant 2).

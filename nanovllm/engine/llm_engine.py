@@ -67,7 +67,7 @@ class LLMEngine:
 
                 with translate_oom():
                     runner = self.model_runner
-                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts()))
+                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts))
             except BaseException:
                 self.exit()
                 raise

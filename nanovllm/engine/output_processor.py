@@ -56,8 +56,10 @@ class OutputProcessor:
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request
 
     def queued(self, request: Request) -> list[Sequence]:
-        """The sequences of a registered request are made; returns those to schedule. The others have nothing to
-        compute, and are finished at once."""
+        """Take over the new sequences of a registered request; returns the sequences to schedule.
+
+        The others have nothing to compute and are finished at once.
+        """
         completions, waiting, done = request.completions, [], []
         request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
@@ -119,7 +121,7 @@ class OutputProcessor:
         return ended
 
     def _fail(self, request: Request, readout: Readout) -> list[Sequence]:
-        """Mark a request whose prompt has no results; returns those of its sequences that end by that."""
+        """Mark a request whose prompt has no results; returns the sequences that this ends."""
         readout.error = error = NOT_FINITE.format(readout.subject)
         for seq in request.seqs:
             seq.finish_reason, seq.stop_reason = "error", error
@@ -142,8 +144,10 @@ class OutputProcessor:
         return masks, process, failed
 
     def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
-        """Constrained request slots of a batch, int32 [n]; the tokens each may sample next, int32 [n, ceil(V / 32)];
-        and the sequences that end because their grammar fails.
+        """Compute the token masks of a batch's constrained requests.
+
+        Returns:
+            Their request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; and the sequences whose grammar fails.
         """
         req_indices, processors = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):

@@ -46,8 +46,8 @@ class CopyingBlockManager(BlockManager):
         return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
-        """The block that begins with most of what follows the sequence's first ``num_blocks`` blocks, and how many
-        tokens that is."""
+        """Find the block with the longest common beginning behind the first ``num_blocks`` blocks, and its length.
+        """
         first = num_blocks * self.block_size
         wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))
         if len(wanted) < self.min_copied_tokens:
@@ -90,7 +90,7 @@ class CopyingBlockManager(BlockManager):
         self._computed_before = []
 
     def offer(self, seq: Sequence, num_computed: int) -> None:
-        """Let others copy the beginnings of a sequence's blocks, of which launches have written so many tokens."""
+        """Let others copy the beginnings of a sequence's blocks, up to ``num_computed`` tokens."""
         if self.block_size <= self.min_copied_tokens:
             return
         for i, first in enumerate(range(0, num_computed, self.block_size)):

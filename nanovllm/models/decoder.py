@@ -192,10 +192,3 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
-
-    def head(self, token_ids: list[int] | None) -> torch.Tensor:
-        """Rows of the LM head, or without ``token_ids`` the classification head, fp32 [n, C]. A call of every rank."""
-        if token_ids is None:
-            return self.score.weight.float()
-        ids = torch.tensor(token_ids, dtype=torch.int32, device=self.lm_head.weight.device)
-        return self.lm_head.rows(ids).float()

@@ -54,7 +54,7 @@ class Drafts(Part):
         self._rows = torch.arange(self._first, self._first + num_tokens, dtype=torch.int32, device=state.device)
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
+        """Prepare tokens and lengths of the draft rows; the rows beyond the batch are dead."""
         if isinstance(batch, VerifyBatch):
             drafts, Q = batch.drafts, batch.num_rows
             values = np.zeros((2, len(self._tokens)), np.int32)
@@ -68,7 +68,7 @@ class Drafts(Part):
             self._tokens.copy_(tensors["drafts"])
 
     def rows(self, size: int, num_rows: int) -> torch.Tensor:
-        """Device: the request slots i32[B * Q] of a verify step, of each sequence its own and those of its draft."""
+        """Device: request slots i32[B * Q] of a verify step: each sequence's own, then the rows of its draft."""
         drafted = self._rows[: size * (num_rows - 1)].view(size, num_rows - 1)
         return torch.cat([self._state.batch_req_indices[:size, None], drafted], 1).flatten()
 

@@ -16,9 +16,9 @@ from nanovllm.sampling.feature import Arrays, Tensors
 
 
 def to_device(arrays: Arrays, device: torch.device) -> Tensors:
-    """Named arrays as int32 tensors on the device, by one copy that nobody waits for.
+    """Named arrays as int32 tensors on the device, by one asynchronous copy, each aligned to 16 bytes.
 
-    Each begins at a multiple of 16 bytes: Triton compiles another variant of a kernel for a less aligned pointer.
+    Triton compiles another variant of a kernel for a less aligned pointer.
     """
     places, size = [], 0
     for name, values in arrays.items():

@@ -7,6 +7,7 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
 class StepResult(NamedTuple):
-    """What a step computed, on the host."""
+    """Results of a step on the host."""
 
     token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
     logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
@@ -71,7 +72,9 @@ class ModelRunner:
         workers: the other ranks, on rank 0 of several.
 
     Attributes:
-        model, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        model: set by the start (start.py), as are
+        num_kvcache_blocks: the same on every rank; and
+        facts: of the parts, for the engine's factory.
         kv_cache: None while it is not allocated.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
@@ -79,6 +82,7 @@ class ModelRunner:
 
     model: CausalLM
     num_kvcache_blocks: int
+    facts: dict[str, Any]
 
     def __init__(self, equipment: Equipment, workers: Workers | None = None):
         rank = equipment.rank
@@ -100,7 +104,7 @@ class ModelRunner:
     # ------------------------------------------------------------ a step
 
     def forward(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
+        """Launch the forward pass of a batch on every rank; ``sample`` must follow."""
         assert self._computed is None
         self.call("run_model", batch)
 
@@ -130,7 +134,7 @@ class ModelRunner:
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
-        """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
+        """Another rank's main loop: run the calls of rank 0, until it dismisses this rank."""
         with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
@@ -143,7 +147,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_model(self, batch: Batch) -> None:
-        """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
@@ -163,7 +167,7 @@ class ModelRunner:
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
 
     def prepare(self, batch: Batch) -> Arrays:
-        """Host: what the device must know of a batch, as named arrays."""
+        """Host: make named arrays of the changes that a batch brings."""
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
@@ -178,7 +182,7 @@ class ModelRunner:
         return arrays
 
     def write(self, batch: Batch, tensors: Tensors) -> None:
-        """Device: everyone takes in what it has put into the arrays."""
+        """Device: state, sampler and parts read their arrays."""
         self.request_state.write(tensors)
         self.sampler.write(tensors)
         for part in self.parts:
@@ -215,12 +219,12 @@ class ModelRunner:
     # ------------------------------------------------------------ between steps
 
     @torch.inference_mode()
-    def head(self, token_ids: list[int] | None) -> np.ndarray:
-        """See ``CausalLM.head``; on the host."""
-        return self.model.head(token_ids).cpu().numpy()
+    def on_model(self, function: Callable, *args: Any) -> Any:
+        """A feature's way to the weights: ``function(model, *args)``."""
+        return function(self.model, *args)
 
     def allocate_kv_cache(self) -> None:
-        """A KV cache of ``num_kvcache_blocks``, of which each layer gets its views; parts take their memory."""
+        """Allocate a KV cache of ``num_kvcache_blocks``; layers get views of it, parts take their memory."""
         self.kv_cache = memory.allocate_kv_cache(
             self.model, self.num_kvcache_blocks, self.block_size, self.rank.kv_dtype, self.device
         )
@@ -240,17 +244,13 @@ class ModelRunner:
         for launcher in self.launchers:
             launcher.capture(self.model, self.graphs)
 
-    def facts(self) -> dict[str, Any]:
-        """Facts of the device, from every part, for the engine's factory."""
-        return {name: fact for part in self.parts for name, fact in part.facts().items()}
-
     def synchronize(self) -> None:
         """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        """After an interrupted step: wait for the device and forget what it was sent."""
+        """Wait for the device after an interrupted step, and forget its batch."""
         self.synchronize()
         self._computed = None
         self.request_state.reset()
