@@ -141,36 +141,6 @@ def test_layer_in_bf16(family):
     assert difference.square().mean().sqrt() < 0.02 * rounded.std()
 
 
-CHANGES = {  # a switch of the layer -> the families that must notice
-    "renormalize": {"qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe"},
-    "scoring": {"glm4_moe", "mixtral"},
-    "routed_scale": {"glm4_moe"},
-    "num_groups": {"glm4_moe"},
-    "top_groups": {"glm4_moe"},
-    "correction bias": {"glm4_moe"},
-    "shared_expert": {"qwen2_moe", "glm4_moe"},
-    "shared_expert_gate": {"qwen2_moe"},
-}
-
-
-@pytest.mark.parametrize("change, family", [(c, f) for c, families in CHANGES.items() for f in sorted(families)])
-@torch.inference_mode()
-def test_each_switch_matters(change, family):
-    block, _ = hf_block(family)
-    layer, (residual, norm, context) = our_layer(family, block), problem(50)
-    before = layer(residual, norm, context)
-    routing = layer.routing
-    if change == "correction bias":
-        layer.gate.e_score_correction_bias = None
-    elif change.startswith("shared"):
-        setattr(layer, change, None)
-    else:
-        other = {"renormalize": not routing.renormalize, "routed_scale": 1.0, "num_groups": 2, "top_groups": 4,
-                 "scoring": "softmax" if routing.scoring == "sigmoid" else "sigmoid"}[change]  # fmt: skip
-        layer.routing = routing._replace(**{change: other})
-    assert relative_error(layer(residual, norm, context), before) > 1e-2
-
-
 @pytest.mark.parametrize("family", BLOCKS)
 @pytest.mark.parametrize("size", [2, 4])
 @torch.inference_mode()
@@ -329,29 +299,6 @@ def edited(path, target, **fields):
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | fields))
     return str(target)
-
-
-EDITS = [
-    ("qwen3-moe", {"norm_topk_prob": False}),
-    ("qwen3-moe", {"num_experts_per_tok": 2}),
-    ("mixtral", {"num_experts_per_tok": 1}),
-    ("olmoe", {"norm_topk_prob": True}),
-    ("qwen2-moe", {"norm_topk_prob": True}),
-    ("glm4-moe", {"norm_topk_prob": False}),
-    ("glm4-moe", {"routed_scaling_factor": 1.0}),
-    ("glm4-moe", {"n_group": 2, "topk_group": 1}),
-    ("glm4-moe", {"topk_group": 4}),
-]
-
-
-@pytest.mark.parametrize("case, fields", EDITS)
-def test_each_field_matters(case, fields, models, make_llm, tmp_path):
-    model, path = models(case)
-    llm = make_llm(model=edited(path, tmp_path / "edited", **fields))
-    _, (logits,) = generate_with_logits(llm, PROMPTS[2:3], 1)
-    with torch.inference_mode():
-        want = model(torch.tensor([PROMPTS[2]])).logits[0, -1:]
-    assert relative_error(logits, want) > 1e-2
 
 
 @pytest.mark.parametrize(

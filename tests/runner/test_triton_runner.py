@@ -12,6 +12,7 @@ import mxfp4_checkpoints
 import pytest
 import torch
 from helpers import generate, greedy, interpret_fp8_exactly
+from histories import at_night
 from test_speculation import know
 
 pytest.importorskip("triton")
@@ -31,11 +32,6 @@ WITH_LOGITS_STEPS = [
     greedy(4),
     SamplingParams(temperature=0.7, seed=5, max_tokens=4, top_k=5, ignore_eos=True),
 ]
-
-
-KINDS_OF_STEPS = pytest.mark.parametrize(
-    "params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"]
-)
 
 
 @pytest.fixture
@@ -65,12 +61,12 @@ def check_same(make_llm, use_triton):
     return check
 
 
-@KINDS_OF_STEPS
+@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
 def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, check_same):
     check_same({"model": make_checkpoint(num_hidden_layers=1)}, params=params)
 
 
-@KINDS_OF_STEPS
+@pytest.mark.parametrize("params", [WITH_LOGITS_STEPS, *at_night(WITHOUT_LOGITS_STEPS)])
 def test_verify_steps(params, make_checkpoint, make_llm, use_triton):
     """Rows of drafts go through every kernel of a decode step and of sampling."""
     model = make_checkpoint(num_hidden_layers=1)

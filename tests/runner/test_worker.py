@@ -22,6 +22,7 @@ import torch
 from nanovllm import LLM, ConfigError, EngineError, SamplingParams, WorkerError
 from nanovllm.distributed import workers as workers_module
 from nanovllm.runner import worker as worker_module
+from nanovllm.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
@@ -149,20 +150,20 @@ def used_memory() -> list[int]:
 @pytest.fixture
 def start(device, make_checkpoint, tmp_path, monkeypatch):
     """start(num_ranks) -> an engine whose workers a test may harm."""
-    made: list[LLM] = []
+    made: list[tuple[LLM, list]] = []
     memory = used_memory() if device == "cuda" else []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def start(num_ranks=2, **changes):
         llm = LLM(make_checkpoint(), **options(device, num_ranks, **changes))
-        made.append(llm)
+        made.append((llm, workers_of(llm)))
         return llm
 
     yield start
-    for llm in made:
+    for llm, processes in made:
         llm.exit()
         llm.exit()
-        assert not any(process.is_alive() for process in workers_of(llm))
+        assert not any(process.is_alive() for process in processes)
     assert not leftovers()
     if device == "cuda":  # a worker's process alone takes more than this; the first engine's libraries stay
         grown = [(after - before) >> 20 for before, after in zip(memory, used_memory(), strict=True)]
@@ -221,7 +222,7 @@ def test_exit_after_a_worker_was_killed(start):
 def test_rank_0_that_raises(start, monkeypatch):
     llm = start()
     with Failure(0, "ZeroDivisionError", llm):
-        monkeypatch.setattr(llm.model_runner, "run_model", lambda *_: 1 / 0)  # the workers have the step by then
+        monkeypatch.setattr(ModelRunner, "run_model", lambda *_: 1 / 0)  # the workers have the step by then
         llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
@@ -245,10 +246,11 @@ def test_a_worker_sends_heartbeats_before_it_imports_torch():
 def test_ctrl_c_in_a_step(start, monkeypatch):
     """The engine is shut down: the workers have a step that rank 0 leaves."""
     llm = start()
-    monkeypatch.setattr(llm.model_runner, "run_model", lambda *_: _thread.interrupt_main())
+    processes = workers_of(llm)
+    monkeypatch.setattr(ModelRunner, "run_model", lambda *_: _thread.interrupt_main())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
-    assert not any(process.is_alive() for process in workers_of(llm))
+    assert not any(process.is_alive() for process in processes)
     text = r"shut down, because a run on several ranks was interrupted or a rank failed; make a new LLM\(...\)\."
     with pytest.raises(EngineError, match=text):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -268,11 +270,12 @@ def test_ctrl_c_between_two_steps(start, monkeypatch):
 
 def test_exit_twice_and_in_the_middle_of_requests(start):
     llm = start()
+    processes = workers_of(llm)
     llm.add_request(PROMPTS[0], LONG)
     llm.step()
     llm.exit()
     llm.exit()
-    assert [process.exitcode for process in workers_of(llm)] == [0]
+    assert [process.exitcode for process in processes] == [0]
     with pytest.raises(EngineError, match="shut down; make"):
         llm.step()
 
