@@ -57,6 +57,7 @@ class Feature:
         in_place: ``apply`` changes the logits that it gets.
         reads_raw: ``report`` reads the model's own logits.
         compiled_at_start: its kernels are compiled at the start, and not when a request needs them.
+        sends: an array of its ``add`` or ``begin``; ``write`` is called where this array is.
         ops: the functions that ``apply`` launches: the references in the feature's own module, or on CUDA the kernels
             under the same names in ``kernels/sampling``. Given by the sampler, as is
         state: all sampling columns of the request state on the device, [R] or [R, n]; strided views are fine.
@@ -64,7 +65,7 @@ class Feature:
 
     columns: ClassVar[dict[str, Any]] = {}
     in_place = reads_raw = compiled_at_start = False
-    has_kernels: ClassVar[bool] = True
+    has_kernels, sends = True, ""
     ops: ModuleType
     state: SimpleNamespace
 
@@ -81,7 +82,7 @@ class Feature:
         """Host: a batch that uses the feature is sampled next. ``arrays`` as for ``add``."""
 
     def write(self, tensors: Tensors) -> None:
-        """Device: read the arrays that ``add`` and ``begin`` have filled, if any."""
+        """Device: read the arrays that ``add`` or ``begin`` has filled."""
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         """Device: change the logits of these request slots, i32[B]."""

@@ -18,7 +18,7 @@ class TokenMasks(Feature):
     """
 
     columns: ClassVar = {"is_masked": np.int32}  # 0 = every token is allowed
-    in_place = True
+    in_place, sends = True, "masks"
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._shape, self._device = (max_num_seqs + 1, -(-vocab_size // 32)), device
@@ -47,8 +47,6 @@ class TokenMasks(Feature):
         arrays["mask_req_indices"], arrays["masks"] = masks[0], masks[1].ravel()
 
     def write(self, tensors: Tensors) -> None:
-        if "masks" not in tensors:
-            return
         if self.table is None:
             self.table = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         req_indices = tensors["mask_req_indices"].long()

@@ -41,6 +41,7 @@ class Penalties(Feature):
         "repetition_penalty": np.float32,  # > 0, 1 = off, for tokens of prompt and output
         "is_penalized": np.int32,  # 0 = neither bias nor penalty
     }
+    sends = "penalty_values"
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, last_token: torch.Tensor):
         self._last_token = last_token  # int32 [R + 1]
@@ -54,22 +55,22 @@ class Penalties(Feature):
         rows["repetition_penalty"] = 1.0
         used = [params.has_penalties or params.logit_bias is not None for params in new.params]
         rows["is_penalized"] = used
-        indices, values = [], []
-        for i in np.flatnonzero(used).tolist():
-            params, row, W = new.params[i], rows[i], self._capacity
-            row["presence_penalty"], row["frequency_penalty"] = params.presence_penalty, params.frequency_penalty
-            row["repetition_penalty"] = max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT))
-            num_counted, ids, counts, bias = entries(params, new.histories[i], int(new.num_prompt_tokens[i]))
-            columns = [np.arange(len(ids)) + 2 + column * W for column in range(3)]
-            indices.append(np.concatenate([[0, 1], *columns]) + int(new.req_indices[i]) * self._shape[1])
-            values.append(np.concatenate([[len(ids), num_counted], ids, counts, bias.view(np.int32)]))
-        if indices:
-            arrays["penalty_indices"], arrays["penalty_values"] = np.concatenate(indices), np.concatenate(values)
+        sent = [self._fill(new, i, rows[i]) for i in np.flatnonzero(used).tolist()]
+        if sent:
+            arrays["penalty_indices"], arrays["penalty_values"] = map(np.concatenate, zip(*sent, strict=True))
         return used
 
+    def _fill(self, new: NewSequences, i: int, row: np.void) -> tuple[np.ndarray, np.ndarray]:
+        """Fill the columns of one request; return its elements of the buffer and their values."""
+        params, W = new.params[i], self._capacity
+        row["presence_penalty"], row["frequency_penalty"] = params.presence_penalty, params.frequency_penalty
+        row["repetition_penalty"] = max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT))
+        num_counted, ids, counts, bias = entries(params, new.histories[i], int(new.num_prompt_tokens[i]))
+        columns = [np.arange(len(ids)) + 2 + column * W for column in range(3)]
+        indices = np.concatenate([[0, 1], *columns]) + int(new.req_indices[i]) * self._shape[1]
+        return indices, np.concatenate([[len(ids), num_counted], ids, counts, bias.view(np.int32)])
+
     def write(self, tensors: Tensors) -> None:
-        if "penalty_values" not in tensors:
-            return
         if self._buffer is None:
             (R, width), W = self._shape, self._capacity
             self._buffer = torch.zeros(R * width, dtype=torch.int32, device=self._last_token.device)

@@ -75,8 +75,6 @@ class Sampler:
         gathered = tp.all_gather(candidates.view(torch.float32)).view(torch.int32)  # floats go through peer memory
         return self.ops.pick_and_advance(gathered, req_indices, *advance)
 
-    # ---------------------------------------------------------------- which requests use what
-
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
         """Host: fill the columns of new requests; see ``Feature.add``."""
         rows["temperature"] = [0.0 if p.is_greedy else min(p.temperature, MAX_FLOAT) for p in new.params]
@@ -109,7 +107,8 @@ class Sampler:
     def write(self, tensors: Tensors) -> None:
         """Device: read the arrays that ``add`` and ``begin`` have filled."""
         for feature in self.features:
-            feature.write(tensors)
+            if feature.sends in tensors:
+                feature.write(tensors)
 
     def release(self) -> None:
         for feature in self.features:
