@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanovllm import kernels
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.sampling.penalties import PenaltyTable
-from nanovllm.sampling.token_logprobs import unpack_logprobs
 
 TOKENS = [1, 8, 64, 256, 16384]
 LINEAR_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096, 16384]
@@ -190,9 +189,10 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
         expected = twins.apply_penalties(logits, req_indices, state, tokens, twin_table)
         check("apply_penalties", ops.apply_penalties(logits, req_indices, state, tokens, table), expected, 1e-5)
         for num_top in (0, 5, 20):
-            actual = unpack_logprobs(ops.token_logprobs(logits, tokens, num_top))
-            for a, b in zip(actual, unpack_logprobs(twins.token_logprobs(logits, tokens, num_top)), strict=True):
-                check("token_logprobs", a, b, 1e-5)
+            actual, expected = (each.token_logprobs(logits, tokens, num_top) for each in (ops, twins))
+            bits = [0, *range(2 + num_top, 2 + 2 * num_top)]  # of logprobs; between them are rank and ids
+            check("token_logprobs", actual[:, 1 : 2 + num_top], expected[:, 1 : 2 + num_top])
+            check("token_logprobs", actual[:, bits].view(torch.float32), expected[:, bits].view(torch.float32), 1e-5)
     masked = logits.clone()
     return {
         "apply_token_mask": (lambda: ops.apply_token_mask(masked, req_indices, state, token_mask), 2 * size),

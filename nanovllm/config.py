@@ -35,14 +35,16 @@ PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Options of speculation, under vLLM's names: where the last few tokens stood before, what followed is a draft of
-    the tokens to come. A step verifies drafts; outputs are those of the engine without them.
+    """Options of speculation by lookup, under vLLM's names.
+
+    Where the last few tokens stood before, the tokens that followed are a draft of the tokens to come. A step verifies
+    drafts; the outputs are the same without them.
 
     Args:
         method: "ngram" looks into the request's own tokens; "suffix" also into other prompts and finished outputs.
         num_speculative_tokens: longest draft, 1 to 7.
-        prompt_lookup_min: last tokens that must have stood there, default 2; more, after drafts that were wrong.
-        prompt_lookup_max: the latest place where so many did is taken, default 4; else the one with most.
+        prompt_lookup_min: number of last tokens that must match there, default 2; more after drafts that were wrong.
+        prompt_lookup_max: the latest place with this number of matches is taken, default 4; else the place with most.
         suffix_decoding_max_tree_depth: the same with "suffix".
         suffix_decoding_max_spec_factor: with "suffix", longest draft per equal token.
         suffix_decoding_max_cached_requests: texts of other requests that are kept; at most 2**18 tokens of them.
@@ -100,7 +102,7 @@ class Config:
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
         enforce_eager: no CUDA graphs and no run-ahead; slower, easier to debug.
         kvcache_block_size: tokens per KV block, a multiple of 16 (of 256 with flash-attn).
-        num_kvcache_blocks: size of the KV cache in blocks; -1 takes what memory allows (2 GiB on the CPU).
+        num_kvcache_blocks: size of the KV cache in blocks; -1: as memory allows (2 GiB on the CPU).
         device: "auto" (CUDA if there is a device), "cuda" or "cpu".
         dtype: "auto" (the checkpoint's; float32 on a CPU, unless it is bfloat16 and the CPU has AVX512-BF16 or AMX;
             float16 on a GPU without bfloat16), "bfloat16", "float16" or "half", "float32" or "float"; or torch's.

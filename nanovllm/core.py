@@ -1,8 +1,7 @@
-"""What engine and runner share: a sequence, and the two kinds of batch that the scheduler forms.
+"""The sequence, and the two batches that the scheduler forms: shared by engine and runner.
 
 Owns the sequence's tokens, counters and status, and the form of a batch. A batch is the message of a step: plain
-columns, which every rank's runner receives (the other ranks pickled) and prepares its inputs from. Knows neither queues
-nor devices.
+columns, from which every rank's runner prepares its inputs. Knows neither queues nor devices.
 
 Token ranges of a running sequence::
 
@@ -113,7 +112,7 @@ class Sequence:
 
     @property
     def min_num_tokens(self) -> int:
-        """Tokens that it will have at its end, unless it fails or is aborted."""
+        """Lower bound of its final length, unless it fails or is aborted."""
         params = self.sampling_params
         may_stop = not params.ignore_eos or params.stop or params.stop_token_ids or params.structured_outputs
         return self.num_prompt_tokens + params.min_tokens if may_stop else self.max_num_tokens
@@ -162,13 +161,12 @@ class NewSequences:
 
     @classmethod
     def of(cls, seqs: ListLike[Sequence]) -> "NewSequences":
-        tables = [seq.block_table for seq in seqs]
         return cls(
             _int32(seq.req_idx for seq in seqs),
             _int32(seq.num_tokens for seq in seqs),
             _int32(seq.num_prompt_tokens for seq in seqs),
-            _int32(map(len, tables)),
-            _int32(chain.from_iterable(tables)),
+            _int32(len(seq.block_table) for seq in seqs),
+            _int32(chain.from_iterable(seq.block_table for seq in seqs)),
             np.fromiter((seq.seed for seq in seqs), np.uint64),
             [seq.sampling_params for seq in seqs],
             [seq.sampling_params.is_constrained for seq in seqs],
@@ -182,7 +180,7 @@ class NewSequences:
         return len(self.params)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks get: of equal parameters one object, without what only the host reads."""
+        """State for other ranks: one object for equal parameters, without fields that only the host reads."""
         sent = {id(params): params for params in self.params}
         sent = {key: params.without_host_fields() for key, params in sent.items()}
         return {**vars(self), "params": [sent[id(params)] for params in self.params]}
@@ -196,6 +194,11 @@ class Chunk(NamedTuple):
     stop: int
     sampled: list[Sequence]
 
+    @property
+    def is_read(self) -> bool:
+        """Whether its last hidden state is sampled from or read out."""
+        return bool(self.sampled) or (self.seq.readout is not None and self.seq.readout.takes_last(self.stop))
+
 
 @dataclass(frozen=True)
 class Moves:
@@ -208,8 +211,8 @@ class Moves:
 class PrefillBatch:
     """Compute tokens [starts[i], stops[i]) of S sequences; sample for the N requests whose last token is among them.
 
-    Sequences whose last hidden state is wanted, to be sampled from or read out, come first. ``sampled_from[j]`` is the
-    one whose logits request ``req_indices[j]`` is sampled from: itself, or the one it was forked from.
+    Sequences whose last hidden state is sampled from or read out come first. Request ``req_indices[j]`` is sampled from
+    the logits of sequence ``sampled_from[j]``: itself, or the one it was forked from.
     """
 
     is_decode: ClassVar[bool] = False
@@ -237,18 +240,15 @@ class PrefillBatch:
 
     @property
     def ends(self) -> list[Sequence]:
-        """Those that are complete, because they sample nothing. Host."""
-        return [
-            seq for seq, stop in zip(self.seqs, self.stops.tolist(), strict=True)
-            if not seq.is_sampled and stop == seq.num_tokens
-        ]  # fmt: skip
+        """Sequences that end with this batch, because they sample nothing. Host."""
+        stops = zip(self.seqs, self.stops.tolist(), strict=True)
+        return [seq for seq, stop in stops if not seq.is_sampled and stop == seq.num_tokens]
 
     @classmethod
     def of(cls, chunks: ListLike[Chunk], new: ListLike[Sequence],
            take_moves: Callable[[list[Sequence]], Moves]) -> "PrefillBatch":
         """From at least one chunk. ``take_moves``: the moves of these sequences, given in the order of the batch."""
-        # stable: each kind in its order
-        chunks = sorted(chunks, key=lambda chunk: not (chunk.sampled or _takes_last(chunk.seq.readout, chunk.stop)))
+        chunks = sorted(chunks, key=lambda chunk: not chunk.is_read)  # stable: each kind in its order
         sampled = [(seq, i) for i, chunk in enumerate(chunks) for seq in chunk.sampled]
         seqs = [chunk.seq for chunk in chunks]
         return cls(
@@ -272,13 +272,13 @@ class PrefillBatch:
 
     @property
     def num_last(self) -> int:
-        """Sequences, the first ones, whose last hidden state is wanted."""
+        """Number of sequences, the first ones, whose last hidden state is read."""
         num_sampled = 1 + int(self.sampled_from.max(initial=-1))
         return max(num_sampled, *(each.num_last for each in self.readouts)) if self.readouts else num_sampled
 
     @property
     def needs_every_state(self) -> bool:
-        """Whether other hidden states than those are wanted."""
+        """Whether other hidden states than the last ones are read."""
         return any(each.needs_every_state for each in self.readouts)
 
 
@@ -300,10 +300,6 @@ class DecodeBatch:
 
 
 Batch = PrefillBatch | DecodeBatch
-
-
-def _takes_last(readout: Readout | None, stop: int) -> bool:
-    return readout is not None and readout.takes_last(stop)
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:

@@ -1,6 +1,7 @@
-"""What ``generate`` returns: one ``RequestOutput`` per prompt; and what ``embed``, ``classify`` and ``rerank`` do.
+"""Results of ``generate`` (one ``RequestOutput`` per prompt), ``embed``, ``classify`` and ``rerank``.
 
-nano-vllm's scripts read it as a dictionary (``output["text"]``), vLLM's as an object (``output.outputs[0].text``).
+nano-vllm's scripts read a ``RequestOutput`` as a dictionary (``output["text"]``), vLLM's scripts read it as an object
+(``output.outputs[0].text``).
 """
 
 from collections.abc import Callable
@@ -142,7 +143,7 @@ class PoolingRequestOutput:
 
     Attributes:
         request_id: unique in its engine, as text.
-        outputs: what was asked for; None if there is an error.
+        outputs: the results; None if there is an error.
         prompt_token_ids: the prompt's token ids.
         num_cached_tokens: prompt tokens found in the prefix cache.
         prompt: its text; None if only token ids were given.
@@ -174,7 +175,7 @@ class RequestOutput(dict):
 
     Attributes:
         request_id: the request's id, unique in its engine, as text.
-        index: the place of its prompt among those of its call.
+        index: the place of its prompt in the call.
         prompt: the prompt's text; None if only token ids were given.
         prompt_token_ids: the prompt's token ids.
         prompt_logprobs: for each prompt token a dict ``token id -> Logprob``, None for the first; None unless asked.

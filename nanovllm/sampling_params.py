@@ -81,7 +81,7 @@ PROCESSORS = Rule(
 )
 
 
-INSTEAD = {  # of what vLLM had once
+INSTEAD = {  # of names that vLLM once had
     "best_of": "n", "use_beam_search": "LLM.beam_search", "length_penalty": "LLM.beam_search",
     "guided_decoding": "structured_outputs",
     **{f"guided_{kind}": f"structured_outputs=StructuredOutputsParams({kind}=...)"
@@ -105,7 +105,7 @@ class Parameters:
 
 @dataclass
 class StructuredOutputsParams(Parameters):
-    """What the completion must be; exactly one of the first six.
+    """A constraint on the completion: exactly one of the first six.
 
     Args:
         json: a JSON schema, as text or as a dictionary.
@@ -149,7 +149,7 @@ class StructuredOutputsParams(Parameters):
 class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
-    Order of what changes the logits: allowed tokens, bad words and structured outputs; min_tokens; logits_processors;
+    Order of the changes of the logits: allowed tokens, bad words and structured outputs; min_tokens; logits_processors;
     logit_bias; repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p,
     relative to the most probable token.
 
@@ -172,18 +172,18 @@ class SamplingParams(Parameters):
         presence_penalty: subtracted from the logits of generated tokens, in [-2, 2].
         frequency_penalty: the same, times how often each was generated.
         repetition_penalty: divides positive logits of tokens of prompt and completion, multiplies negative ones.
-        logit_bias: token id -> what is added to its logit; at most 1,024 ids.
+        logit_bias: token id -> addend of its logit; at most 1,024 ids.
         allowed_token_ids: no other token is generated.
         bad_words: texts that are not generated; each is tried with and without a leading space.
         detokenize: make the text; False saves the time and leaves it "".
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text, where the tokenizer can.
-        truncate_prompt_tokens: keep the last k tokens of the prompt; -1 keeps what ``max_model_len`` allows.
+        truncate_prompt_tokens: keep the last k tokens of the prompt; -1: limited by ``max_model_len``.
         logits_processors: functions, called in turn for each token, before it is sampled, with the ids generated so
             far (or with the prompt's and these, if they have three parameters) and the logits, a tensor f32 [V] on the
             device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). One
             with a method ``clone()`` is cloned for each completion.
-        structured_outputs: what the text must be; see ``StructuredOutputsParams``.
+        structured_outputs: a constraint on the text; see ``StructuredOutputsParams``.
 
     Raises:
         RequestError: a name is unknown or a value out of range.
@@ -259,7 +259,7 @@ class SamplingParams(Parameters):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the tokens that it may sample depend on those before."""
+        """Whether the tokens that it may sample depend on the tokens before."""
         return self.structured_outputs is not None or bool(self.bad_words)
 
     @property

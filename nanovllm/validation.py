@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 
 def check(owner: str, name: str, value: Any, rule: Rule, error: type[Exception]) -> Any:
-    """Return the converted value, or raise ``error`` with the name, the value and what is allowed."""
+    """Return the converted value, or raise ``error`` with the name, the value and the allowed values."""
     if not rule.accepts(value):
         raise error(f"{owner}: {name}={value!r:.300} must be {rule.allowed}.")
     value = rule.convert(value)

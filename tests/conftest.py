@@ -7,6 +7,7 @@ import os
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 # operations of tiny models on several threads stall at their barriers where cores are shared
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,7 @@ if not HAS_GPU:  # before anything imports triton: its kernels then run on the C
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import families  # noqa: E402
+import histories  # noqa: E402
 from helpers import Reference  # noqa: E402
 
 TINY = {
@@ -37,12 +39,36 @@ TINY = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+    if not HAS_GPU and not histories.ALL:
+        tests: dict = {}
+        for item in items:
+            if "gpu" not in item.keywords and (item.path.parent.name == "kernels" or "combinations" in item.keywords):
+                tests.setdefault((item.path, item.originalname), []).append(item)
+        left_out = {item for cases in tests.values() for item in set(cases).difference(each_value_once(cases))}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def each_value_once(cases):
+    """The fewest cases of a test, roughly, in which each value of each parameter occurs."""
+    missing, kept = {}, []
+    for item in cases:
+        params = getattr(item, "callspec", SimpleNamespace(params={})).params
+        together = [mark.args[0] for mark in item.iter_markers("parametrize")]  # "a, b": a value is a pair
+        names = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in together]
+        missing[item] = {("", len(names))} | {tuple((name, repr(params[name])) for name in each) for each in names}
+    while missing:
+        best = max(missing, key=lambda item: len(missing[item]))  # the first of equals
+        kept.append(best)
+        seen = missing[best]
+        missing = {item: rest for item, values in missing.items() if (rest := values - seen)}
+    return kept
 
 
 @contextmanager
@@ -196,6 +222,18 @@ def make_llm(make_checkpoint):
     yield make
     for llm in made:
         llm.exit()
+
+
+@pytest.fixture(scope="session")
+def small_llm(make_checkpoint):
+    """An engine whose cache is smaller than its longest request. Leave no request behind."""
+    from nanovllm import LLM
+
+    with LLM(
+        make_checkpoint(), device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, max_model_len=128,
+        num_kvcache_blocks=6, max_num_seqs=4,
+    ) as llm:  # fmt: skip
+        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs emulated on the CPU."""
 
 import random
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,6 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
 from nanovllm.distributed.group import SINGLE_RANK
-from nanovllm.messages.prefix_copies import PrefixMoves
 from nanovllm.readouts import merged
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
@@ -37,6 +37,11 @@ FEATURES = Features._fields
 def needs(feature):
     """For a test that needs a feature which its file does not: the library may be tested without it."""
     return pytest.mark.skipif(not has_feature(feature), reason=f"this copy of nanovllm has no {feature}")
+
+
+def optional(module, name):
+    """A name of a module of a feature; None where this copy of the library lacks it."""
+    return getattr(import_module(f"nanovllm.{module}"), name) if has_feature(module) else None
 
 
 def greedy(max_tokens, **params):
@@ -208,7 +213,7 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        PrefixMoves(pairs(block_copies), pairs(prefix_copies)),
+        optional("messages.prefix_copies", "PrefixMoves")(pairs(block_copies), pairs(prefix_copies)),
         readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),
     )  # fmt: skip
 

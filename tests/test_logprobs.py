@@ -413,15 +413,18 @@ def test_a_stop_string_keeps_all_entries(demo):
 
 
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
-    from nanovllm.engine import logprobs
+    from nanovllm.engine import sample_logprobs
+    from nanovllm.readouts import prompt_logprobs
+    from nanovllm.utils.packed_logprobs import logprobs_at
 
-    calls, original = [], logprobs.logprobs_at
+    calls = []
 
     def counted(*args):
         calls.append(1)
-        return original(*args)
+        return logprobs_at(*args)
 
-    monkeypatch.setattr(logprobs, "logprobs_at", counted)
+    for module in (sample_logprobs, prompt_logprobs):
+        monkeypatch.setattr(module, "logprobs_at", counted)
     (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=1, prompt_logprobs=1))
     assert not calls
     assert output.outputs[0].cumulative_logprob < 0 and not calls

@@ -213,7 +213,9 @@ def test_readme_commands_are_what_ci_runs():
     assert lines[1].endswith("pytest -n 2")
     ci = ROOT / ".ci" / "run"
     assert lines[1] in ci.read_text(encoding="utf-8").splitlines()
-    assert os.access(ci, os.X_OK)
+    nightly = ROOT / ".ci" / "nightly"
+    assert f"HISTORIES=all {lines[1].split(' && ')[-1]}" in nightly.read_text(encoding="utf-8").splitlines()
+    assert os.access(ci, os.X_OK) and os.access(nightly, os.X_OK)
 
 
 @pytest.mark.parametrize("options", [Config, SamplingParams])

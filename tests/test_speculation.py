@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nanovllm import LLM, ConfigError, SamplingParams, cli
 from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.core import Sequence
-from nanovllm.engine import speculation
+from nanovllm.engine.speculation import lookup as speculation
 from nanovllm.engine.speculation.lookup import HashChains, KeptTexts, Speculator
 from nanovllm.engine.speculation.scheduler import SpeculativeScheduler
 from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VerifyBatch

@@ -1,4 +1,4 @@
-"""Peer memory: all-reduce and all-gather over NVLink, for tensors of which they are faster than NCCL's.
+"""Peer memory: all-reduce and all-gather over NVLink, for tensors where they are faster than NCCL.
 
 Owns memory that the GPUs of one host access directly (torch's symmetric memory, without multicast), its rendezvous, and
 which tensors go through it. The kernel is in ``kernels/all_reduce.py``; it can be captured in CUDA graphs, since it

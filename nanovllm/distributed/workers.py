@@ -271,7 +271,7 @@ class Worker:
         return pickle.loads(message) if message else None
 
     def report(self, kind: str, detail: Any = None) -> None:
-        """Tell rank 0: "up", "ready", "answer" with what is answered, or "failed" with (time, traceback).
+        """Tell rank 0: "up", "ready", "answer" with the answer, or "failed" with (time, traceback).
 
         Once ready, the Linux kernel kills this process with its parent. The heartbeat thread does so on any system,
         after removing the rendezvous directory, but not while a blocked CUDA launch holds the GIL.

@@ -53,7 +53,7 @@ class Admission:
         self._num_reserved = self._reserved_by_running() if len(self._scheduler.running) >= MANY_SEQS else None
 
     def reserve(self, seq: Sequence) -> int:
-        """Blocks to leave for others when this sequence is admitted; it reserves what it will need."""
+        """Reserve the blocks that a sequence will need; returns the blocks to leave for others when it is admitted."""
         if self._num_reserved is None:
             return 0
         num_tokens = min(seq.min_num_tokens, self._scheduler.table.tokens.shape[1]) - 1  # the last one is not computed
@@ -61,8 +61,10 @@ class Admission:
         return self._num_reserved
 
     def _reserved_by_running(self) -> int:
-        """Blocks that running sequences will take, as far as their lengths are known: the most at any time from now on,
-        less those of sequences that are done by then. Of many times some are looked at."""
+        """Compute the peak number of blocks that running sequences will take, as far as their lengths are known.
+
+        Blocks of sequences that are done by then do not count. Of many times some are looked at.
+        """
         table, size, running = self._scheduler.table, self._scheduler.block_size, self._scheduler.running_req_indices
         lengths = table.num_scheduled[running] - 1
         left = np.maximum(table.min_tokens[running] - 1 - lengths, 0)

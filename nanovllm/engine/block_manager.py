@@ -7,8 +7,8 @@ Knows nothing of devices; compares tokens, but never interprets them. Every bloc
     cached   unreferenced, contents can be found             ``cached_block_ids``, least recently used first
     used     in ``ref_count >= 1`` block tables              the rest
 
-The scheduler tells it what becomes of each sequence, from ``expect`` to ``deallocate``, and asks for what a batch must
-copy (``take_moves``). Other kinds of cache are subclasses: ``snapshots.py`` for recurrent layers, ``prefix_copies.py``.
+The scheduler reports each sequence, from ``expect`` to ``deallocate``, and asks for a batch's moves. Other kinds of
+cache are subclasses (``variants.py``).
 """
 
 from collections import OrderedDict
@@ -24,17 +24,13 @@ NO_PARENT = -1  # parent hash of a sequence's first block
 class Block:
     """One KV block; ``hash`` and ``token_ids`` are set while the prefix cache knows it."""
 
-    __slots__ = ("block_id", "hash", "place", "ref_count", "token_ids")
+    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
-        self.place: tuple[int, bytes] | None = None  # see prefix_copies.py
         self.token_ids: bytes | None = None
-
-    def forget(self) -> None:
-        self.hash = self.place = self.token_ids = None
 
 
 class BlockManager:
@@ -67,12 +63,6 @@ class BlockManager:
             hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else NO_PARENT))
         return hashes[i]
 
-    def hashes(self, seq: Sequence) -> list[int]:
-        """Of all its full blocks whose tokens are known."""
-        if seq.num_tokens >= self.block_size:
-            self._hash_of(seq, seq.num_tokens // self.block_size - 1)
-        return seq.block_hashes
-
     def find(self, seq: Sequence, i: int) -> int | None:
         """The block in the prefix cache that holds the sequence's full block ``i``."""
         block_id = self.hash_to_block_id.get(self._hash_of(seq, i))
@@ -95,7 +85,7 @@ class BlockManager:
         return found
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Whether ``allocate(seq)`` would find enough blocks, and leave so many."""
+        """Whether ``allocate(seq)`` would find enough blocks, and leave ``num_reserved``."""
         num_available = self.num_available - num_reserved
         if seq.num_blocks <= num_available:
             return True
@@ -139,10 +129,12 @@ class BlockManager:
             self._copies.append((seq.block_table[num_full], child.block_table[num_full]))
 
     def deallocate(self, seq: Sequence, num_written: int = 0) -> None:
-        """Drop the sequence's references; launches have written the keys and values of ``num_written`` tokens. Blocks
-        without a reference become cached, or free if they cannot be found."""
+        """Drop the sequence's references; launches have written the keys and values of ``num_written`` tokens.
+
+        Blocks without a reference become cached, or free if they cannot be found.
+        """
         self.register(seq, num_written)
-        # the tail first, so that it is evicted first: more sequences share a prefix than its continuation
+        # the last first, so that it is evicted first: more sequences share a prefix than its continuation
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -157,15 +149,8 @@ class BlockManager:
     def may_append(self, seq: Sequence, position: int) -> None:
         """Make room for the token at ``position``: a new block if the last one is full."""
         if position >= len(seq.block_table) * self.block_size:
-            self.register(seq, min(position, seq.num_tokens))  # tokens of a draft are not known
+            self.register(seq, min(position, seq.num_tokens))  # the tokens behind are guesses
             seq.block_table.append(self._pop_block())
-
-    def trim(self, seq: Sequence, num_computed: int) -> None:
-        """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
-        for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
-            block_id = seq.block_table.pop()
-            self.blocks[block_id].ref_count = 0
-            self.free_block_ids.append(block_id)
 
     def register(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first ``num_computed`` tokens into the prefix cache (invariant 2).
@@ -205,7 +190,7 @@ class BlockManager:
         block = self.blocks[block_id]
         if block.hash is not None:
             del self.hash_to_block_id[block.hash]
-        block.forget()
+        block.hash = block.token_ids = None
 
     # ---------------------------------------------------------------- what other kinds of cache add
 

@@ -28,7 +28,7 @@ NEED_TRANSFORMERS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "i
 
 
 class FastTokenizer:
-    """What the engine needs of a transformers tokenizer, under the same names; for any number of threads.
+    """The engine's part of a transformers tokenizer, under the same names; thread-safe.
 
     Args:
         backend: of the ``tokenizers`` library.

@@ -39,7 +39,7 @@ class RequestFuture(Future[RequestOutput]):
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What ``result`` would raise; None if it would return."""
+        """The exception that ``result`` would raise; None if it would return."""
         self._run(timeout)
         return super().exception(0)
 

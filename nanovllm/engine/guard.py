@@ -1,4 +1,4 @@
-"""The door of the engine: who may come in, and what an error or Ctrl-C inside leaves behind.
+"""The lock of the engine's public methods, and the clean-up after an error or Ctrl-C in one of them.
 
 Every public method passes it, so that what stands behind need not know of threads, interrupts or the garbage collector.
 """

@@ -10,14 +10,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nanovllm.config import Config
-from nanovllm.core import Batch, Sequence
+from nanovllm.core import Batch
 from nanovllm.engine.callers import DROPPED, Caller, collect
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -70,7 +67,7 @@ class LLMEngine:
 
                 with translate_oom():
                     runner = self.model_runner
-                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts()))
+                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts))
             except BaseException:
                 self.exit()
                 raise
@@ -152,7 +149,7 @@ class LLMEngine:
         return self._inputs.make(prompt, self._inputs.checks.copy_of(params))
 
     def abort(self, request_id: int | str) -> None:
-        """Drop an unfinished request; an id that is unknown, or finished, is ignored."""
+        """Drop an unfinished request; unknown and finished ids are ignored."""
         with Guard(self):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
                 self._abort(request)
@@ -165,9 +162,7 @@ class LLMEngine:
             request.caller.refuse(request, "this request was aborted.")
 
     def is_finished(self) -> bool:
-        """Whether every request that was queued is reported, finished or dropped. A surplus launch, after a stop token,
-        may run on; a call around this one may have more to queue.
-        """
+        """Whether every queued request is reported, finished or dropped; a surplus launch may still run."""
         return self._outputs.is_empty() and not self._added.finished and not self._added.is_dropped
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -210,9 +205,7 @@ class LLMEngine:
         if self._in_flight:
             done = self._take_in()
         if batch is not None:
-            # what a constrained request may sample depends on the tokens just taken in
-            masks = self._masks(batch) if self._outputs.constrained else None
-            self._in_flight.append((batch, self._sample(batch, masks)))
+            self._in_flight.append((batch, self._sample(batch)))
             if self.model_runner.max_in_flight == 0:
                 done = self._take_in()
         for caller in self._callers:
@@ -232,24 +225,14 @@ class LLMEngine:
             num_tokens += part.num_tokens
         return -num_tokens if batch.is_decode else num_tokens
 
-    def _masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Constrained request slots of a batch, and the tokens they may sample. Ends sequences whose grammar fails."""
-        req_indices, masks, failed = self._outputs.masks(batch)
-        self._end(failed)
-        return req_indices, masks
-
-    def _sample(self, batch: Batch, masks: Any) -> "StepHandle":
-        """Launch the sampling. Ends sequences whose logits processors fail; their tokens are surplus."""
-        failed: list[Sequence] = []
-        process = partial(self._outputs.process_logits, batch, failed) if self._outputs.with_functions else None
+    def _sample(self, batch: Batch) -> "StepHandle":
+        """Launch the sampling. Ends sequences whose grammar or logits processors fail; their tokens are surplus."""
+        masks, process, failed = self._outputs.late_inputs(batch)  # depend on the tokens just taken in
         handle = self.model_runner.sample(masks, process)
-        self._end(failed)
+        if failed:
+            self.scheduler.finish(failed)
+            self._outputs.finish(failed)
         return handle
-
-    def _end(self, seqs: list[Sequence]) -> None:
-        if seqs:
-            self.scheduler.finish(seqs)
-            self._outputs.finish(seqs)
 
     @all_or_nothing
     def _register(self, requests: list[Request], caller: Caller) -> None:
@@ -267,15 +250,16 @@ class LLMEngine:
                 self.scheduler.add(seq)
 
     def _abandon(self, caller: Caller) -> None:
-        """Abort what a caller leaves unfinished; perhaps when its stream is collected, in any thread."""
+        """Abort the caller's unfinished requests. May run from a generator's finalizer, in any thread."""
         with self._lock:
             if self._finalizer.alive:
                 for request in list(caller.unfinished.values()):
                     self._abort(request)
 
     def _drop_all(self) -> None:
-        """Drop everything that is queued, running or in flight. The engine stays usable on one rank; with several it
-        shuts down, because an interrupted step may have reached only some of them.
+        """Drop everything that is queued, running or in flight.
+
+        With several ranks the engine shuts down: an interrupted step may have reached only some of them.
         """
         self._in_flight.clear()
         dropped = self._outputs.clear()

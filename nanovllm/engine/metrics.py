@@ -20,7 +20,7 @@ TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_
 
 
 class Metrics:
-    """See ``read`` for what the counters mean."""
+    """The counters, which ``read`` explains."""
 
     def __init__(self) -> None:
         self.generation_tokens = 0  # added to by the scheduler at every step

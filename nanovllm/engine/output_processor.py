@@ -6,6 +6,7 @@ Owns the unfinished requests. A plain sequence is looked at when it finishes. On
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -55,8 +56,10 @@ class OutputProcessor:
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request
 
     def queued(self, request: Request) -> list[Sequence]:
-        """The sequences of a registered request are made; returns those to schedule. The others have nothing to
-        compute, and are finished at once."""
+        """Take over the new sequences of a registered request; returns the sequences to schedule.
+
+        The others have nothing to compute and are finished at once.
+        """
         completions, waiting, done = request.completions, [], []
         request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
@@ -118,15 +121,33 @@ class OutputProcessor:
         return ended
 
     def _fail(self, request: Request, readout: Readout) -> list[Sequence]:
-        """Mark a request whose prompt has no results; returns those of its sequences that end by that."""
+        """Mark a request whose prompt has no results; returns the sequences that this ends."""
         readout.error = error = NOT_FINITE.format(readout.subject)
         for seq in request.seqs:
             seq.finish_reason, seq.stop_reason = "error", error
         return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
 
+    def late_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
+        """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
+
+        Returns:
+            Masks of constrained requests, or None; a function that calls logits processors, or None; and a list of
+            sequences to end once the sampling is launched, which that function extends.
+        """
+        failed: list[Sequence] = []
+        masks = process = None
+        if self.constrained:
+            req_indices, bitmask, failed = self.masks(batch)
+            masks = req_indices, bitmask
+        if self.with_functions:
+            process = partial(self.process_logits, batch, failed)
+        return masks, process, failed
+
     def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
-        """Constrained request slots of a batch, int32 [n]; the tokens each may sample next, int32 [n, ceil(V / 32)];
-        and the sequences that end because their grammar fails.
+        """Compute the token masks of a batch's constrained requests.
+
+        Returns:
+            Their request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; and the sequences whose grammar fails.
         """
         req_indices, processors = [], []
         for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
@@ -143,8 +164,10 @@ class OutputProcessor:
             rows: their places in the batch.
         """
         for row, values in zip(rows.tolist(), logits, strict=True):
-            processor = self.with_functions.get(int(batch.seq_ids[row]))  # none: a grammar has ended it
-            if processor is not None and not processor.process_logits(values):
+            processor = self.with_functions.get(int(batch.seq_ids[row]))
+            if processor is None or processor.seq.finish_reason is not None:  # its grammar has failed
+                continue
+            if not processor.process_logits(values):
                 failed.append(processor.seq)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:

@@ -33,6 +33,7 @@ class CopyingBlockManager(BlockManager):
         self.min_copied_tokens = min_copied_tokens
         # those that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
         self.children: dict[tuple[int, bytes], list[int]] = {}
+        self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key of ``children``
         self.tails: OrderedDict[int, None] = OrderedDict()  # of ``children``, least recently used first
         self._prefix_copies: list[tuple[int, int]] = []
         self._computed: list[tuple[Sequence, int]] = []  # by the batch being made, up to which token
@@ -45,8 +46,8 @@ class CopyingBlockManager(BlockManager):
         return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
-        """The block that begins with most of what follows the sequence's first ``num_blocks`` blocks, and how many
-        tokens that is."""
+        """Find the block with the longest common beginning behind the first ``num_blocks`` blocks, and its length.
+        """
         first = num_blocks * self.block_size
         wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))
         if len(wanted) < self.min_copied_tokens:
@@ -89,7 +90,7 @@ class CopyingBlockManager(BlockManager):
         self._computed_before = []
 
     def offer(self, seq: Sequence, num_computed: int) -> None:
-        """Let others copy the beginnings of a sequence's blocks, of which launches have written so many tokens."""
+        """Let others copy the beginnings of a sequence's blocks, up to ``num_computed`` tokens."""
         if self.block_size <= self.min_copied_tokens:
             return
         for i, first in enumerate(range(0, num_computed, self.block_size)):
@@ -98,9 +99,9 @@ class CopyingBlockManager(BlockManager):
             if block.hash is None and block.ref_count == 1 and self.min_copied_tokens <= len(tokens) < self.block_size:
                 block.token_ids = tokens.tobytes()
                 self.tails[block.block_id] = None
-            if block.token_ids is not None and block.place is None:
-                block.place = self._place_of(seq, i)
-                self.children.setdefault(block.place, []).append(block.block_id)
+            if block.token_ids is not None and block.block_id not in self.places:
+                place = self.places[block.block_id] = self._place_of(seq, i)
+                self.children.setdefault(place, []).append(block.block_id)
         self._forget_tails()
 
     def register(self, seq: Sequence, num_computed: int) -> None:
@@ -130,7 +131,7 @@ class CopyingBlockManager(BlockManager):
         super().forget_prefixes()
 
     def _forget(self, block_id: int) -> None:
-        place = self.blocks[block_id].place
+        place = self.places.pop(block_id, None)
         if place is not None:
             self.children[place].remove(block_id)
             if not self.children[place]:

@@ -1,4 +1,4 @@
-"""What counts as a prompt, as prompts, and as a list of token ids. Limits are checked by the input processor."""
+"""Forms of prompts: one prompt, many, token ids. ``checks.py`` has their limits."""
 
 from array import array
 from collections.abc import KeysView, Mapping, Set
@@ -27,7 +27,7 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
-    """Text and token ids, at least one of which the user gave."""
+    """Split a prompt into text and token ids; at least one of them is given."""
     if not isinstance(prompt, dict):
         return (prompt, None) if isinstance(prompt, str) else (None, prompt)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -19,7 +19,7 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Completion:
-    """One sequence of a request, and what it has become.
+    """One sequence of a request, and its result.
 
     Attributes:
         processor: of its tokens, if the host looks at every one.

@@ -102,7 +102,7 @@ class Scheduler:
         self.running_req_indices = np.empty(0, np.int32)  # the same order
         self.admission = Admission(self)
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        self._seqs: list[Sequence | None] = [None] * self._config.max_num_seqs  # by req_idx
+        self._seqs: dict[int, Sequence] = {}  # by req_idx
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -229,9 +229,8 @@ class Scheduler:
     def _decode(self, req_indices: np.ndarray, lengths: np.ndarray) -> DecodeBatch:
         table, opens = self.table, (lengths - 1) % self.block_size == 0
         new_blocks = [
-            self._append_block(seq, length - 1)
+            self._append_block(self._seqs[req_idx], length - 1)
             for req_idx, length in zip(req_indices[opens].tolist(), lengths[opens].tolist(), strict=True)
-            if (seq := self._seqs[req_idx]) is not None
         ]
         table.num_scheduled[req_indices] = lengths + 1
         self.admission.decodes()
@@ -272,8 +271,7 @@ class Scheduler:
         may_be_done = self._is_stop_token[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
         finished = []
         for i in np.flatnonzero(may_be_done).tolist():
-            seq = self._seqs[req_indices[i]]
-            assert seq is not None
+            seq = self._seqs[int(req_indices[i])]
             if self._is_done(seq, int(token_ids[i])):
                 finished.append(seq)
         if isinstance(batch, PrefillBatch):
@@ -320,7 +318,7 @@ class Scheduler:
         """Give back blocks and request slot; full blocks stay in the prefix cache."""
         # the last token's keys and values may never have been computed
         self.block_manager.deallocate(seq, 0 if is_partial else seq.num_tokens - 1)
-        self._seqs[seq.req_idx] = None
+        del self._seqs[seq.req_idx]
         self.table.remove(seq)
 
     def counters(self) -> dict[str, Any]:

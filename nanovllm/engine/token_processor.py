@@ -1,5 +1,4 @@
-"""What the host does with each token of a sequence whose request needs it: stop strings, log-probabilities, grammars,
-logits processors.
+"""Token processors: stop strings, log-probabilities, grammars and logits processors, token by token on the host.
 
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
@@ -105,7 +104,7 @@ class TokenProcessor:
 
 
 class TokenProcessors:
-    """Makes the processors of an engine; what they share is made once."""
+    """Makes the processors of an engine, and holds their shared state."""
 
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
         self._vocab_size = config.model_config.vocab_size
@@ -132,15 +131,17 @@ class TokenProcessors:
         return TokenProcessor(seq, stop, logprobs, self._grammar(params), self._bad_words(params))
 
     def check(self, params: SamplingParams) -> None:
-        """Raises what ``make`` would raise for a sequence with these parameters."""
+        """Raise the error that ``make`` would raise for a sequence with these parameters."""
         if params.stop:
             self._required("stop")
         self._grammar(params)
         self._bad_words(params)
 
     def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
-        """The tokens that each constrained sequence may sample next, a bitmask int32 [n, ceil(V / 32)]; and those
-        sequences whose grammar fails, which are marked.
+        """Compute the tokens that each constrained sequence may sample next.
+
+        Returns:
+            A bitmask int32 [n, ceil(V / 32)], and the sequences whose grammar fails, marked as ended.
         """
         bitmask = np.tile(mask_of_all(self._vocab_size), (len(processors), 1))
         failed = self._fill(processors, bitmask)
@@ -215,7 +216,7 @@ def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
 
 
 def error_of(function: Callable, *args: Any) -> BaseException | None:
-    """What a grammar, or a user's function, raises. A panic of llguidance is no ``Exception``; interrupts pass."""
+    """Call a grammar or a user's function; returns its exception, a panic of llguidance included. Interrupts pass."""
     try:
         function(*args)
     except (KeyboardInterrupt, SystemExit):

@@ -50,7 +50,7 @@ class AsyncTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """What encodes and decodes: a transformers tokenizer, or what does the same; None if it was skipped."""
+        """The tokenizer that encodes and decodes, transformers' or an equal one; None if it was skipped."""
         return None if self._loading is None else self._loading.result()
 
     def of_transformers(self) -> Any:

@@ -31,16 +31,15 @@ OPS = {
     "add_shared_expert": "moe.shared_expert",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
-    "takes_delta_heads": "delta.decode",
-    "gated_delta_prefill": "delta.prefill",
-    "gated_delta_decode": "delta.decode",
     "sigmoid_gate": "linear.silu_and_mul",
     "soft_cap": "linear.silu_and_mul",
 }
 
 
-def select(device_type: str | None = None) -> SimpleNamespace:
+def select(device_type: str | None = None, folder: str = "") -> SimpleNamespace:
     """The operations for a device type; None is torch's default device.
+
+    ``folder``: take the operations of a folder that has its own table ``OPS``, such as "delta".
 
     ``beside(module)`` among them gives the functions of a module of references, such as "nanovllm.sampling.filters":
     itself, or for CUDA the module of kernels with the same names, kernels/sampling/filters.py.
@@ -48,15 +47,15 @@ def select(device_type: str | None = None) -> SimpleNamespace:
     Raises:
         ConfigError: a CUDA device without Triton.
     """
-    return _load_ops((device_type or torch.get_default_device().type) == "cuda")
+    return _load_ops((device_type or torch.get_default_device().type) == "cuda", folder)
 
 
 @cache
-def _load_ops(use_triton: bool) -> SimpleNamespace:
+def _load_ops(use_triton: bool, folder: str) -> SimpleNamespace:
     ops = {}
-    for name, module in OPS.items():
-        folder, _, _ = module.rpartition(".")
-        ops[name] = getattr(_load(module if use_triton else f"{folder}.reference".lstrip(".")), name)
+    for name, module in (import_module(f"nanovllm.kernels.{folder}").OPS if folder else OPS).items():
+        subject, _, _ = module.rpartition(".")
+        ops[name] = getattr(_load(module if use_triton else f"{subject}.reference".lstrip(".")), name)
     beside = _load_beside if use_triton else import_module
     return SimpleNamespace(**ops, beside=beside)
 

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-Owns each layer's ``k_cache`` and ``v_cache``, and says what a block of them takes. Keys and values of a step are stored
+Owns each layer's ``k_cache`` and ``v_cache``, and the shape of their blocks. Keys and values of a step are stored
 before a backend runs (by ``qkv_linear``), so backends take q alone. Knows nothing of block ownership or scheduling.
 
 T packed tokens, B sequences of a decode batch, H query heads, K KV heads, D head size, NB blocks of BS tokens.
@@ -15,11 +15,10 @@ from nanovllm.layers.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D]; in ``decode`` T = B, or B * Q
-    with ``context.row_lens``.
+    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D].
 
-    With a ``window`` a token attends the last ``window`` ones up to itself; 0: all of them. ``sinks`` [H] or None, and
-    ``softcap``, 0 for none, as in ``paged_decode_attention``.
+    In ``decode`` T = B, or B * Q with ``context.row_lens``. A token attends the last ``window`` tokens up to itself; 0:
+    all of them. ``sinks`` [H] or None, and ``softcap``, 0 for none, as in ``paged_decode_attention``.
     """
 
     capturable: bool  # decode may run inside a CUDA graph
@@ -36,10 +35,9 @@ class AttentionBackend(Protocol):
 class Attention(nn.Module):
     """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    ``scale`` of the scores: None is D**-0.5; ``softcap``: as in ``paged_decode_attention``, 0 for none. ``kv_shard``:
-    (i, n): this rank has part i of n of all KV heads.
-    ``kv_scale`` fp32 [2, K]: keys and values are what an FP8 cache stores times it; at one address as long as CUDA
-    graphs live (runner/kv_scales.py).
+    ``scale`` of the scores: None is D**-0.5; ``window``, ``softcap``: as above. ``kv_shard`` (i, n): this rank has part
+    i of n of all KV heads. ``kv_scale`` fp32 [2, K]: an FP8 cache stores keys and values divided by it; at one address
+    as long as CUDA graphs live (runner/kv_scales.py).
     """
 
     kv_scale: torch.Tensor
@@ -49,31 +47,25 @@ class Attention(nn.Module):
                  softcap: float = 0.0):
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads, self.kv_shard = num_heads, head_dim, num_kv_heads, kv_shard
-        self.scale, self.window, self.softcap = head_dim**-0.5 if scale is None else scale, window, softcap
-        self.backend = backend
+        self.backend, self.window, self.softcap = backend, window, softcap
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.register_buffer("kv_scale", torch.ones(2, num_kv_heads, dtype=torch.float32), persistent=False)
         self.kv_scale_is_given = [False, False]  # by the checkpoint
         self.attach_cache(torch.empty(0), torch.empty(0))
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Keys and values of one block."""
-        return 2, block_size, self.num_kv_heads, self.head_dim
+        return 2, block_size, self.num_kv_heads, self.head_dim  # keys and values
 
     def attach_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Views of the KV cache; empty ones detach the layer, which then stores nothing."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def load_kv_scales(self, which: str, scales: torch.Tensor) -> None:
-        """Take this rank's part of the checkpoint's scales of "k", "v" or both ("kv"), one for each KV head."""
-        part, total = self.kv_shard
-        for name in which:
-            self.set_kv_scale(name, scales.chunk(total)[part])
-
     def set_kv_scale(self, which: str, scale: torch.Tensor) -> None:
-        """Take a given scale of "k" or "v": one number, or one for each KV head of this rank."""
-        with torch.inference_mode():
-            self.kv_scale["kv".index(which)] = scale
-        self.kv_scale_is_given["kv".index(which)] = True
+        """Take a given scale of "k", "v" or both ("kv"): one number, or one for each KV head of this rank."""
+        for i in map("kv".index, which):
+            with torch.inference_mode():
+                self.kv_scale[i] = scale
+            self.kv_scale_is_given[i] = True
 
     def forward(self, q: torch.Tensor, context: Context, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """q [T, H, D], normed and rotated; k and v already in the cache -> [T, H * D].

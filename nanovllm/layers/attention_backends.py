@@ -1,6 +1,6 @@
 """The attention backends, this library's own and flash-attn, and the choice among them.
 
-Knows what each can run; ``attention.py`` has what they have in common.
+Knows the limits of each backend; ``attention.py`` has their interface.
 """
 
 from types import SimpleNamespace

@@ -21,7 +21,7 @@ class Context:
     positions: torch.Tensor  # i32[T], for RoPE
     slot_mapping: torch.Tensor  # i32[T], KV slot of each token; -1 stores nothing
     req_indices: torch.Tensor  # i32[S], row of each sequence in block_tables
-    context_lens: torch.Tensor  # i32[S], keys to attend, those of this step included
+    context_lens: torch.Tensor  # i32[S], keys to attend, with the keys of this step
     block_tables: torch.Tensor  # i32[R, max_blocks]
     max_context: int  # upper bound of context_lens, known to the host
     cu_seqlens_q: torch.Tensor | None = None  # i32[S + 1], cumulative query tokens (prefill)
@@ -45,7 +45,7 @@ class Context:
     def last_tokens_only(self) -> "Context":
         """The tokens of ``logits_indices`` as single-query attention, for the last layer of a prefill.
 
-        ``positions`` and ``slot_mapping`` stay those of all tokens: keys are rotated and stored by then.
+        ``positions`` and ``slot_mapping`` keep all tokens: keys are rotated and stored by then.
         """
         assert self.logits_indices is not None
         n = len(self.logits_indices)

@@ -1,6 +1,6 @@
-"""Brings quantized checkpoint tensors to the parameters of ``precision.py``: FP8 of each published form, 16-bit tensors
-that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
+"""Brings quantized checkpoint tensors to the parameters of ``precision.py``.
 
+FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
 ``models/quantization_config.py`` says which weights are quantized.
 
 Legend: N output features, C input channels, both of a checkpoint tensor.
@@ -95,8 +95,8 @@ def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
     """Split a 16-bit tensor [N, C] into FP8 data and scale, each with its parameter.
 
-    Rows are quantized as they are read: a rank reads and quantizes its own. Scales are those of the tensor's rows or
-    blocks whatever the shard, so ranks have the numbers of a single one.
+    Rows are quantized as they are read: a rank reads and quantizes its own. Scales belong to rows or blocks of the
+    whole tensor, so every rank has the numbers of a single rank.
     """
     if len(loaded.shape) != 2:
         return [(param, loaded)]  # its shape will be refused

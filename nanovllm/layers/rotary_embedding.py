@@ -2,8 +2,8 @@
 
 The kernels that store keys rotate one way only: pairs (j, j + D/2) of a head, by a table with an angle for each. Heads
 that are rotated in part, or in other pairs, have their rows of Q and K permuted at load; their scores stay the same.
-Heads of a size that the kernels do not take are padded with zeros, also at load: those of Q and K add nothing to a
-score, and those of V meet zeros in the output projection.
+Heads of a size that the kernels do not take are padded with zeros, also at load: zeros of Q and K add nothing to a
+score, and zeros of V meet zeros in the output projection.
 
 D is the head size here, r the number of rotated dimensions of the checkpoint's heads.
 """

@@ -150,7 +150,7 @@ class Shards(dict[Any, Shard]):
     @classmethod
     def of_heads(cls, head_dim: int, num_heads: int, num_kv_heads: int, rank: int, size: int, orders: HeadOrders,
                  has_gate: bool) -> "Shards":
-        """Heads of "q", "k" and "v", sharded over ranks. A "gate" has its rows behind those of each head's "q".
+        """Heads of "q", "k" and "v", sharded over ranks. The rows of a "gate" follow each head's "q".
 
         With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a replica of the same KV head.
         """

@@ -223,6 +223,7 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
     elif "linear_attention" in (given["layer_types"] or ()):
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
     ropes = _ropes(raw, given, family, windows)
+    assert not (family.experts and family.post_norm), "experts add the residual themselves"
     mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(windows))]
     ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
     return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, mlps, fp8_linears, strict=True))

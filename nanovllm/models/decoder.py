@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
             self.register_buffer("ones", torch.ones(D), persistent=False)
             weights = [self.ones, self.ones]
-        # What becomes of q, k and v. The tokens of a step are not known here, and the cache moves when it wakes up.
+        # The epilogue of the product, without the tokens of a step; and the cache moves when it wakes up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
             num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
@@ -192,10 +192,3 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, C] -> logits of this rank's vocabulary shard, [N, V / size]."""
         return self.lm_head(hidden)
-
-    def head(self, token_ids: list[int] | None) -> torch.Tensor:
-        """Rows of the LM head, or without ``token_ids`` the classification head, fp32 [n, C]. A call of every rank."""
-        if token_ids is None:
-            return self.score.weight.float()
-        ids = torch.tensor(token_ids, dtype=torch.int32, device=self.lm_head.weight.device)
-        return self.lm_head.rows(ids).float()

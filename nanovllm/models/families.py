@@ -16,7 +16,7 @@ class Family(NamedTuple):
         interleaved: RoPE rotates the pairs (2i, 2i + 1) of a head, not (i, i + r / 2) of its r rotated dimensions.
         windows: which layers slide where ``layer_types`` does not say it: "all", "late" (from ``max_window_layers``
             on), "pattern" (all but every ``sliding_window_pattern``-th), "unrotated"; "" takes no window at all.
-        plain_window_rope: the scaling of RoPE is for layers without a window; those with one rotate by
+        plain_window_rope: the scaling of RoPE is for layers without a window; layers with a window rotate by
             ``rope_local_base_freq``, if there is one, else by ``rope_theta``.
         rotates_windows_only: in a model with windows, layers without one have no RoPE.
         experts: scores of a mixture of experts: "softmax" or "sigmoid"; "": dense.
@@ -98,7 +98,7 @@ SWITCHES: dict[str, tuple] = {
     "mamba_ssm_dtype": (None, "float32"),
 }
 
-# ---------------------------------------------------------------- what several rows have in common
+# ---------------------------------------------------------------- shared by several rows
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),

@@ -1,7 +1,7 @@
 """The mixer of recurrent layers: a gated delta net, whose memory of a sequence is one row of states.
 
 Owns its weights, how they are sharded (by key heads, each with its value heads), and the layer's views of the states.
-``kernels/delta/reference.py`` says what is computed; ``runner/recurrent.py`` has the rows.
+``kernels/delta/reference.py`` defines the computation; ``runner/recurrent.py`` has the rows.
 
 Legend: T packed tokens, C hidden size, HK key heads of K, HV value heads of V (of this rank).
 """
@@ -25,8 +25,10 @@ from nanovllm.models.config import LayerConfig, ModelConfig
 
 
 def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Checkpoint module -> (merged module, its parts there). With FP8 weights b and a stay in 16 bits, as a product of
-    their own."""
+    """Checkpoint module -> (merged module, its parts there).
+
+    With FP8 weights b and a stay in 16 bits, as a product of their own.
+    """
     if config.family.groups_delta_inputs:
         of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
     else:
@@ -58,7 +60,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         delta, C = config.delta, config.hidden_size
         assert delta is not None
-        self.tp, self.ops = tp, kernels.select()
+        self.tp, self.ops = tp, kernels.select(folder="delta")
         if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
             raise ConfigError(
                 f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "

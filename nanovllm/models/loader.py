@@ -37,12 +37,12 @@ class WeightFiller:
     Args:
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
-        only: checkpoint tensors to fill besides those that the adapter changes, by their names here; None: all.
+        only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
 
     Attributes:
         adapted: checkpoint tensors that the adapter changes, by their names here.
-        missing: those not given yet.
-        filled: those given.
+        missing: tensors not given yet.
+        filled: tensors given.
     """
 
     def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
@@ -58,7 +58,7 @@ class WeightFiller:
         self._targets = {part: (name, shard_id) for name, parts in self._parts.items() for part, shard_id in parts}
         self._attentions = {
             name.removesuffix(".attn"): module for name, module in model.named_modules()
-            if hasattr(module, "load_kv_scales")
+            if hasattr(module, "set_kv_scale")
         }  # fmt: skip
         # of the decoder: checkpoints of a decoder alone have them at the top
         self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
@@ -89,8 +89,9 @@ class WeightFiller:
             name, tensor = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             attention = self._attentions[match[1]]
-            scales = read_kv_scales(tensor, attention.num_kv_heads * attention.kv_shard[1])
-            attention.load_kv_scales(match[2] or match[3], scales)
+            part, total = attention.kv_shard
+            scales = read_kv_scales(tensor, attention.num_kv_heads * total)
+            attention.set_kv_scale(match[2] or match[3], scales.chunk(total)[part])
             return
         parts = self._parts_of(name)
         if self._only is not None and parts and self._only.isdisjoint(parts):
@@ -109,7 +110,7 @@ class WeightFiller:
         if ".experts." in name and shard_id is None:  # of all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:
-            if quantizes and hasattr(param, "in_rows"):  # what has a scale each
+            if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
             writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
             for target, loaded in quantized(param, piece) if quantizes else writes:
@@ -207,7 +208,7 @@ class WeightFiller:
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The checkpoint tensors of a parameter, with their shard ids. Those of experts have shard ids (expert, part)."""
+    """The checkpoint tensors of a parameter, with their shard ids; for experts these are (expert, part)."""
     prefix, _, merged = name.rpartition(".experts.")
     if prefix and not getattr(param, "is_merged", False):
         suffix = "weight_scale" if merged.endswith("_scale") else "weight"

@@ -1,6 +1,6 @@
 """A PEFT adapter as changes of checkpoint tensors: W + scale B A, computed in fp32 as W is read.
 
-Owns ``adapter_config.json``, of which each field is honoured, has no effect on the numbers, or is refused; and the
+Owns ``adapter_config.json``: each field is honoured, has no effect on the numbers, or is refused; and the
 adapter's tensors. A rank reads the rows of B and the columns of A that its part of W needs. Knows no parameters:
 ``loader.py`` finds the tensor that a change belongs to.
 
@@ -91,7 +91,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def scale_of(config: dict[str, Any], module: str, rank: int) -> float:
-    """What the product of a module's factors is multiplied by: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
+    """Factor of the product of a module's two matrices: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

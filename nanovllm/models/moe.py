@@ -2,7 +2,7 @@
 
 Owns how experts are sharded: each rank holds its part of every expert's intermediate features, as if each were an MLP.
 All ranks route alike; one all-reduce of the decoder layer sums experts, shared expert and residual.
-``kernels/moe/reference.py`` says what is computed.
+``kernels/moe/reference.py`` defines the computation.
 
 Legend: T packed tokens, C hidden size, E experts, I intermediate size of an expert.
 """
@@ -49,9 +49,9 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Weights of all experts: gate_up_proj [E, 2I / size, C], gate before up, and down_proj [E, C, I / size].
 
-    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart;
-    these may be transposed: [E, C, 2I] and [E, I, C]. Of gpt-oss's the rows of gate and up take turns. MXFP4 stays what
-    it is on a GPU; on a CPU the loader dequantizes it.
+    A checkpoint has a tensor for each expert and projection, or one of all experts, which the loader takes apart. The
+    latter may be transposed: [E, C, 2I] and [E, I, C]. In gpt-oss the rows of gate and up take turns. MXFP4 stays MXFP4
+    on a GPU; on a CPU the loader dequantizes it.
 
     Biases: [E, 2I / size] of this rank's rows, and [E, C], zeros on all ranks but the first.
     """
@@ -150,7 +150,7 @@ class SparseMoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        assert config.moe is not None and not config.family.post_norm, "experts add the residual themselves"
+        assert config.moe is not None
         moe, C = config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()

@@ -1,8 +1,7 @@
-"""Which weights of a model are FP8: ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``. And
-whether its experts are MXFP4.
+"""Finds the quantized weights of a model: FP8 linear layers and MXFP4 experts.
 
-Every field that changes the numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the
-tensors.
+The source is ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``. Every field that changes the
+numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the tensors.
 """
 
 import re
@@ -59,7 +58,7 @@ SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore
 def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
     """Linear layers of a decoder layer -> the modules that checkpoints may hold instead.
 
-    Of a model with experts (0: dense) those of dense layers and of sparse ones; likewise with recurrent layers.
+    A model with experts (0: dense) has the layers of both MLPs and experts; likewise with recurrent layers.
     """
     names: dict[str, tuple[str, ...]] = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj": (),
@@ -82,7 +81,7 @@ class FP8Weights:
     """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it.
 
     Attributes:
-        block: a scale is that of so many output features and as many input channels; 0: of one output feature.
+        block: width and height of the square of weights that share a scale; 0: a scale for each output feature.
         in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
         method: ``quant_method`` of the checkpoint.
     """
@@ -183,8 +182,10 @@ def _read_group(raw: dict[str, Any]) -> str:
 
 
 def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
-    """Whether a module is named by one of the patterns: "re:" and a regular expression of the beginning of its name; a
-    name with asterisks; or dotted parts of its name, wherever they stand in it.
+    """A test of whether one of the patterns names a module.
+
+    A pattern is "re:" and a regular expression of the beginning of its name; a name with asterisks; or dotted parts of
+    its name, wherever they stand in it.
     """
     prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
     compiled, dotted = [], set()
@@ -195,7 +196,7 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Calla
             except re.error as error:
                 raise _refusal(f"the regular expression {pattern!r:.100} ({error})") from None
             continue
-        pattern = f"{pattern}."  # what is renamed may be the last part
+        pattern = f"{pattern}."  # the renamed part may be the last one
         for old, new in renamed:
             pattern = pattern.replace(old, new) or pattern
         pattern = pattern.removesuffix(".")

@@ -8,12 +8,10 @@ A new kind is one file here, with a readout and its message, and one reader ther
 where a request's parameters ask for it (``READOUTS`` of ``engine/variants.py``). Knows neither queues nor devices.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-
-from nanovllm.utils.packed_logprobs import Texts
 
 
 class Wanted(NamedTuple):
@@ -49,7 +47,7 @@ class ReadoutBatch:
 
 
 class Readout:
-    """What one prompt reports: positions ``first_needed`` to ``end - 1``, and their results.
+    """The report of one prompt: positions ``first_needed`` to ``end - 1``, and their results.
 
     Attributes:
         subject: names the results in an error's text.
@@ -80,8 +78,11 @@ class Readout:
         """Gather the results of a chunk, on the host."""
         raise NotImplementedError
 
-    def output_fields(self, texts: Texts | None) -> dict[str, Any]:
-        """Fields that it sets in the prompt's ``RequestOutput``. ``texts``: None if the request wants no text."""
+    def output_fields(self, texts: Callable[[set[int]], dict[int, str]] | None) -> dict[str, Any]:
+        """Fields that it sets in the prompt's ``RequestOutput``.
+
+        ``texts``: the text of each token id, decoded alone; None if the request wants no text.
+        """
         return {}
 
 

@@ -117,7 +117,7 @@ class SharedPrefixes(Part):
         self.groups: PrefixGroups | None = None
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Host: group the next decode batch, and put what changes on the device into ``arrays``."""
+        """Host: group the next decode batch, and put the changes for the device into ``arrays``."""
         if isinstance(batch, PrefillBatch):
             if len(batch.new):  # request slots have got new owners: the next batch is grouped anew
                 self._req_indices = np.empty(0, np.int32)

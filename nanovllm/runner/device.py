@@ -45,8 +45,9 @@ def select_device(name: str, rank: int, num_ranks: int) -> torch.device:
 
 
 def select_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's, except for float16 on a CPU, which is float32, and bfloat16
-    where the device has no instructions for it: float32 on a CPU, float16 on a GPU.
+    """Choose the dtype to compute in; "auto" is the checkpoint's, where the device has instructions for it.
+
+    Else it is float32 on a CPU, always so for float16, and float16 on a GPU without bfloat16.
     """
     if name == "auto":
         name = checkpoint
@@ -129,7 +130,7 @@ def step_threads(model: ModelConfig, device: torch.device,
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """Weights of the matrices of one decoder layer; of a mixture of experts, of those that a token passes."""
+    """Count the weights in the matrices of one decoder layer that a token passes."""
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # of Q, K, V and of the output
     units = model.intermediate_size
     if model.moe is not None:

@@ -18,7 +18,7 @@ from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher
 from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
-from nanovllm.sampling.feature import Arrays, Feature, Tensors
+from nanovllm.sampling.feature import Arrays, Feature
 from nanovllm.sampling.sampler import Sampler
 
 
@@ -28,6 +28,11 @@ def verify_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if size < most] + [most]
 
 
+def most_tokens(rank: Rank) -> int:
+    """Tokens of all drafts in the largest verify step."""
+    return verify_sizes(rank.config.max_num_seqs)[-1] * (VERIFY_ROWS[-1] - 1)
+
+
 class Drafts(Part):
     """The drafts of the decode batch on the device; ``num_tokens``: most of all drafts of a step."""
 
@@ -35,40 +40,36 @@ class Drafts(Part):
     def num_request_rows(cls, rank: Rank) -> int:
         if not rank.config.speculates:
             return 0
-        return verify_sizes(rank.config.max_num_seqs)[-1] * (VERIFY_ROWS[-1] - 1)
+        return 2 * most_tokens(rank)
 
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "Drafts | None":
         if not rank.config.speculates:
             return None
-        drafts, sizes = cls(state, cls.num_request_rows(rank)), verify_sizes(rank.config.max_num_seqs)
+        drafts, sizes = cls(state, most_tokens(rank)), verify_sizes(rank.config.max_num_seqs)
         drafts.launchers = (
             VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),
         )  # fmt: skip
         return drafts
 
     def __init__(self, state: RequestState, num_tokens: int):
-        self._state = state
-        self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=state.device)
+        self._state, self._num_tokens = state, num_tokens
         self._first = state.padding_req_idx + 1
+        # sampling overwrites the last tokens of the draft rows, so as many rows behind them keep the drafts
+        self._tokens = state.last_token[self._first + num_tokens :]
         self._rows = torch.arange(self._first, self._first + num_tokens, dtype=torch.int32, device=state.device)
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Tokens and lengths of the draft rows; beyond the batch as many as a graph may have are dead."""
+        """Prepare tokens and lengths of the draft rows; the rows beyond the batch are dead."""
         if isinstance(batch, VerifyBatch):
             drafts, Q = batch.drafts, batch.num_rows
-            values = np.zeros((2, len(self._tokens)), np.int32)
-            values[0, : drafts.size] = drafts.ravel()
+            values = np.zeros((2, 2 * self._num_tokens), np.int32)
+            values[0, : drafts.size] = values[0, self._num_tokens :][: drafts.size] = drafts.ravel()
             values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
             self._state.set_rows(arrays, self._first, values)
-            arrays["drafts"] = values[0]
-
-    def write(self, batch: Batch, tensors: Tensors) -> None:
-        if "drafts" in tensors:
-            self._tokens.copy_(tensors["drafts"])
 
     def rows(self, size: int, num_rows: int) -> torch.Tensor:
-        """Device: the request slots i32[B * Q] of a verify step, of each sequence its own and those of its draft."""
+        """Device: request slots i32[B * Q] of a verify step: each sequence's own, then the rows of its draft."""
         drafted = self._rows[: size * (num_rows - 1)].view(size, num_rows - 1)
         return torch.cat([self._state.batch_req_indices[:size, None], drafted], 1).flatten()
 
@@ -88,7 +89,7 @@ class Drafts(Part):
         ``VerifyBatch.num_accepted``."""
         state, rows = self._state, rows.view(-1, num_rows).long()
         tokens, is_live = state.last_token[rows], state.length[rows[:, 1:]] > 0
-        drafts = self._tokens[: is_live.numel()].view(is_live.shape)
+        drafts = self._tokens[: is_live.numel()].reshape(is_live.shape)
         is_right = ((tokens[:, :-1] == drafts) & is_live).int()
         num_accepted = is_right.cumprod(1).sum(1)
         state.last_token[rows[:, 0]] = tokens.gather(1, num_accepted[:, None])[:, 0]

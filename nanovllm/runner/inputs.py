@@ -16,9 +16,9 @@ from nanovllm.sampling.feature import Arrays, Tensors
 
 
 def to_device(arrays: Arrays, device: torch.device) -> Tensors:
-    """Named arrays as int32 tensors on the device, by one copy that nobody waits for.
+    """Named arrays as int32 tensors on the device, by one asynchronous copy, each aligned to 16 bytes.
 
-    Each begins at a multiple of 16 bytes: Triton compiles another variant of a kernel for a less aligned pointer.
+    Triton compiles another variant of a kernel for a less aligned pointer.
     """
     places, size = [], 0
     for name, values in arrays.items():
@@ -40,8 +40,8 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
     logits_indices: last tokens that are sampled from or read out. sampled_req_indices: [N], the requests that get a
-    token. sampled_from [N], indices of logits_indices: where completions are forked, or some are not sampled. And those
-    of the readouts.
+    token. sampled_from [N], indices of logits_indices: if completions are forked, or some are not sampled. Readouts add
+    their own.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)

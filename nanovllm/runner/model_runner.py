@@ -7,12 +7,13 @@ only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.core import Batch, DecodeBatch, PrefillBatch
+from nanovllm.core import Batch, DecodeBatch
 from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner import memory
@@ -25,7 +26,7 @@ from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
 class StepResult(NamedTuple):
-    """What a step computed, on the host."""
+    """Results of a step on the host."""
 
     token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
     logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
@@ -33,7 +34,7 @@ class StepResult(NamedTuple):
 
 
 class StepHandle:
-    """A step in flight: what it computes is on its way to the host, and there when the event has happened."""
+    """A step in flight; its results are on the host when the event has happened."""
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
@@ -71,7 +72,9 @@ class ModelRunner:
         workers: the other ranks, on rank 0 of several.
 
     Attributes:
-        model, num_kvcache_blocks: set by the start (start.py); the last is the same on every rank.
+        model: set by the start (start.py), as are
+        num_kvcache_blocks: the same on every rank; and
+        facts: of the parts, for the engine's factory.
         kv_cache: None while it is not allocated.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
         weights: their updates, sleep and wake-up.
@@ -79,6 +82,7 @@ class ModelRunner:
 
     model: CausalLM
     num_kvcache_blocks: int
+    facts: dict[str, Any]
 
     def __init__(self, equipment: Equipment, workers: Workers | None = None):
         rank = equipment.rank
@@ -100,16 +104,16 @@ class ModelRunner:
     # ------------------------------------------------------------ a step
 
     def forward(self, batch: Batch) -> None:
-        """Launch the forward pass of a batch on every rank. ``sample`` must follow before the next one."""
+        """Launch the forward pass of a batch on every rank; ``sample`` must follow."""
         assert self._computed is None
         self.call("run_model", batch)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
 
-        ``masks``: of its constrained requests. They depend on the tokens of the step before, so the other ranks wait
-        for them; without a constrained request they sample at once. ``process``: calls its logits processors, whose
-        results the other ranks wait for in a collective.
+        Args:
+            masks: of constrained requests. The other ranks wait for them; without such a request they sample at once.
+            process: calls logits processors; the other ranks wait for the results in a collective.
         """
         assert self._computed is not None
         batch = self._computed.batch
@@ -130,7 +134,7 @@ class ModelRunner:
             return getattr(self, method)(*args)
 
     def loop(self, worker: Worker) -> None:
-        """Another rank's main loop: run what rank 0 calls, until it is told to leave."""
+        """Another rank's main loop: run the calls of rank 0, until it dismisses this rank."""
         with self.step_threads():
             while (message := worker.receive()) is not None:
                 method, *args = message
@@ -143,46 +147,42 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_model(self, batch: Batch) -> None:
-        """Launch the forward pass on this rank: one copy of what has changed, then the model."""
+        """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
         launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
-        self.write(batch, tensors)
+        if tensors:
+            self.write(batch, tensors)
         if launcher.fills_queue and self.workers is not None and self._last_handle is not None:
             # If a worker died meanwhile, a launch into a full queue would block and hold the GIL that the watch needs.
             self._last_handle.wait()
         step = Step(batch, arrays, tensors, self.model, self.graphs)
         hidden, every = launcher.run(step)
-        for part in self.parts:
+        for part in self.parts if tensors else ():
             part.finish(batch, tensors)
-        readouts = [
-            self.readers[each.kind].compute(each, hidden, every, tensors, self.model) for each in batch.readouts
-        ]
+        compute = [(self.readers[each.kind].compute, each) for each in batch.readouts]
+        readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
         if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
         self._computed = Computed(batch, launcher, hidden, launcher.rows(step), readouts)
 
     def prepare(self, batch: Batch) -> Arrays:
-        """Host: what the device must know of a batch, as named arrays."""
+        """Host: make named arrays of the changes that a batch brings."""
         arrays: Arrays = {}
         if isinstance(batch, DecodeBatch):
             self.request_state.set_batch(batch, arrays)
         else:
-            self.prepare_new(batch, arrays)
+            if len(batch.new):
+                rows = np.zeros(len(batch.new), self.request_state.row)
+                self.sampler.add(batch.new, rows, arrays)
+                self.request_state.add(batch.new, rows, arrays)
             arrays |= prefill_arrays(batch, self.request_state.block_table_mirror, self.block_size)
         for part in self.parts:
             part.prepare(batch, arrays)
         return arrays
 
-    def prepare_new(self, batch: PrefillBatch, arrays: Arrays) -> None:
-        """Host: the requests that a batch admits."""
-        if len(batch.new):
-            rows = np.zeros(len(batch.new), self.request_state.row)
-            self.sampler.add(batch.new, rows, arrays)
-            self.request_state.add(batch.new, rows, arrays)
-
     def write(self, batch: Batch, tensors: Tensors) -> None:
-        """Device: everyone takes in what it has put into the arrays."""
+        """Device: state, sampler and parts read their arrays."""
         self.request_state.write(tensors)
         self.sampler.write(tensors)
         for part in self.parts:
@@ -190,7 +190,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_sampler(self, masks: Masks | None = None) -> tuple:
-        """Launch the sampling on this rank: an event, and what else of ``StepResult`` is on its way to the host."""
+        """Launch sampling. Returns the completion event and the device-to-host copies in flight."""
         assert self._computed is not None
         (batch, launcher, hidden, req_indices, readouts), self._computed = self._computed, None
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
@@ -219,12 +219,12 @@ class ModelRunner:
     # ------------------------------------------------------------ between steps
 
     @torch.inference_mode()
-    def head(self, token_ids: list[int] | None) -> np.ndarray:
-        """See ``CausalLM.head``; on the host."""
-        return self.model.head(token_ids).cpu().numpy()
+    def on_model(self, function: Callable, *args: Any) -> Any:
+        """A feature's way to the weights: ``function(model, *args)``."""
+        return function(self.model, *args)
 
     def allocate_kv_cache(self) -> None:
-        """A KV cache of ``num_kvcache_blocks``, of which each layer gets its views; parts take their memory."""
+        """Allocate a KV cache of ``num_kvcache_blocks``; layers get views of it, parts take their memory."""
         self.kv_cache = memory.allocate_kv_cache(
             self.model, self.num_kvcache_blocks, self.block_size, self.rank.kv_dtype, self.device
         )
@@ -239,15 +239,10 @@ class ModelRunner:
             part.release(self.model)
 
     def capture_cudagraph(self) -> None:
-        """Capture the launchers' graphs: of forward passes, and of sampling, for the tokens of the step before are
-        taken in between. A batch whose requests use a feature launches the sampler kernel by kernel."""
+        """Capture graphs of forward passes and, apart, of sampling; with sampling features no graph samples."""
         self.graphs = CUDAGraphs()
         for launcher in self.launchers:
             launcher.capture(self.model, self.graphs)
-
-    def facts(self) -> dict[str, Any]:
-        """Facts of the device, from every part, for the engine's factory."""
-        return {name: fact for part in self.parts for name, fact in part.facts().items()}
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -255,7 +250,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        """After an interrupted step: wait for the device and forget what it was sent."""
+        """Wait for the device after an interrupted step, and forget its batch."""
         self.synchronize()
         self._computed = None
         self.request_state.reset()

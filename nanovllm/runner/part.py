@@ -51,7 +51,7 @@ class Rank:
 
 
 class Step(NamedTuple):
-    """A batch that is prepared, and what runs it."""
+    """A prepared batch, and the model and graphs that run it."""
 
     batch: Batch
     arrays: Arrays  # its inputs on the host
@@ -143,10 +143,11 @@ class Part:
         """The part, if these options and this model use it."""
         raise NotImplementedError
 
-    # ---------------------------------------------------------------- a step, in this order
+    # ---------------------------------------------------------------- a step, in this order; a batch without arrays has
+    # nothing to write or finish
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        """Host: put what the device must know into the arrays, which travel in one copy."""
+        """Host: put changes for the device into the arrays, which travel in one copy."""
 
     def write(self, batch: Batch, tensors: Tensors) -> None:
         """Device, before the forward pass: take it in."""
@@ -198,7 +199,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What the factory (parts.py) has chosen for a rank."""
+    """The choices of the factory (parts.py) for a rank."""
 
     rank: Rank
     request_state: RequestState

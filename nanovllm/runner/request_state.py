@@ -67,7 +67,7 @@ class RequestState:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the device knows: it may have got an interrupted step, or not."""
+        """Forget the device's batch: an interrupted step may have reached it, or not."""
         self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # as on the device; -1 unknown
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
@@ -102,7 +102,7 @@ class RequestState:
         self._set(arrays, np.concatenate([starts, starts + 1]), values.ravel())
 
     def write(self, tensors: Tensors) -> None:
-        """Device: take in what the host has set."""
+        """Device: store the elements that the host has set."""
         if "state_values" in tensors:
             self.buffer.index_copy_(0, tensors["state_indices"].long(), tensors["state_values"])
 

@@ -155,4 +155,5 @@ def allocate_kv_cache(runner: ModelRunner, reserved_bytes: int) -> None:
             raise memory.no_room(config, device, bytes_per_block, reserved_bytes)
         num_blocks = min(num_blocks, config.max_num_seqs * runner.rank.max_blocks)
     runner.num_kvcache_blocks = num_blocks
+    runner.facts = {name: fact for part in parts for name, fact in part.facts().items()}
     runner.allocate_kv_cache()

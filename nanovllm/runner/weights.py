@@ -69,7 +69,7 @@ class Weights:
             self._is_unsettled = False
 
     def call(self, method: str, *args: Any) -> None:
-        """Rank 0: run a method on every rank; raises what a rank raised."""
+        """Rank 0: run a method on every rank; raises a rank's error."""
         workers = self._runner.workers
         if workers is None:
             getattr(self, method)(*args)
@@ -105,7 +105,7 @@ class Weights:
         return written
 
     def merge(self, lora: str | os.PathLike | None) -> set[str]:
-        """Rank 0: make the weights the checkpoint's with this adapter; returns the names of those written.
+        """Rank 0: merge this adapter into the checkpoint's weights; returns the names of the tensors written.
 
         Read are the tensors that it changes, and those that are not the checkpoint's now.
         """
@@ -143,7 +143,7 @@ class Weights:
         return filler.filled
 
     def _parts(self, weights: Any) -> Generator[Any, None, None]:
-        """What the ranks load, in turn: the path, or all pairs; for several ranks files in shared memory."""
+        """Yield the sources that ranks load in turn: the path, or all pairs; for several ranks shared memory."""
         if isinstance(weights, str):
             yield weights
         elif self._runner.workers is None:
@@ -179,8 +179,7 @@ class Weights:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Every rank: what follows from the new weights, the scales of an FP8 KV cache, which is empty now, and packed
-        weights."""
+        """Every rank: pack the new weights and measure the scales of an FP8 KV cache, which is empty now."""
         runner = self._runner
         if runner.device.type == "cpu":
             pack_weights(runner.model)
@@ -264,7 +263,7 @@ def other_half(name: str) -> str:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Return what torch's, or the C library's, allocator keeps for later."""
+    """Release the memory that the allocators of torch or the C library keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":

@@ -56,7 +56,7 @@ class Feature:
         columns: name -> numpy dtype of its columns of the request state, which ``add`` fills and its kernel reads.
         in_place: ``apply`` changes the logits that it gets.
         reads_raw: ``report`` reads the model's own logits.
-        compiled_at_start: its kernels are; those of the others are compiled when a request needs them.
+        compiled_at_start: its kernels are compiled at the start, and not when a request needs them.
         ops: the functions that ``apply`` launches: the references in the feature's own module, or on CUDA the kernels
             under the same names in ``kernels/sampling``. Given by the sampler, as is
         state: all sampling columns of the request state on the device, [R] or [R, n]; strided views are fine.

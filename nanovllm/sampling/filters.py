@@ -38,7 +38,7 @@ class Filters(Feature):
 
 
 def filter_thresholds(logits, req_indices, state):
-    """The smallest logit each sequence may sample, f32[B]; -inf for greedy requests and those without a filter.
+    """The smallest logit each sequence may sample, f32[B]; -inf for greedy requests and requests without a filter.
 
     `logits` [B, V] are before the temperature and cover the whole vocabulary.
     """

@@ -94,8 +94,10 @@ def noise_of(bits):
 
 
 def contenders(scores, seed, length, vocab_start):
-    """Which of the scores f32[B, N] of ids from `vocab_start` on may be the largest with noise: at most that of the
-    upper half of its random bits, which takes half of the work, and a logarithm no more."""
+    """Mask of the scores f32[B, N], of ids from `vocab_start` on, that may be the largest with noise.
+
+    The upper half of the random bits bounds the noise, at half of the work and without a logarithm.
+    """
     ids = torch.arange(vocab_start, vocab_start + scores.shape[1], device=scores.device)
     (upper,) = random_halves(seed, length, ids, 1)
     highest, lowest = noise_bounds(scores.device)

@@ -71,8 +71,8 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
         thresholds: f32[N]: logits below count as -inf, before the scales; see `filter_thresholds`.
 
     Returns:
-        i32[N, 2 + 2 * num_top], in one piece for one copy to the host; `unpack_logprobs` takes it apart. Columns: bits
-        of the token's fp32 logprob; its rank, the number of logits >= its own; the top ids; the bits of their logprobs.
+        i32[N, 2 + 2 * num_top], in one piece for one copy to the host. Columns: bits of the token's fp32 logprob;
+        its rank, the number of logits >= its own; the top ids; the bits of their logprobs.
         In a row of -inf every logprob is -inf.
     """
     x = logits.float()
@@ -99,11 +99,3 @@ def top_ids(x, num_top):
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) - torch.arange(x.shape[1], device=x.device)
     return -keys.topk(num_top).values.int()  # the lower half
-
-
-def unpack_logprobs(packed):
-    """`token_logprobs`' result, a tensor or array, as (logprob f32[N], rank i32[N], ids i32[N, k], top f32[N, k])."""
-    num_top = packed.shape[1] // 2 - 1
-    float32 = torch.float32 if isinstance(packed, torch.Tensor) else "float32"
-    ids, top = packed[:, 2 : 2 + num_top], packed[:, 2 + num_top :]
-    return packed[:, 0].view(float32), packed[:, 1], ids, top.view(float32)

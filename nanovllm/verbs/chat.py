@@ -16,7 +16,7 @@ Conversation = ListLike[dict[str, Any]]
 
 
 class Chat(LLMEngine):
-    """Answers conversations, and gives access to the tokenizer."""
+    """Answers conversations, and lends the tokenizer."""
 
     def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
              use_tqdm: bool | Callable = True, *, add_generation_prompt: bool | None = None,

@@ -127,7 +127,9 @@ class Pooling(LLMEngine):
             token_ids = [ids[0] for ids in encoded]
         with Guard(self):
             self._require_ready()
-            weight = self.model_runner.call("head", token_ids)
+            from nanovllm.runner.readers.pooled_state import head_rows  # imports torch, as the runner has by now
+
+            weight = self.model_runner.call("on_model", head_rows, token_ids)
         if not np.isfinite(weight).all():
             raise EngineError("the weights of this model's head hold NaN, or overflow in this dtype.")
         return Head(weight, config.activation) if token_ids is None else Head(weight[1:] - weight[:1], "sigmoid")

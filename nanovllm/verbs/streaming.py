@@ -17,12 +17,12 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Streaming(LLMEngine):
-    """Yields outputs as they arrive, or gives futures of them."""
+    """Yields outputs as they arrive, or returns futures of them."""
 
     def stream(self, prompts: Prompt | Iterable[Prompt | tuple[Prompt, SamplingParams]],
                sampling_params: SamplingParams | None = None, *,
                on_error: Callable[[int, RequestError], None] | None = None) -> Iterator[RequestOutput]:
-        """Outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests and no others.
+        """Yield outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests alone.
 
         Args:
             prompts: one prompt: yields what is new whenever there is something new, ``finished`` with the last. An

@@ -76,7 +76,7 @@ class WeightVerbs(LLMEngine):
 
     @contextmanager
     def _idle(self, what: str) -> Iterator["Weights"]:
-        """For work on weights and memory between requests. No cached prefix outlives it."""
+        """Give the weights of an idle engine to work on. No cached prefix outlives it."""
         with Guard(self):
             if not self.is_finished():
                 raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")

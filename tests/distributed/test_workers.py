@@ -89,31 +89,22 @@ def test_workers_leave_when_dismissed(start):
     assert [process.exitcode for process in workers.processes.values()] == [0, 0]
 
 
-def test_a_worker_that_raises(start):
+@pytest.mark.parametrize(
+    ("harm", "rank", "text"),
+    [(lambda workers: workers.send(2, 77), 2, "ValueError: code 77"),
+     (lambda workers: workers.processes[2].kill(), 2, "SIGKILL"),
+     (lambda workers: os.kill(workers.processes[1].pid, signal.SIGSTOP), 1, "no sign of life")],
+    ids=["raises", "is killed", "is stopped"],
+)  # fmt: skip
+def test_failures_at_work(start, monkeypatch, harm, rank, text):
     workers = start(worker_mains.serve, size=3)
     workers.wait_for("ready")
-    workers.send(2, 77)
-    with failure(2, "ValueError: code 77"):
-        idle(workers)
-    with failure(2, "ValueError: code 77"):
-        workers.send(1, 0)
-
-
-def test_a_worker_that_is_killed(start):
-    workers = start(worker_mains.serve, size=3)
-    workers.wait_for("ready")
-    workers.processes[2].kill()
-    with failure(2, "SIGKILL"):
-        idle(workers)
-
-
-def test_a_worker_that_stops(start, monkeypatch):
-    workers = start(worker_mains.serve, size=3)
-    workers.wait_for("ready")
-    monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 1.5)
-    os.kill(workers.processes[1].pid, signal.SIGSTOP)
-    with failure(1, "no sign of life"):
-        idle(workers)
+    if "life" in text:
+        monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 1.5)
+    harm(workers)
+    for use in (idle, lambda workers: workers.send(1, 0)):
+        with failure(rank, text):
+            use(workers)
 
 
 def test_a_worker_that_does_not_read(start, monkeypatch):

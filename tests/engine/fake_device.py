@@ -11,16 +11,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from helpers import optional
 
 from nanovllm.core import PrefillBatch
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.kernels.reference import decode_inputs
-from nanovllm.messages.prefix_copies import PrefixMoves
-from nanovllm.messages.states import StateMoves
 from nanovllm.outputs import Logprob
-from nanovllm.runner import cascade, prefill_graphs
-from nanovllm.runner.cascade import SharedPrefixes
-from nanovllm.runner.drafts import Drafts
+from nanovllm.runner import prefill_graphs
 from nanovllm.runner.inputs import to_device
 from nanovllm.runner.model_runner import ModelRunner, StepHandle
 from nanovllm.runner.prefill_graphs import PrefillSizes
@@ -29,6 +26,7 @@ from nanovllm.sampling.feature import Sampled
 from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
+Drafts, SharedPrefixes = optional("runner.drafts", "Drafts"), optional("runner.cascade", "SharedPrefixes")
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
 STOP_TEXT = "the stop string"
@@ -111,7 +109,7 @@ class Request:
 class FakeDevice:
     """Stands for the model runner: prepares batches as it does, and keeps hashes of histories in its KV slots."""
 
-    prepare, prepare_new, write = ModelRunner.prepare, ModelRunner.prepare_new, ModelRunner.write
+    prepare, write = ModelRunner.prepare, ModelRunner.write
 
     def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
@@ -119,12 +117,12 @@ class FakeDevice:
         max_blocks = -(-config.max_model_len // self.block_size)
         self.sizes = PrefillSizes(((4, 3), (6, 2), (12, 4)), config.max_num_seqs) if graphs else PrefillSizes()
         num_drafted = 7 * config.max_num_seqs * config.speculates
-        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, num_drafted)
-        self.drafts = Drafts(state, num_drafted)
+        self.request_state = state = RequestState(config.max_num_seqs, max_blocks, cpu, COLUMNS, 2 * num_drafted)
         self.features = make_features(state, config.max_model_len, VOCAB)
         self.sampler = Sampler(state, SINGLE_RANK, self.features)
-        self.shared_prefixes = SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
-        self.parts = self.shared_prefixes, self.drafts
+        self.drafts = Drafts and Drafts(state, num_drafted)
+        self.shared_prefixes = SharedPrefixes and SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
+        self.parts = [part for part in (self.shared_prefixes, self.drafts) if part is not None]
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
         self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
         if state_rows is not None:
@@ -208,7 +206,8 @@ class FakeDevice:
     def reset(self):
         self.computed = None
         self.request_state.reset()
-        self.shared_prefixes.reset()
+        for part in self.parts:
+            part.reset()
 
     def take(self, batch, arrays):
         """To the device, which takes in its state."""
@@ -242,14 +241,14 @@ class FakeDevice:
         """(owner, tokens) of each of the ``size`` sequences of a decode batch, as the two halves of attention find
         them."""
         shared = [(0, 0)] * size
-        if self.shared_prefixes.groups is None:
+        if self.shared_prefixes is None or self.shared_prefixes.groups is None:
             return shared
         groups = [column.tolist() for column in self.shared_prefixes.groups]
         shared_lens, members = groups[:2]
         used = [group for group in zip(*groups[2:], strict=True) if group[1]]
         assert used and not any(shared_lens[size:])
         for begin, num_members, num_tokens, owner in used:
-            assert num_members >= cascade.MIN_MEMBERS and num_tokens > 0
+            assert num_members >= 2 and num_tokens > 0
             for member in members[begin : begin + num_members]:
                 assert shared[member] == (0, 0) and shared_lens[member] == num_tokens
                 shared[member] = owner, num_tokens
@@ -264,13 +263,13 @@ class FakeDevice:
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, batch):
-        assert isinstance(batch.moves, StateMoves) == (self.states is not None)
+        assert hasattr(batch.moves, "load_rows") == (self.states is not None)
         if self.states is not None:
             self._advance_states(batch)
         arrays = self.prepare(batch)
         size = self.sizes.fit(arrays, batch.needs_every_state)
         step = SimpleNamespace(**self.take(batch, arrays))
-        if isinstance(batch.moves, PrefixMoves):
+        if hasattr(batch.moves, "prefix_copies"):
             self._copy_blocks(batch.moves.prefix_copies)
         owners, states = (self._packed if size is None else self._padded)(batch, step, size)
         return self._outputs(batch, step, owners, states)

@@ -1,4 +1,4 @@
-"""The request layer: what can never be served is refused before it is queued; results are joined by sequence id."""
+"""The request layer: prompts, parameters and ids; results are joined by sequence id. Refusals: ``test_refusals.py``."""
 
 import re
 from array import array
@@ -9,132 +9,17 @@ import pytest
 import torch
 from helpers import generate
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams
 from nanovllm.engine.callers import Caller, run
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduler import SequenceTable
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
-from nanovllm.validation import has_feature
 
 
 def refuses(text):
     return pytest.raises(RequestError, match=re.escape(text))
-
-
-FLAT = "a prompt must be a string or a flat list of integer token ids"
-REQUESTS = [
-    ([[]], None, "prompt 0: the prompt is empty; it must hold at least one token."),
-    ([[1], []], None, "prompt 1: the prompt is empty"),
-    ([[1, 2, 512]], None, "prompt 0: token id 512 is outside the vocabulary [0, 512)."),
-    ([1, -3], None, "prompt 0: token id -3 is outside the vocabulary [0, 512)."),
-    ([[1, 2.5]], None, FLAT),
-    ([[1, "a"]], None, FLAT),
-    ([[1, None]], None, FLAT),
-    ([[[1, 2], [3]]], None, FLAT),
-    ([np.zeros((2, 2), np.int64)], None, FLAT),
-    ([np.zeros(2)], None, FLAT),
-    (torch.tensor([1.0, 2.0]), None, FLAT),
-    ([{"prompt_token_ids": [1, 2.5]}], None, FLAT),
-    ([{"prompt_token_ids": {1: 2}}], None, FLAT),
-    (
-        [{"text": "hi"}],
-        None,
-        'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; this one has '
-        "'text'.",
-    ),
-    ({}, None, "a list of integers; this one has neither."),
-    ([{"prompt": 5}], None, "this one has 'prompt'."),
-    (
-        [{"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}],
-        None,
-        "a prompt dictionary cannot have 'multi_modal_data': text only.",
-    ),
-    ([b"12345678"], None, FLAT),
-    ([None], None, FLAT),
-    ([[1 << 70]], None, FLAT),
-    ([{1, 2}], None, FLAT),
-    ([frozenset((1, 2))], None, FLAT),
-    ([memoryview(b"12345678")], None, FLAT),
-    ([np.array([True, False])], None, FLAT),
-    ([True, False], None, FLAT),
-    (["ok", {}], None, "prompt 1: a prompt dictionary needs"),
-    ([np.array(5)], None, FLAT),
-    (5, None, "prompts must be a string or a list, not 5."),
-    (None, None, "prompts must be a string or a list, not None."),
-    ({"prompt": "hi"}, None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
-    (b"hi", None, "prompts must be a string or a list, not b'hi'."),
-    (bytearray(b"hi"), None, "prompts must be a string or a list, not bytearray(b'hi')."),
-    (memoryview(b"hi"), None, "prompts must be a string or a list, not <memory at"),
-    ({"a"}, None, "prompts must be a string or a list, not {'a'}."),
-    (torch.tensor(5), None, "prompts must be a string or a list, not tensor(5)."),
-    ("hi", None, "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
-    (
-        [1] * 128,
-        None,
-        "has 128 tokens; with max_model_len=128 at most 127 fit. Shorten it or raise max_model_len.",
-    ),
-    (
-        [1] * 50,
-        SamplingParams(max_tokens=70),
-        "prompt (50 tokens) and max_tokens=70 need 8 KV blocks of 16 tokens; the cache has 6. Lower max_tokens, "
-        "or make the cache larger (num_kvcache_blocks, gpu_memory_utilization).",
-    ),
-    ([[1], [2]], [SamplingParams()], "2 prompts but 1 sampling_params; give one, or one for each prompt."),
-    ([[1]], [], "1 prompts but 0 sampling_params"),
-    ([[1]], 0.7, "must be a SamplingParams or a list of them, not 0.7."),
-    ([[1]], {"temperature": 0.7}, "must be a SamplingParams or a list of them, not {'temperature': 0.7}."),
-    ([[1]], [{"temperature": 0.7}], "prompt 0: sampling_params must be a SamplingParams, not dict."),
-    ([[1]], SamplingParams(stop_token_ids=[600]), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
-    ([[1]], SamplingParams(allowed_token_ids=[600]), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
-    ([[1]], SamplingParams(logit_bias={600: 1}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
-    ([[1]], SamplingParams(logprobs=21), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
-    ([[1]], SamplingParams(stop="a"), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
-    ([[1]], SamplingParams(bad_words="a"), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
-    (
-        [[1] * 97],
-        SamplingParams(max_tokens=None),
-        "prompt (97 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
-    ),
-    (
-        [[1]],
-        SamplingParams(stop_token_ids=list(range(100, 120)), min_tokens=3),
-        "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21.",
-    ),
-]
-if has_feature("readouts.prompt_logprobs"):
-    REQUESTS += [
-        ([[1]], SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
-        (
-            [[1] * 100],
-            SamplingParams(max_tokens=0, prompt_logprobs=0),
-            "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, ",
-        ),
-        (
-            [[1] * 100],
-            SamplingParams(max_tokens=None, prompt_logprobs=0),  # this one was queued, and waited for ever
-            "prompt (100 tokens) and max_tokens=1 need 7 KV blocks of 16 tokens; the cache has 6.",
-        ),
-    ]
-
-
-@pytest.fixture(scope="module")
-def small_llm(make_checkpoint):
-    with LLM(
-        make_checkpoint(), device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, max_model_len=128,
-        num_kvcache_blocks=6, max_num_seqs=4,
-    ) as llm:  # fmt: skip
-        yield llm
-
-
-@pytest.mark.parametrize(("prompts", "params", "text"), REQUESTS, ids=range(len(REQUESTS)))
-def test_requests(small_llm, prompts, params, text):
-    """A refused call computes nothing and leaves nothing behind, not even its good prompts."""
-    with refuses(text):
-        small_llm.generate(prompts, params, use_tqdm=False)
-    assert small_llm.is_finished()
-    assert len(small_llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)[0]["token_ids"]) == 2
 
 
 @pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi", {1, 2}])
@@ -192,17 +77,6 @@ def test_refused_requests_draw_nothing(make_llm):
         assert llm.add_request([5, 6]) == 2
     assert results[0] == results[1]
     assert results[0][0][1] != results[0][1][1]
-
-
-@pytest.mark.parametrize("messages", ["hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"}])
-def test_messages(small_llm, messages):
-    with refuses('messages must be a list such as [{"role": "user", "content": "..."}], or a list of'):
-        small_llm.chat(messages, use_tqdm=False)
-
-
-def test_chat_without_tokenizer(small_llm):
-    with refuses("text needs a tokenizer"):
-        small_llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
 
 
 def test_a_request_of_two_sequences():

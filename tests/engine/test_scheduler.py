@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from fake_device import EOS, STOP_TEXT, VOCAB, FakeDevice, Request, fake_entry, fake_logprobs
-from helpers import needs
-from hypothesis import given, settings
+from helpers import needs, optional
+from histories import ALL, histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import EngineError, RequestError, SamplingParams
@@ -32,19 +33,20 @@ from nanovllm.core import DecodeBatch, PrefillBatch, SequenceStatus
 from nanovllm.engine import admission
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.sample_logprobs import SampleLogprobs
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
-from nanovllm.messages.states import StateRows
-from nanovllm.runner import cascade, prefill_graphs
+from nanovllm.runner import prefill_graphs
 from nanovllm.validation import has_feature
 
 FEATURE = "readouts.prompt_logprobs"
 SCORES = has_feature(FEATURE)
+HybridBlockManager = optional("engine.hybrid.block_manager", "HybridBlockManager")
+CopyingBlockManager = optional("engine.prefix_copies", "CopyingBlockManager")
+StateRows = optional("messages.states", "StateRows")
+SPECULATES, GROUPS = has_feature("engine.speculation"), has_feature("runner.cascade")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,8 +54,8 @@ def small_limits():
     """Two sequences and a block make a group of a decode batch; four tokens are cut in a padded prefill."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_graphs, "MAX_PADDED_SEQLEN", 3)
-        for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)):
-            patch.setattr(cascade, name, value)
+        for name, value in (("MIN_MEMBERS", 2), ("MIN_SAVED_TOKENS", 1), ("SHARED_TOKENS", 1)) if GROUPS else ():
+            patch.setattr(f"nanovllm.runner.cascade.{name}", value)
         yield
 
 
@@ -382,7 +384,7 @@ class Harness:
                 own = seq.block_table[(scheduled - 1) // config.kvcache_block_size :]
                 assert all(scheduler.block_manager.blocks[i].ref_count == 1 for i in own)
         histories = self.check_blocks(holders)
-        if isinstance(scheduler.block_manager, HybridBlockManager):
+        if StateRows and isinstance(scheduler.block_manager, HybridBlockManager):
             self.check_snapshots(histories)
 
     def check_blocks(self, holders):
@@ -393,10 +395,10 @@ class Harness:
         assert all(len(set(seq.block_table)) == len(seq.block_table) for seq in holders)
         assert sorted([*free, *cached, *references]) == list(range(self.config.num_kvcache_blocks))
         assert all(block.ref_count == references[block.block_id] for block in manager.blocks)
-        assert all(manager.blocks[i].hash is manager.blocks[i].place is None for i in free)
-        tails = manager.tails if isinstance(manager, CopyingBlockManager) else {}
+        assert all(manager.blocks[i].hash is manager.blocks[i].token_ids is None for i in free)
+        tails = getattr(manager, "tails", {})
         assert all(manager.blocks[i].hash is not None or i in tails for i in cached)
-        assert len(tails) <= MAX_TAILS
+        assert len(tails) <= 16
         named = {block.hash: block.block_id for block in manager.blocks if block.hash is not None}
         assert named == manager.hash_to_block_id
         if not self.config.enable_prefix_caching:
@@ -422,15 +424,13 @@ class Harness:
     def check_beginnings(self):
         """What may be copied is what launches wrote, and nothing else is offered."""
         manager, size, kv = self.scheduler.block_manager, self.config.kvcache_block_size, self.device.kv
-        if not isinstance(manager, CopyingBlockManager):
-            assert all(block.place is None for block in manager.blocks)
+        if not CopyingBlockManager or not isinstance(manager, CopyingBlockManager):
             return
         histories = {state: request.known[: i + 1] for request in self.requests.values()
                      for i, state in enumerate(request.states.tolist())}  # fmt: skip
         offered = [(place, block_id) for place, ids in manager.children.items() for block_id in ids]
-        placed = [block for block in manager.blocks if block.place is not None]
-        assert sorted(offered) == sorted((block.place, block.block_id) for block in placed)
-        assert manager.tails.keys() == {block.block_id for block in placed if block.hash is None}
+        assert sorted(offered) == sorted((place, block_id) for block_id, place in manager.places.items())
+        assert manager.tails.keys() == {i for i in manager.places if manager.blocks[i].hash is None}
         for (parent, beginning), block_id in offered:
             tokens = np.frombuffer(manager.blocks[block_id].token_ids, np.int32)
             history = histories[int(kv[block_id * size + len(tokens) - 1])]
@@ -570,17 +570,18 @@ BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
 STATES = {"loaded snapshot"}
 DRAFTS = {"draft", "draft in another block", "one row beside drafts", "draft cut for want of blocks",
           *(f"{n} accepted" for n in range(7))}  # fmt: skip
-state_rows = st.builds(StateRows, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
+state_rows = st.builds(StateRows or tuple, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
+methods = st.sampled_from(["suffix", "knowing"])
 longer = st.tuples(  # fewer prefixes end at a snapshot
     st.sampled_from([1, 2, 4]), st.integers(5, 20), st.integers(1, 5), st.integers(3, 12), st.integers(10, 20)
 )
 wider = st.tuples(  # launches have room for drafts
     st.integers(1, 4), st.integers(5, 20), st.integers(1, 5), st.integers(8, 40), st.integers(10, 20)
 )
-KINDS = {
-    "plain": (st.none(), limits, st.none()), "recurrent": (state_rows, longer, st.none()),
-    "drafts": (st.none(), wider, st.sampled_from(["suffix", "knowing"])), "copies": (st.none(), limits, st.none()),
-}  # fmt: skip
+KINDS = {"plain": (st.none(), limits, st.none())}
+KINDS |= {"recurrent": (state_rows, longer, st.none())} if StateRows else {}
+KINDS |= {"drafts": (st.none(), wider, methods)} if SPECULATES else {}
+KINDS |= {"copies": (st.none(), limits, st.none())} if CopyingBlockManager else {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -591,13 +592,14 @@ def test_random_histories(max_in_flight, kind):
     things |= {"recurrent": STATES, "drafts": DRAFTS, "copies": {"prefix copy"}}.get(kind, set())
     if not SCORES:
         things = {thing for thing in things if not any(word in thing for word in ("unsampled", "targets", "logprobs"))}
+    things -= set() if GROUPS else {"group"}
     if kind == "drafts":  # launches that hold some seldom cut a prompt
         things = {thing for thing in things if not thing.endswith("half computed")}
     rows, limits, methods = KINDS[kind]
     # thing -> histories; they differ with hypothesis's version, and with the modules in which it finds constants
     seen = Counter(dict.fromkeys(things, 0))
 
-    @settings(max_examples=800, derandomize=True, deadline=None, database=None)
+    @histories(800)
     @given(limits=limits, caching=st.booleans(), graphs=st.booleans(), rows=rows, method=methods, arrivals=arrivals)
     def one(limits, caching, graphs, rows, method, arrivals):
         min_copied_tokens = 1 + len(arrivals) % 2 if kind == "copies" else None
@@ -618,17 +620,20 @@ def test_random_histories(max_in_flight, kind):
         seen.update({seq.finish_reason for seq in seqs})
 
     one()
-    assert seen.keys() == things and min(seen.values()) >= 3, seen
+    missing = [thing for thing, number in seen.items() if number < (3 if ALL else 1)]
+    # a fifth misses rare ones, and others with each change of the source: hypothesis finds constants there
+    assert seen.keys() == things and len(missing) <= (0 if ALL else len(things) // 3), seen
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@settings(max_examples=150, derandomize=True, deadline=None, database=None)
-@given(limits=limits | wider, rows=st.none() | state_rows, method=st.sampled_from([None, "suffix", "knowing"]),
+@histories(150)
+@given(limits=limits | wider, rows=st.none() | state_rows if StateRows else st.none(),
+       method=st.none() | methods if SPECULATES else st.none(),
        copies=st.booleans(), first=arrivals, second=arrivals, fail_at=st.integers(1, 25),
        before=st.integers(0, 20))  # fmt: skip
 def test_random_histories_with_an_abort(max_in_flight, limits, rows, method, copies, first, second, fail_at, before):
     """A launch fails in the middle, or the caller gives up between two steps; what follows is a normal history."""
-    min_copied_tokens = 1 if copies and rows is None else None
+    min_copied_tokens = 1 if copies and rows is None and CopyingBlockManager else None
     harness = Harness(
         max_in_flight, True, *limits, state_rows=rows, method=method, min_copied_tokens=min_copied_tokens
     )
@@ -671,10 +676,12 @@ class Interrupt:
         return self
 
 
-@pytest.mark.parametrize("options", [{"state_rows": StateRows(2, chunk=2)}, {"method": "knowing"}], ids=str)
+@pytest.mark.parametrize("kind", ["states", "drafts"])
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-def test_interrupted_at_any_line(max_in_flight, options):
+def test_interrupted_at_any_line(max_in_flight, kind):
     """Ctrl-C strikes between any two lines, such as after a block left the free list and before it is in a table."""
+    options = {"method": "knowing"} if kind == "drafts" and SPECULATES else {}
+    options |= {"state_rows": StateRows(2, chunk=2)} if kind == "states" and StateRows else {}
     first = [
         Arrival(0, 7, 1, 6, 1, 0),
         Arrival(0, 7, 1, 6, 1, 0, n=3, stop_after=2, prompt_logprobs=1),
@@ -702,7 +709,7 @@ def test_interrupted_at_any_line(max_in_flight, options):
         harness.forget()
         play(harness, second)
         harness.run_to_end()
-        countdown += 13
+        countdown += 13 if ALL else 53
     assert countdown > 500
 
 
@@ -715,6 +722,7 @@ def admitted(batch):
             if req_idx in batch.new.req_indices]  # fmt: skip
 
 
+@needs("engine.speculation")
 def test_a_step_in_flight_that_drafts_wait_for_makes_no_prefill_early():
     """Drafts end the run-ahead for a step; a sequence that waits for more free slots waits on."""
     harness = Harness(1, True, 4, 99, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, method="knowing")
@@ -776,7 +784,7 @@ def test_slots_that_become_free_seldom_are_filled_at_once():
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@histories(60)
 @given(
     max_num_seqs=st.integers(1, 9),
     budget=st.integers(1, 20),

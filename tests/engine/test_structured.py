@@ -336,11 +336,11 @@ def test_dead_end(compiler, tokenizer):
 
 def test_limit_of_llguidance(compiler, tokenizer):
     """It was taken for a token that the grammar forbids: an AssertionError that ended the whole call."""
-    grammar = compiler.compile(Params(grammar='start: a\na: "a" a "b"? | "a" a "a"? | a a | "b" | "ab" a'))
-    rng, ab = random.Random(0), [tokenizer.convert_tokens_to_ids(letter) for letter in "ab"]
+    grammar = compiler.compile(Params(grammar='start: a\na: a a | a a a | a a a a | a a a a a | "a"'))
+    letter = tokenizer.convert_tokens_to_ids("a")
     with pytest.raises(RequestError, match=r"cannot be followed further: .* items; max is 2000;"):
-        for _ in range(3_000):
-            grammar.accept(rng.choice(sorted(allowed_by(grammar, compiler) & {*ab}) or ab))
+        for _ in range(500):
+            grammar.accept(letter)
 
 
 def test_compiled_copies_are_independent(compiler, tokenizer):

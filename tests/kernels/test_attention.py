@@ -4,20 +4,16 @@ Kernels are compiled on a GPU, interpreted elsewhere. Every KV slot outside the 
 output before the call: reading too much or writing too little fails.
 """
 
-import os
-
 import pytest
 import torch
+from histories import at_night
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+from nanovllm.kernels import launch
+from nanovllm.kernels.attention import decode, prefill, reference
 
-pytest.importorskip("triton")
+from . import DEVICE
 
-from nanovllm.kernels import launch  # noqa: E402
-from nanovllm.kernels.attention import decode, prefill, reference  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("poisoned")
 BF16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bf16 as bit patterns"),
@@ -27,14 +23,6 @@ TOLERANCE = {
     torch.float16: {"rtol": 4e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Outputs and scratch memory hold NaN before the call."""
-    for name in ("empty", "empty_like"):
-        allocate = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, _allocate=allocate, **k: _allocate(*a, **k).fill_(torch.nan))
 
 
 class PagedCache:
@@ -60,6 +48,7 @@ class PagedCache:
                 k[block, :used] = torch.randn(used, num_kv_heads, head_size, generator=generator)
                 v[block, :used] = torch.randn(used, num_kv_heads, head_size, generator=generator)
         self.k, self.v = k.to(device, dtype), v.to(device, dtype)
+        self.kernel_options = {}  # that the kernels need for this kind of cache
         self.req_indices = req_indices.to(device, torch.int32)
         self.context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
         self.block_tables = table.to(device)[:, 2 : 2 + max_blocks]
@@ -81,6 +70,9 @@ class PagedCache:
         for req_idx, first in zip(self.req_indices.tolist(), firsts, strict=True):
             for block in self.block_tables[req_idx, : first // block_size].tolist():
                 self.k[block] = self.v[block] = torch.nan
+
+    def oracle(self, op, *args, **options):
+        return oracle(op, *args, **options)
 
     def tokens(self, i):
         """fp64 keys and values [context, K, D] of sequence i, read slot by slot."""
@@ -109,32 +101,46 @@ def scores_options(num_heads, dtype, sinks, softcap):
     return {"sinks": sinks_of(num_heads, dtype) if sinks else None, "softcap": softcap}
 
 
-def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0):
-    cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
+def check_decode(
+    contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0,
+    make_cache=PagedCache,
+):  # fmt: skip
+    cache = make_cache(contexts, num_kv_heads, head_size, block_size, dtype)
     q = cache.queries(len(contexts), num_heads, num_kv_heads)
     args, options = cache.decode_args(q), scores_options(num_heads, dtype, sinks, softcap)
-    expected = oracle(reference.paged_decode_attention, *args, window=window, **options)
+    expected = cache.oracle(reference.paged_decode_attention, *args, window=window, **options)
     if window:
         cache.poison_blocks_before([max(context - window, 0) for context in contexts])
     for _ in range(2):  # a launch must leave the counters as it found them
-        check(cache, decode.paged_decode_attention(*args, window=window, **options), expected)
+        result = decode.paged_decode_attention(*args, window=window, **cache.kernel_options, **options)
+        check(cache, result, expected)
     return cache, args, expected
 
 
-def check_prefill(
-    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0
-):
+def prefill_of(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, make_cache=PagedCache):
+    """A cache, and the kernels' arguments up to the scale."""
     new, contexts = zip(*new_and_context, strict=True)
-    cache = PagedCache(contexts, num_kv_heads, head_size, block_size, dtype)
+    cache = make_cache(contexts, num_kv_heads, head_size, block_size, dtype)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
     q = cache.queries(sum(new), num_heads, num_kv_heads)
-    args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    options = scores_options(num_heads, dtype, sinks, softcap)
-    expected = oracle(reference.paged_prefill_attention, *args, max(new), window=window, **options)
+    return cache, (
+        q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale,
+    )  # fmt: skip
+
+
+def check_prefill(
+    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0,
+    make_cache=PagedCache,
+):  # fmt: skip
+    cache, args = prefill_of(new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, make_cache)
+    options, max_new = scores_options(num_heads, dtype, sinks, softcap), max(new for new, _ in new_and_context)
+    expected = cache.oracle(reference.paged_prefill_attention, *args, max_new, window=window, **options)
     if window:
         firsts = (context - num_new - window + 1 for num_new, context in new_and_context)
         cache.poison_blocks_before([max(first, 0) for first in firsts])
-    check(cache, prefill.paged_prefill_attention(*args, max(new), window=window, **options), expected)
+    options |= {"window": window, **cache.kernel_options}
+    for _ in range(1 if DEVICE == "cpu" else 3):  # no race, and nothing is left from launch to launch
+        check(cache, prefill.paged_prefill_attention(*args, max_new, **options), expected)
     return cache, args, expected
 
 
@@ -221,13 +227,13 @@ def many_splits(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- decode
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("block_size", [16, 48, *at_night(64, 256)])
 def test_decode_around_block_boundaries(block_size):
     contexts = [0, 1, block_size - 1, block_size, block_size + 1, 0]
     check_decode(contexts, 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
 def test_decode_grouped_heads(group):
     check_decode([37, 5, 130], 2 * group, 2, 32, 16, torch.float32)
 
@@ -254,7 +260,7 @@ def test_decode_many_splits_of_large_groups(monkeypatch, group, merged):
     check_decode([130, 47, 1], group, 1, 128, 16, torch.float32)
 
 
-@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), (1, 8, 2), (2, 4, 3), (1, 8, 4)])
+@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), *at_night((1, 8, 2), (2, 4, 3), (1, 8, 4))])
 def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads):
     """Several programs share the query heads of a KV head."""
     assert decode.decode_config(num_seqs, num_kv_heads, group, 128, 4).kv_head_programs > 1
@@ -275,7 +281,7 @@ def test_decode_with_a_window(block_size, window):
     check_decode([130, 0, 1, 15, 64, 65], 2, 1, 32, block_size, torch.float32, window)
 
 
-@pytest.mark.parametrize("block_size, window", [(16, 1), (48, 7), (48, 16), (16, 33), (48, 100)])
+@pytest.mark.parametrize("block_size, window", [(16, 1), (48, 16), (16, 33), *at_night((48, 7), (48, 100))])
 def test_decode_with_a_window_in_many_splits(many_splits, block_size, window):
     check_decode([130, 47, 0, 1, 16], 7, 1, 32, block_size, torch.float32, window)
 
@@ -286,7 +292,7 @@ def test_decode_splits_that_hold_parts_of_several_windows(monkeypatch):
     check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32, window=40)
 
 
-@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (3, 4), (4, 8), (7, 4), (8, 4), (16, 8)])
+@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8))])
 def test_verify_grouped_heads(group, num_rows):
     check_verify([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, torch.float32)
 
@@ -302,7 +308,7 @@ def test_verify_many_splits(many_splits, block_size, contexts):
     check_verify(contexts, 4, 6, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("block_size, window", [(16, 1), (64, 7), (16, 33), (48, 64), (16, 500)])
+@pytest.mark.parametrize("block_size, window", [(16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500))])
 def test_verify_with_a_window(block_size, window):
     check_verify([100, 9, 65, 131], 4, 4, 2, 32, block_size, torch.float32, window)
 
@@ -412,7 +418,7 @@ def test_prefill_after_a_prefix(block_size):
     check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 4, 2, 32, block_size, torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
 def test_prefill_grouped_heads(group):
     check_prefill([(19, 19), (7, 40)], 2 * group, 2, 32, 16, torch.float32)
 
@@ -429,7 +435,8 @@ def test_prefill_more_rows_than_one_program_takes(group):
 
 
 @pytest.mark.parametrize(
-    "block_size, window", [(16, 1), (64, 7), (16, 16), (64, 32), (16, 33), (16, 64), (64, 100), (16, 500)]
+    "block_size, window",
+    [(16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500))],
 )
 def test_prefill_with_a_window(block_size, window):
     """Tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits."""
@@ -488,8 +495,8 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     assert prefill.prefill_sm90 is prefill_sm90
     spans = [(1 + i % 3, 1 + i % 3 + i % 2) for i in range(600)]
-    cache, args, expected = check_prefill(spans, 2, 1, 128, 64, torch.float16)
-    sizes = []
+    cache, args = prefill_of(spans, 2, 1, 128, 64, torch.float16)
+    expected, sizes = oracle(reference.paged_prefill_attention, *args, 3), []
 
     def run_twin(
         kernel, grid, q, k, v, kv_scale, sinks, cu_seqlens, req_indices, contexts, tables, out, counters, num_seqs,

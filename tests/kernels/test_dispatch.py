@@ -1,14 +1,9 @@
 """Which kernels a linear layer launches: by precision, device and number of tokens, on the meta device."""
 
-import os
 import sys
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
 
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear import dispatch

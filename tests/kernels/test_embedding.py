@@ -1,17 +1,12 @@
 """The embedding, or a rank's part: the Triton kernel against its twin, and the ranks' sum against the whole table."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from nanovllm.kernels import embedding, reference
 
-from nanovllm.kernels import embedding, reference  # noqa: E402
+from . import DEVICE
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -3,26 +3,22 @@
 Kernels are compiled on a GPU, interpreted elsewhere (25 s). Slots that no token owns hold NaN.
 """
 
-import os
+from functools import partial
 
 import pytest
 import torch
 from helpers import interpret_fp8_exactly
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+from nanovllm.kernels.attention import decode, prefill, reference
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.linear import dispatch, norm_rope_store
+from nanovllm.kernels.linear import reference as linear_reference
+from nanovllm.kernels.linear.reference import QKVEpilogue, Weight, quantize
 
-pytest.importorskip("triton")
+from . import DEVICE, test_attention
+from .test_attention import OTHER_SCORES, SM90_SPANS, PagedCache, check, oracle
 
-from nanovllm.kernels.attention import decode, prefill, reference  # noqa: E402
-from nanovllm.kernels.fp8 import E4M3  # noqa: E402
-from nanovllm.kernels.linear import dispatch, norm_rope_store  # noqa: E402
-from nanovllm.kernels.linear import reference as linear_reference  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, Weight, quantize  # noqa: E402
-
-from .test_attention import OTHER_SCORES, SM90_SPANS, PagedCache, check, oracle, scores_options  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALL_E4M3 = torch.arange(256, dtype=torch.uint8).view(E4M3)
 
@@ -44,44 +40,21 @@ class FP8Cache(PagedCache):
     def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, **options):
         super().__init__(contexts, num_kv_heads, head_size, block_size, dtype, **options)
         self.kv_scale = uneven_scales(num_kv_heads)
+        self.kernel_options = {"kv_scale": self.kv_scale}
         self.k, self.v = (
             quantize(x.flatten(0, 1), scale).view(x.shape)
             for x, scale in zip((self.k.float(), self.v.float()), self.kv_scale, strict=True)
         )
 
 
-def check_decode(contexts, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0):
-    cache = FP8Cache(contexts, num_kv_heads, head_size, block_size, dtype)
-    *args, max_context = cache.decode_args(cache.queries(len(contexts), num_heads, num_kv_heads))
-    options = {"window": window, **scores_options(num_heads, dtype, sinks, softcap)}
-    expected = dequantized_oracle(reference.paged_decode_attention, cache, *args, max_context, **options)
-    if window:
-        cache.poison_blocks_before([max(context - window, 0) for context in contexts])
-    for _ in range(2):
-        check(cache, decode.paged_decode_attention(*args, max_context, kv_scale=cache.kv_scale, **options), expected)
+    def oracle(self, op, q, k, v, *rest, **options):
+        """The twin in fp64 on a cache that was dequantized as a whole: knows nothing of FP8."""
+        k, v = (x.double() * scale.double()[:, None] for x, scale in zip((k, v), self.kv_scale, strict=True))
+        return oracle(op, q, k, v, *rest, **options)
 
 
-def check_prefill(
-    new_and_context, num_heads, num_kv_heads, head_size, block_size, dtype, window=0, sinks=False, softcap=0.0
-):
-    new, contexts = zip(*new_and_context, strict=True)
-    cache = FP8Cache(contexts, num_kv_heads, head_size, block_size, dtype)
-    cu_seqlens = torch.tensor([0, *new]).cumsum(0).to(DEVICE, torch.int32)
-    q = cache.queries(sum(new), num_heads, num_kv_heads)
-    args = (q, cache.k, cache.v, cu_seqlens, cache.req_indices, cache.context_lens, cache.block_tables, cache.scale)
-    options = {"window": window, **scores_options(num_heads, dtype, sinks, softcap)}
-    expected = dequantized_oracle(reference.paged_prefill_attention, cache, *args, max(new), **options)
-    for _ in range(3):  # no race, and nothing is left from launch to launch
-        result = prefill.paged_prefill_attention(*args, max(new), kv_scale=cache.kv_scale, **options)
-        check(cache, result, expected)
-        if DEVICE == "cpu":
-            break
-
-
-def dequantized_oracle(op, cache, q, k, v, *rest, **options):
-    """The twin in fp64 on a cache that was dequantized as a whole: knows nothing of FP8."""
-    k, v = (x.double() * scale.double()[:, None] for x, scale in zip((k, v), cache.kv_scale, strict=True))
-    return oracle(op, q, k, v, *rest, **options)
+check_decode = partial(test_attention.check_decode, make_cache=FP8Cache)
+check_prefill = partial(test_attention.check_prefill, make_cache=FP8Cache)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -96,11 +69,11 @@ def test_twins_dequantize(group, window, dtype):
     cache.kv_scale = cache.kv_scale.cpu()
     options = {"window": window, "kv_scale": cache.kv_scale}
     args = cache.decode_args(cache.queries(len(contexts), 2 * group, 2))
-    expected = dequantized_oracle(reference.paged_decode_attention, cache, *args, window=window)
+    expected = cache.oracle(reference.paged_decode_attention, *args, window=window)
     check(cache, reference.paged_decode_attention(*args, **options), expected)
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
     args = (cache.queries(sum(new), 2 * group, 2), *args[1:3], cu_seqlens, *args[3:7], max(new))
-    expected = dequantized_oracle(reference.paged_prefill_attention, cache, *args, window=window)
+    expected = cache.oracle(reference.paged_prefill_attention, *args, window=window)
     check(cache, reference.paged_prefill_attention(*args, **options), expected)
 
 

@@ -4,23 +4,17 @@ The twin multiplies x in its own type. Where the kernels quantize x (W8A8), the 
 the same quantized x, so that the tolerance need not cover the rounding to e4m3 and a wrong scale shows.
 """
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.launch import is_sm90
+from nanovllm.kernels.linear import dispatch, gemv, norm, reference
+from nanovllm.kernels.linear.norm import SplitKPartials
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
-from nanovllm.kernels.fp8 import E4M3  # noqa: E402
-from nanovllm.kernels.launch import is_sm90  # noqa: E402
-from nanovllm.kernels.linear import dispatch, gemv, norm, reference  # noqa: E402
-from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
+from . import DEVICE, EPS, rand, randn, sm90_module
 
-EPS = 1e-6
 OPTIONS = [
     dict(),
     dict(norm=True, bias=True),
@@ -29,14 +23,6 @@ OPTIONS = [
     dict(norm=True, bias=True, act_mul="gelu_tanh", residual=True),
 ]
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def randn(*shape, dtype=torch.float32):
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def rand(*shape, dtype=torch.float32):
-    return torch.rand(*shape, device=DEVICE).to(dtype)
 
 
 def make_weight(num_features, num_channels, num_groups, block_n=1):
@@ -174,13 +160,6 @@ def test_the_prefill_gemm_takes_numbers_of_16_and_8_bits(dtype, monkeypatch):
 
 
 # Gluon, on Hopper.
-
-
-def sm90_module(name):
-    module = pytest.importorskip(f"nanovllm.kernels.linear.{name}", exc_type=ImportError)
-    if not is_sm90(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
-    return module
 
 
 def check_decode_gemm(config, num_tokens, num_features, num_channels, num_groups, dtype, **options):

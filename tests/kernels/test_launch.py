@@ -187,18 +187,18 @@ def main(model: str, num_ranks: int) -> None:
 
     # before anything imports them
     launch.is_sm90, launch.num_sms = (lambda device: True), (lambda device: 132)
-    ops = kernels._load_ops(use_triton=True)
-    kernels.select = lambda device_type=None: ops
+    select, ops = kernels.select, kernels.select("cuda")
+    kernels.select = lambda device_type=None, folder="": select("cuda", folder)
 
     from nanovllm import LLM, SamplingParams
     from nanovllm.distributed.group import SINGLE_RANK, TPGroup
     from nanovllm.engine import llm_engine
     from nanovllm.kernels.linear import dispatch
     from nanovllm.layers.attention_backends import PagedBackend
-    from nanovllm.runner import model_runner
+    from nanovllm.runner import parts
     from nanovllm.runner.start import compile_kernels, start_rank
 
-    model_runner.select_backend = lambda *_: PagedBackend(ops, capturable=True)
+    parts.select_backend = lambda *_: PagedBackend(ops, capturable=True)
     tp = SINGLE_RANK if num_ranks == 1 else TPGroup(1, num_ranks, SilentRanks())
     llm_engine.start_runner = lambda config: start_rank(config, tp)
     llm = LLM(
@@ -208,10 +208,11 @@ def main(model: str, num_ranks: int) -> None:
     runner = llm.model_runner
 
     phase = "warmup"
-    model_and_cache = runner.model, runner.kv_cache
+    model = runner.model
     with torch.inference_mode(), ops.parallel_compile(runner.device):
         compile_kernels(runner)
-    runner.model, runner.kv_cache = model_and_cache
+    runner.model = model
+    runner.allocate_kv_cache()  # parts have released theirs
 
     phase = "run"
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)

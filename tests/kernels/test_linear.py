@@ -5,34 +5,22 @@ that an element it forgets to write cannot pass.
 """
 
 import importlib
-import os
 
 import pytest
 import torch
+import triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-triton = pytest.importorskip("triton")
+from nanovllm.kernels.launch import is_sm90
+from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, reference, silu_and_mul
+from nanovllm.kernels.linear.norm import SplitKPartials
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
-from nanovllm.kernels.launch import is_sm90  # noqa: E402
-from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, reference, silu_and_mul  # noqa: E402
-from nanovllm.kernels.linear.norm import SplitKPartials  # noqa: E402
-from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight  # noqa: E402
+from . import DEVICE, EPS, rand, randn, sm90_module
 
-EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.bfloat16]
 ACTS = ["silu", "gelu_tanh"]
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def randn(*shape, dtype=torch.float32):
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def rand(*shape, dtype=torch.float32):
-    return torch.rand(*shape, device=DEVICE).to(dtype)
 
 
 def assert_close(actual, expected, scale=1.0):
@@ -59,14 +47,6 @@ def make_cos_sin(max_position, head_dim):
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
     angles = torch.arange(max_position, device=DEVICE).float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def sm90_module(name):
-    """A module of Gluon kernels; skips the test without a Hopper GPU or with an untested version of Triton."""
-    module = pytest.importorskip(f"nanovllm.kernels.linear.{name}", exc_type=ImportError)
-    if not is_sm90(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
-    return module
 
 
 # Twins against formulas written elsewhere.

@@ -4,7 +4,7 @@ Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a 
 that an element it forgets to write cannot pass.
 """
 
-import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,24 +12,20 @@ import torch
 import torch.nn.functional as F
 from helpers import gpu_param
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-triton = pytest.importorskip("triton")
+from nanovllm import kernels
+from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.kernels.fp8 import E4M3
+from nanovllm.kernels.launch import is_sm90, launch
+from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens
+from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm
+from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert
+from nanovllm.kernels.moe.reference import Biases, Routing, Shared
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models.config import LayerConfig, MoEConfig
+from nanovllm.models.moe import SparseMoE
 
-from nanovllm import kernels  # noqa: E402
-from nanovllm.distributed.group import SINGLE_RANK  # noqa: E402
-from nanovllm.kernels.fp8 import E4M3  # noqa: E402
-from nanovllm.kernels.launch import is_sm90, launch  # noqa: E402
-from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens  # noqa: E402
-from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm  # noqa: E402
-from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert  # noqa: E402
-from nanovllm.kernels.moe.reference import Biases, Routing, Shared  # noqa: E402
-from nanovllm.layers.layernorm import RMSNorm  # noqa: E402
-from nanovllm.models.config import LayerConfig, MoEConfig  # noqa: E402
-from nanovllm.models.moe import SparseMoE  # noqa: E402
+from . import DEVICE, EPS, randn
 
-EPS = 1e-6
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bf16 matrices
@@ -44,10 +40,6 @@ ROUTINGS = {
     "all groups": Routing(4, "sigmoid", num_groups=4, top_groups=4),
     "softmax groups": Routing(3, "softmax", renormalize=False, routed_scale=16.0, num_groups=8, top_groups=3),
 }
-
-
-def randn(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
 
 
 def spread_logits(num_tokens, num_experts, dtype=torch.float32):
@@ -200,18 +192,26 @@ class Problem:
         self.bias = randn(E, scale=0.01) if routing.scoring == "sigmoid" else None
         self.gate_up = randn(E, 2 * I, C, dtype=dtype, scale=C**-0.5)
         self.down = randn(E, C, I, dtype=dtype, scale=I**-0.5)
+        self.weights, self.options = [Weight(self.gate_up), Weight(self.down)], {}
         self.slots = slots(num_tokens, padding)
         self.choose(spread_logits(num_tokens, E))
 
     def choose(self, logits):
         self.residual[:, : self.E] = logits.to(self.residual.dtype)
 
-    def run(self, op, **options):
+    def run(self, op, residual=None, **options):
         """The result on copies of the residual, which a kernel may overwrite."""
         return op(
-            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, Weight(self.gate_up),
-            Weight(self.down), self.routing, self.slots, **options,
+            self.residual.clone() if residual is None else residual, self.norm_weight, EPS, self.router, self.bias,
+            *self.weights, self.routing, self.slots, **self.options | options,
         )  # fmt: skip
+
+    def without_tokens(self, first, last, padding=()):
+        """Logits that choose no expert from ``first`` to ``last``, but for a row of padding."""
+        logits = spread_logits(len(self.residual), self.E)
+        logits[:, first : last + 1] -= 20.0
+        logits[list(padding), first + 2] = 8.0
+        self.choose(logits)
 
     def check(self, **options):
         """Rows of padding may hold anything."""
@@ -277,15 +277,6 @@ def test_all_tokens_choose_one_expert(num_tokens, expert):
     problem.check()
 
 
-def test_experts_without_tokens_are_not_read():
-    problem = Problem(12)
-    logits = spread_logits(12, problem.E)
-    logits[:, 3:11] -= 20.0
-    problem.choose(logits)
-    problem.gate_up[3:11] = problem.down[3:11] = torch.nan
-    problem.check()
-
-
 @pytest.mark.parametrize("num_tokens", [3, 6, gpu_param(64)])
 def test_padding_does_not_disturb_others(num_tokens):
     """Rows of padding may hold anything, and so may an expert that they alone would choose."""
@@ -323,20 +314,6 @@ def test_without_a_norm(num_tokens):
     problem.check()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 6])
-def test_split_k_partials_as_residual(num_tokens):
-    """The residual may come unreduced from the attention's o_proj; the norm reduces it."""
-    problem = Problem(num_tokens)
-    expected = problem.run(reference.fused_moe)
-    partials = randn(3, *problem.residual.shape)
-    unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
-    got = dispatch.fused_moe(
-        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, Weight(problem.gate_up),
-        Weight(problem.down), problem.routing, problem.slots, allow_split_k=True,
-    )  # fmt: skip
-    assert_close(whole(got), expected)
-
-
 # FP8 weights.
 
 
@@ -357,12 +334,6 @@ class FP8Problem(Problem):
             quantized_experts(weight, group or weight.shape[2])
             for weight, group in zip((self.gate_up, self.down), groups, strict=True)
         ]
-
-    def run(self, op, **options):
-        return op(
-            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, *self.weights, self.routing,
-            self.slots, **options,
-        )  # fmt: skip
 
     def run_w8a8(self):
         """In fp32, with x and h quantized row by row where scales are of whole steps of 32 channels; rows of padding
@@ -410,39 +381,12 @@ def test_fp8_experts(shape, num_tokens, dtype):
         problem.check()
 
 
-@pytest.mark.parametrize("add_residual", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 6])
-def test_fp8_experts_after_partials(num_tokens, add_residual):
-    """Sigmoid scores, an unreduced residual; rows of padding choose no expert, whose scales are not read."""
-    problem = FP8Problem(num_tokens, routing=ROUTINGS["glm"], groups=(16, 16), dtype=torch.float32)
-    expected = problem.run(reference.fused_moe, add_residual=add_residual)
-    partials = randn(3, *problem.residual.shape)
-    unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
-    got = dispatch.fused_moe(
-        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, *problem.weights, problem.routing,
-        problem.slots, add_residual=add_residual, allow_split_k=True,
-    )  # fmt: skip
-    assert_close(whole(got), expected)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 6])
 @pytest.mark.parametrize("in_16_bits", ["gate_up", "down"])
 def test_one_of_the_two_in_fp8(in_16_bits, num_tokens):
     """A checkpoint may leave out either."""
     problem = FP8Problem(num_tokens, dtype=torch.float32)
     problem.weights[["gate_up", "down"].index(in_16_bits)] = Weight(getattr(problem, in_16_bits))
-    problem.check()
-
-
-@pytest.mark.parametrize("num_tokens", [3, 6])
-def test_fp8_experts_without_tokens_are_not_read(num_tokens):
-    problem = FP8Problem(num_tokens, groups=(32, 16), padding=[0, num_tokens - 1])
-    logits = spread_logits(num_tokens, problem.E)
-    logits[:, 3:11] -= 20.0
-    logits[0, 5] = 8.0
-    problem.choose(logits)
-    for weight in problem.weights:
-        weight.scale[3:11] = torch.nan
     problem.check()
 
 
@@ -517,20 +461,12 @@ class GptOssProblem(Problem):
     def __init__(self, num_tokens, C=96, E=16, I=64, mxfp4=True, **more):
         super().__init__(num_tokens, C, E, 1 if mxfp4 else I, **more)
         dtype = self.residual.dtype
-        self.weights = [Weight(self.gate_up), Weight(self.down)]
         if mxfp4:
             self.weights = [mxfp4_experts(E, 2 * I, C), mxfp4_experts(E, C, I)]
         router = randn(E, scale=0.02)
         router[3] = 7.0  # chosen by its bias alone
         self.biases = Biases(router.to(dtype), randn(E, 2 * I, dtype=dtype), randn(E, C, dtype=dtype))
-        self.limit = 1.5  # of numbers about 1.4 in size
-
-    def run(self, op, **options):
-        options = {"biases": self.biases, "limit": self.limit, **options}
-        return op(
-            self.residual.clone(), self.norm_weight, EPS, self.router, self.bias, *self.weights, self.routing,
-            self.slots, **options,
-        )  # fmt: skip
+        self.options = {"biases": self.biases, "limit": 1.5}  # of numbers about 1.4 in size
 
 
 def test_mxfp4_twin_agrees_with_every_expert_computed():
@@ -572,12 +508,13 @@ def test_gpt_oss_experts_of_many_tokens(num_tokens):
 @pytest.mark.parametrize("without", ["router", "gate_up", "down", "limit"])
 def test_each_bias_and_the_limit_matter(without, num_tokens):
     problem = GptOssProblem(num_tokens)
-    before = whole(problem.run(dispatch.fused_moe))
+    before = problem.run(reference.fused_moe)
     if without == "limit":
-        problem.limit = 3.0
+        problem.options["limit"] = 3.0
     else:
-        problem.biases = problem.biases._replace(**{without: torch.zeros_like(getattr(problem.biases, without))})
-    assert (whole(problem.run(dispatch.fused_moe)) - before).abs().max() > 1e-2
+        zeros = torch.zeros_like(getattr(problem.biases, without))
+        problem.options["biases"] = problem.biases._replace(**{without: zeros})
+    assert (problem.run(reference.fused_moe) - before).abs().max() > 1e-2
     problem.check()
 
 
@@ -589,28 +526,36 @@ def test_nan_passes_the_clamps(num_tokens):
     assert whole(problem.run(dispatch.fused_moe)).isnan().all()
 
 
+KINDS = {  # of weights
+    "16 bits": Problem, "FP8": partial(FP8Problem, groups=(32, 16)), "MXFP4": GptOssProblem,
+    "FP8, sigmoid": partial(FP8Problem, groups=(16, 16), routing=ROUTINGS["glm"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("add_residual", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 6])
-def test_mxfp4_experts_after_partials(num_tokens):
-    problem = GptOssProblem(num_tokens)
-    expected = problem.run(reference.fused_moe)
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_k_partials_as_residual(kind, num_tokens, add_residual):
+    """The residual may come unreduced from the attention's o_proj; the norm reduces it."""
+    problem = KINDS[kind](num_tokens)
+    expected = problem.run(reference.fused_moe, add_residual=add_residual)
     partials = randn(3, *problem.residual.shape)
     unreduced = SplitKPartials(problem.residual - partials.sum(0), partials)
-    got = dispatch.fused_moe(
-        unreduced, problem.norm_weight, EPS, problem.router, problem.bias, *problem.weights, problem.routing,
-        problem.slots, allow_split_k=True, biases=problem.biases, limit=problem.limit,
-    )  # fmt: skip
+    got = problem.run(dispatch.fused_moe, unreduced, add_residual=add_residual, allow_split_k=True)
     assert_close(whole(got), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 6])
-def test_mxfp4_experts_without_tokens_are_not_read(num_tokens):
-    problem = GptOssProblem(num_tokens, padding=[0, num_tokens - 1])
-    problem.biases.router[:] = 0.0
-    logits = spread_logits(num_tokens, problem.E)
-    logits[:, 3:11] -= 20.0
-    logits[0, 5] = 8.0
-    problem.choose(logits)
-    for tensor in problem.biases[1:]:
+@pytest.mark.parametrize("num_tokens", [3, 6, 12])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_without_tokens_are_not_read(kind, num_tokens):
+    """Nor those that rows of padding alone would choose: neither weights, nor scales, nor biases."""
+    problem = KINDS[kind](num_tokens, padding=[0, num_tokens - 1])
+    problem.without_tokens(3, 10, padding=[0])
+    unread = [weight.data if weight.scale is None else weight.scale for weight in problem.weights]
+    if kind == "MXFP4":  # its scales have no NaN
+        problem.biases.router[:] = 0.0
+        unread = problem.biases[1:]
+    for tensor in unread:
         tensor[3:11] = torch.nan
     problem.check()
 
@@ -622,7 +567,7 @@ def test_mxfp4_experts_without_tokens_are_not_read(num_tokens):
 def test_published_gpt_oss(E, num_tokens):
     """20b and 120b."""
     problem = GptOssProblem(num_tokens, 2880, E, 2880, routing=Routing(4), dtype=torch.bfloat16)
-    problem.limit = 7.0
+    problem.options["limit"] = 7.0
     problem.check(allow_split_k=True)
 
 
@@ -631,7 +576,7 @@ def test_published_gpt_oss(E, num_tokens):
 def test_mxfp4_experts_of_tokens_of_any_size(dtype):
     """Products of few tokens are in fp16, and no sum exceeds it; scales as small and as large as they may be."""
     problem = GptOssProblem(2, 2880, 8, 2880, routing=Routing(2), dtype=dtype)
-    problem.limit = 0.0
+    problem.options["limit"] = 0.0
     problem.norm_weight *= 2.0**12
     problem.weights[0].scale.sub_(12)
     problem.check(add_residual=False)

@@ -1,16 +1,11 @@
 """Inputs of a decode step: the Triton kernel against its twin, and both against the definition."""
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from nanovllm.kernels import reference, step_inputs
 
-from nanovllm.kernels import reference, step_inputs  # noqa: E402
+from . import DEVICE
 
 
 @pytest.mark.parametrize("batch_size", [0, 1, 7, 130])

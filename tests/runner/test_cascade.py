@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch
@@ -70,7 +71,7 @@ def test_prefixes_that_branch_at_every_block():
 chains = st.lists(st.text("ab", max_size=4), min_size=1, max_size=12)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@histories(300)
 @given(chains=chains)
 def test_groups_are_sound_and_no_single_group_saves_more(chains):
     groups = groups_of(*chains, "c") if "" not in chains else groups_of(*chains, "cc")

@@ -5,21 +5,23 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import Slots, prefill_batch, running
-from hypothesis import given, settings
+from helpers import prefill_batch, running
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch
-from nanovllm.engine.structured import mask_of
+from nanovllm.core import DecodeBatch, Moves, NewSequences, PrefillBatch
 from nanovllm.readouts import merged
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner.inputs import prefill_arrays, to_device
+from nanovllm.runner.memory import BlockCopies
+from nanovllm.runner.prefix_copies import PrefixCopies
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS, V = 4, 6, 12, 100
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(sizes=st.lists(st.integers(0, 9), max_size=6), is_long=st.booleans())
 def test_named_arrays_there_in_one_copy(sizes, is_long):
     arrays = {
@@ -60,7 +62,7 @@ def int32(values):
     return np.array(values, np.int32)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(prefill=prefills())
 def test_prefill_against_a_naive_model(prefill):
     """Each packed token: its id, position, slot of the KV cache, request, and the keys it attends."""
@@ -78,7 +80,7 @@ def test_prefill_against_a_naive_model(prefill):
     no_copies = np.empty((0, 2), np.int32)
     batch = PrefillBatch(
         int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed), np.arange(len(chunks)),
-        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), no_copies, no_copies,
+        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), Moves(no_copies),
     )  # fmt: skip
     arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}
     found, ends = [], arrays["cu_seqlens_q"][1:]
@@ -96,7 +98,7 @@ def test_prefill_against_a_naive_model(prefill):
     assert [arrays["logits_indices"][j] for j in of] == [ends[j] - 1 for j in sampled_from]
     # what no request of the batch needs is not there
     assert ("sampled_from" in arrays) == (len(set(sampled_from)) < len(sampled_from))
-    assert not arrays.keys() & {"prefix_from", "prefix_to", "copy_from", "copy_to", "target_rows", "target_ids"}
+    assert not arrays.keys() & {"target_rows", "target_ids"}
 
 
 def test_block_copies_and_targets():
@@ -108,8 +110,10 @@ def test_block_copies_and_targets():
     (scored,) = batch.readouts
     assert scored.sizes == [2, 4] and scored.seq_ids == [1, 2]
     arrays = prefill_arrays(batch, np.zeros((MAX_NUM_SEQS, MAX_BLOCKS), np.int32), BLOCK_SIZE)
+    for part in (BlockCopies(), PrefixCopies()):
+        part.prepare(batch, arrays)
     assert (arrays["prefix_from"].tolist(), arrays["prefix_to"].tolist()) == ([1], [7])
-    assert (arrays["copy_from"].tolist(), arrays["copy_to"].tolist()) == ([3, 4], [9, 8])
+    assert (arrays["fork_from"].tolist(), arrays["fork_to"].tolist()) == ([3, 4], [9, 8])
     assert arrays["target_rows"].tolist() == [3, 4, 7, 8, 9, 10]  # positions 4 and 5; 2 to 5
     assert arrays["target_ids"].tolist() == [-104, -105, -202, -203, -204, -205]
 
@@ -124,54 +128,7 @@ def test_alternatives_of_targets(wanted, num_top):
     assert scored.num_top == num_top
 
 
-# ------------------------------------------------------------------------------------------- another rank
-
-
-def steps():
-    """A prefill of requests with and without features, forked, copied and scored; then a decode batch."""
-    seqs = [
-        running([5, 6, 7, 8, 9], 3, [4, 7], seed=2**64 - 1),
-        running([5, 6, 7], 0, [2], completion=[8], repetition_penalty=1.5, top_k=3, logit_bias={3: 1.0}, logprobs=2),
-        running([1, 2], 1, [9], allowed_mask=mask_of([3, 40], V), stop_ids=(3, 4), min_tokens=2, temperature=0.5),
-        running([1, 2], 4, [5], bad_words=["a"]),
-    ]
-    chunks = [(seqs[0], 2, 5), (seqs[1], 0, 4), (seqs[2], 0, 2)]
-    seqs[0].readout = PromptLogprobs(int32([6, 7, 8, 9]), 0, 0)
-    yield PrefillBatch(
-        int32([3, 0, 1, 4]), np.arange(4), int32([0, 1, 2, 2]), int32([3, 0, 1]), np.arange(3), int32([2, 0, 0]),
-        int32([5, 4, 2]), np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
-        NewSequences.of(seqs), int32([(1, 6)]), int32([(9, 5)]),
-        readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in chunks),
-    )  # fmt: skip
-    yield DecodeBatch(int32([3, 0, 4]), np.arange(3), int32([6, 5, 3]), int32([(0, 1, 8)]))
-
-
-def prepared(slots, batch):
-    """What a rank makes of a batch: the arrays on its device, and what its host decides about the sampling."""
-    if batch.is_decode:
-        slots.state.set_batch(batch, slots.arrays)
-        arrays = slots.arrays
-    else:
-        rows = np.zeros(len(batch.new), slots.state.row)
-        slots.sampler.add(batch.new, rows, slots.arrays)
-        slots.state.add(batch.new, rows, slots.arrays)
-        arrays = slots.arrays | prefill_arrays(batch, slots.state.block_table_mirror, BLOCK_SIZE)
-    slots.arrays = {}
-    rows = batch.req_indices
-    on_device = {name: tensor.tolist() for name, tensor in to_device(arrays, CPU).items()}
-    return on_device, slots.used(*rows), slots.num_top(*rows), slots.sampler.waits(rows)
-
-
-def test_another_rank_makes_the_same_of_a_batch():
-    """It gets the batch pickled, and nothing else."""
-    one, other = (Slots(MAX_NUM_SEQS, MAX_BLOCKS, vocab_size=V) for _ in range(2))
-    names = set()
-    for batch in steps():
-        arrays, *_ = expected = prepared(one, batch)
-        assert prepared(other, pickle.loads(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))) == expected
-        assert len(expected[1]) == 4 + (not batch.is_decode) and expected[3]
-        names |= arrays.keys()
-    assert names >= {"copy_to", "target_ids", "sampled_from", "penalty_values", "masks", "state_values", "input_ids"}
+# ------------------------------------------------------------------------------------------- messages
 
 
 def test_a_batch_is_a_small_message():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import Slots, running
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch
@@ -52,18 +53,6 @@ def test_a_slot_holds_what_the_request_asked_for():
     assert sampling.stop_ids[2].tolist() == [1, 3] + [-1] * 14
     untouched = [slot for slot in range(SLOTS + 1) if slot != 2]
     assert not state.length[untouched].any() and not state.block_tables[untouched].any()
-
-
-def test_several_at_once_are_those_one_by_one():
-    """Their block tables travel one behind the other."""
-    seqs = [running([1], 3, [7, 8, 9], seed=2), running([2, 3], 0, [4], top_k=5), running([6], 1, [1, 2], min_p=0.5)]
-    one_by_one = Rows()
-    for seq in seqs:
-        one_by_one.add(seq)
-    one_by_one.send()
-    at_once = rows_of(*seqs)
-    assert torch.equal(at_once.state.buffer, one_by_one.state.buffer)
-    assert np.array_equal(at_once.state.block_table_mirror, one_by_one.state.block_table_mirror)
 
 
 def test_a_slot_keeps_nothing_of_its_last_owner():
@@ -143,7 +132,7 @@ def test_the_padding_slot_stays_empty():
     assert not table[SLOTS].any() and table[:SLOTS].tolist() == [[*range(BLOCKS)]] * SLOTS
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(batches=st.lists(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True), max_size=8))
 def test_batches_follow_each_other(batches):
     rows = Rows()

@@ -33,49 +33,67 @@ WITH_LOGITS_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
-def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, make_llm, monkeypatch):
-    model = make_checkpoint(num_hidden_layers=1)
-    expected = generate(make_llm(model=model, **OPTIONS), PROMPTS, params)
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    assert generate(make_llm(model=model, **OPTIONS), PROMPTS, params) == expected
+KINDS_OF_STEPS = pytest.mark.parametrize(
+    "params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"]
+)
 
 
-@pytest.mark.parametrize("params", [WITHOUT_LOGITS_STEPS, WITH_LOGITS_STEPS], ids=["plain", "logits steps"])
-def test_verify_steps(params, make_checkpoint, make_llm, monkeypatch):
+@pytest.fixture
+def use_triton(monkeypatch):
+    """Call it: engines that are made from then on run the kernels."""
+
+    def use():
+        select, ops = kernels.select, kernels.select("cuda")
+        monkeypatch.setattr(kernels, "select", lambda device_type=None, folder="": select("cuda", folder))
+        monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+
+    return use
+
+
+@pytest.fixture
+def check_same(make_llm, use_triton):
+    """check_same(options, prompts, params) -> two engines with the same tokens: on the kernels, and on their twins."""
+
+    def check(options, prompts=PROMPTS, params=WITHOUT_LOGITS_STEPS):
+        twins = make_llm(**OPTIONS, **options)
+        expected = generate(twins, prompts, params)
+        use_triton()
+        llm = make_llm(**OPTIONS, **options)
+        assert generate(llm, prompts, params) == expected
+        return llm, twins
+
+    return check
+
+
+@KINDS_OF_STEPS
+def test_triton_kernels_give_the_tokens_of_their_twins(params, make_checkpoint, check_same):
+    check_same({"model": make_checkpoint(num_hidden_layers=1)}, params=params)
+
+
+@KINDS_OF_STEPS
+def test_verify_steps(params, make_checkpoint, make_llm, use_triton):
     """Rows of drafts go through every kernel of a decode step and of sampling."""
     model = make_checkpoint(num_hidden_layers=1)
     params = [replace(each, max_tokens=9) for each in params]
     outputs = make_llm(model=model, **OPTIONS).generate(PROMPTS, params, use_tqdm=False)
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
+    use_triton()
     llm = make_llm(model=model, speculative_config={"method": "ngram", "adaptive": False}, **OPTIONS)
     know(llm, outputs, length=3)
     assert generate(llm, PROMPTS, params) == [output["token_ids"] for output in outputs]
     assert llm.metrics()["spec_decode_num_accepted_tokens"] > 5
 
 
-def test_an_fp8_kv_cache(make_checkpoint, make_llm, monkeypatch):
+def test_an_fp8_kv_cache(make_checkpoint, check_same, monkeypatch):
     """Measured by the kernels too, the scales are the twins': powers of two."""
     interpret_fp8_exactly(monkeypatch)
-    options = {"model": make_checkpoint(num_hidden_layers=1), "kv_cache_dtype": "fp8", **OPTIONS}
-    twins = make_llm(**options)
-    expected = generate(twins, PROMPTS, WITHOUT_LOGITS_STEPS)
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
-    assert generate(llm, PROMPTS, WITHOUT_LOGITS_STEPS) == expected
-    ours, theirs = (x.model_runner.model.model.layers[0].self_attn.attn for x in (llm, twins))
+    engines = check_same({"model": make_checkpoint(num_hidden_layers=1), "kv_cache_dtype": "fp8"})
+    ours, theirs = (x.model_runner.model.model.layers[0].self_attn.attn for x in engines)
     assert torch.equal(ours.kv_scale, theirs.kv_scale)
     assert ours.k_cache.dtype == torch.float8_e4m3fn and ours.k_cache[0].float().any()
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt-oss-attention", "olmo3", "phi3-mini"])
-def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch):
+def test_a_family_that_needs_every_kernel(case, tmp_path, check_same, monkeypatch):
     """Windows, post-norms, gelu, norms over all heads, an fp32 norm before a GEMV and one in the QKV epilogue;
     heads that the kernels want padded; soft caps and sinks."""
     monkeypatch.setitem(families.BASE, "num_hidden_layers", 3)
@@ -84,39 +102,22 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, make_llm, monkeypatch)
     if case == "gemma3":
         monkeypatch.setitem(families.CASES[case][1], "layer_types", families.MIXED[-3:])
     families.make(tmp_path, case)
-    prompts, options = [[5, 6, 7] * 7, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
-    assert generate(llm, prompts, greedy(3)) == expected
+    llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7] * 7, [100]], greedy(3))
     if case == "phi3-mini":
         assert llm.model_runner.kv_cache.shape[-1] == 32
 
 
-def test_fp8_weights(tmp_path, make_llm, monkeypatch):
+def test_fp8_weights(tmp_path, check_same):
     """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
     fp8_checkpoints.write(tmp_path, model, "qwen")
-    prompts, options = [[5, 6, 7]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    assert generate(make_llm(**options), prompts, greedy(3)) == expected
+    check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7]], greedy(3))
 
 
 @torch.inference_mode()
-def test_mxfp4_experts(tmp_path, make_llm, monkeypatch):
+def test_mxfp4_experts(tmp_path, check_same):
     """gpt-oss: kept as they are where Triton multiplies them, dequantized for the twins."""
     model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
     mxfp4_checkpoints.write(tmp_path, model)
-    prompts, options = [[5, 6, 7] * 3, [100]], {"model": str(tmp_path), "max_model_len": 256, **OPTIONS}
-    expected = generate(make_llm(**options), prompts, greedy(3))
-    ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
-    monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
-    llm = make_llm(**options)
+    llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7] * 3, [100]], greedy(3))
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
-    assert generate(llm, prompts, greedy(3)) == expected

@@ -132,9 +132,6 @@ class Failure:
         self.start = time.monotonic()
         return self
 
-    def provoked(self):
-        self.start = time.monotonic()
-
     def __exit__(self, kind, error, _):
         assert kind is WorkerError, error
         assert time.monotonic() - self.start < LIMIT_S
@@ -184,10 +181,6 @@ def heard_sigint():
     signal.signal(signal.SIGINT, before)
 
 
-def soon(provoke, delay_s=0.3):
-    threading.Timer(delay_s, provoke).start()
-
-
 def test_a_worker_that_raises(start):
     llm = start()
     with Failure(1, "Traceback", llm):
@@ -199,17 +192,22 @@ def test_a_worker_that_raises(start):
     assert len(token_ids(again, GREEDY)) == len(PROMPTS)
 
 
-def test_a_worker_that_is_killed_in_a_step(start):
-    llm = start(4)
-    with Failure(2, "SIGKILL", llm) as failure:
-        soon(lambda: (failure.provoked(), failure.processes[1].kill()))
-        llm.generate(PROMPTS, LONG, use_tqdm=False)
+@pytest.mark.parametrize(
+    ("signal_number", "text", "num_ranks", "is_idle"),
+    [(signal.SIGKILL, "SIGKILL", 4, False), (signal.SIGKILL, "SIGKILL", 2, True),
+     (signal.SIGSTOP, "no sign of life", 2, False)],
+)  # fmt: skip
+def test_a_worker_that_is_killed_or_stopped(start, monkeypatch, signal_number, text, num_ranks, is_idle):
+    llm, rank = start(num_ranks), num_ranks // 2
+    if signal_number == signal.SIGSTOP:
+        monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 2.0)
+    with Failure(rank, text, llm) as failure:
 
+        def provoke():
+            failure.start = time.monotonic()
+            os.kill(failure.processes[rank - 1].pid, signal_number)
 
-def test_a_worker_that_is_killed_while_idle(start):
-    llm = start()
-    with Failure(1, "SIGKILL", llm) as failure:
-        failure.processes[0].kill()
+        provoke() if is_idle else threading.Timer(0.3, provoke).start()
         llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
@@ -218,14 +216,6 @@ def test_exit_after_a_worker_was_killed(start):
     workers_of(llm)[0].kill()
     llm.exit()
     assert not hasattr(llm.model_runner, "model")
-
-
-def test_a_worker_that_stops(start, monkeypatch):
-    llm = start()
-    monkeypatch.setattr(workers_module, "SILENCE_LIMIT_S", 2.0)
-    with Failure(1, "no sign of life", llm) as failure:
-        soon(lambda: (failure.provoked(), os.kill(failure.processes[0].pid, signal.SIGSTOP)))
-        llm.generate(PROMPTS, LONG, use_tqdm=False)
 
 
 def test_rank_0_that_raises(start, monkeypatch):
@@ -252,16 +242,28 @@ def test_a_worker_sends_heartbeats_before_it_imports_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_ctrl_c(start):
-    """The engine is shut down: the interrupted step may have reached some of the ranks only."""
+def test_ctrl_c_in_a_step(start, monkeypatch):
+    """The engine is shut down: the workers have a step that rank 0 leaves."""
     llm = start()
-    soon(_thread.interrupt_main)
+    monkeypatch.setattr(llm.model_runner, "run_model", lambda *_: _thread.interrupt_main())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert not any(process.is_alive() for process in workers_of(llm))
     text = r"shut down, because a run on several ranks was interrupted or a rank failed; make a new LLM\(...\)\."
     with pytest.raises(EngineError, match=text):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_ctrl_c_between_two_steps(start, monkeypatch):
+    """No rank has half a step, and the engine goes on. A timer, which once in a while struck here, failed the test of
+    the other case.
+    """
+    llm = start()
+    tokens, advance = token_ids(llm, GREEDY), llm._advance
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "_advance", lambda: (advance(), _thread.interrupt_main()))
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert token_ids(llm, GREEDY) == tokens
 
 
 def test_exit_twice_and_in_the_middle_of_requests(start):
@@ -414,18 +416,6 @@ def test_a_parent_that_is_killed_at_start(run_script):
 
 
 # ------------------------------------------------------------------------------------------- refusals
-
-
-def test_sizes_that_do_not_divide_name_the_figures(make_checkpoint):
-    for changes, size, text in (
-        ({}, 3, r"tensor_parallel_size=3 .* 4 attention heads"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, r"tensor_parallel_size=2 .* 3 KV heads"),
-        ({"vocab_size": 510}, 4, r"tensor_parallel_size=4 .* 510 vocabulary"),
-        ({"intermediate_size": 98}, 4, r"tensor_parallel_size=4 .* 98 intermediate"),
-        ({}, 9, r"tensor_parallel_size=9.* 1 to 8"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            LLM(make_checkpoint(**changes), tensor_parallel_size=size, device="cpu", skip_tokenizer_init=True)
 
 
 def test_more_ranks_than_devices_is_refused_and_no_worker_is_left(make_checkpoint, monkeypatch):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import FEATURES, Slots, running
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
@@ -95,7 +96,7 @@ tokens = st.lists(st.integers(0, 9), max_size=10)
 biases = st.dictionaries(st.integers(0, 15), st.floats(-5, 5, width=16), max_size=6)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(prompt=tokens.filter(len), completion=tokens, bias=biases, penalty=st.sampled_from([1.0, 1.5]))
 def test_entries_against_a_plain_count(prompt, completion, bias, penalty):
     """Every token of a penalised request has one entry; so has every biased one."""

@@ -47,6 +47,12 @@ class HybridBlockManager(BlockManager):
         self._saves: dict[int, list[tuple[int, int]]] = {}
         self._forked: list[tuple[Sequence, Sequence]] = []
 
+    def hashes(self, seq: Sequence) -> list[int]:
+        """Hashes of all full blocks whose tokens are known."""
+        if seq.num_tokens >= self.block_size:
+            self._hash_of(seq, seq.num_tokens // self.block_size - 1)
+        return seq.block_hashes
+
     def expect(self, seq: Sequence) -> None:
         """A prompt waits, and may use snapshots. Other completions of it need none: they are forked."""
         if self.enable_prefix_caching and seq.seq_id == seq.group_id:
@@ -67,7 +73,7 @@ class HybridBlockManager(BlockManager):
         return found[: self.snapshots.longest(seq.block_hashes, len(found), self.block_size)]
 
     def can_allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Nor may a sequence load what the batch being made saves."""
+        """Also refuse a sequence that would load a snapshot which the batch being made saves."""
         if not super().can_allocate(seq, num_reserved):
             return False
         prefix = self.find_prefix(seq) if self._saves else []
@@ -86,7 +92,7 @@ class HybridBlockManager(BlockManager):
         return aligned if aligned > start else stop
 
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
-        """What a sequence begins with, and what it saves."""
+        """Record the initial state of a sequence and the snapshots that it saves."""
         super().computed(seq, start, stop)
         self._loads.setdefault(seq.seq_id, seq.req_idx if start else -1)
         grain = self.snapshots.grain

@@ -86,8 +86,11 @@ class HashChains:
         return (value * HASH_FACTOR & HASH_MASK) >> self._shift
 
     def longest(self, text: memoryview, size: int, enough: int) -> tuple[int, int]:
-        """The latest place before which the tokens are those before ``size`` in ``text``, ``enough`` of them; else the
-        one with most. Returns it, and how many are equal: 0, 0 if fewer than n."""
+        """Find the latest place with ``enough`` tokens equal to the ones before ``size``, else the longest match.
+
+        Returns:
+            The place and the number of equal tokens; 0, 0 if fewer than n.
+        """
         best, best_match = 0, self._n - 1
         if size < self._n:
             return 0, 0
@@ -134,7 +137,7 @@ class KeptTexts(HashChains):
 
 
 class Lookup:
-    """What is known of one running sequence."""
+    """The lookup state of one running sequence."""
 
     def __init__(self, chains: HashChains, options: SpeculativeConfig):
         self.chains, self._options = chains, options
@@ -147,7 +150,7 @@ class Lookup:
         self.awaits = False  # the step in flight ended for the token at ``place``
 
     def follow(self, size: int) -> bool:
-        """Whether the tokens up to ``size`` go on as those of the source do."""
+        """Whether the tokens up to ``size`` continue as the source does."""
         grown = size - self.size
         follows = self.place > 0 and self.chains.text[self.size : size] == self.source[self.place : self.place + grown]
         if self.awaits and grown and not follows:
@@ -281,7 +284,7 @@ class Speculator:
     # ---------------------------------------------------------------- gain
 
     def _pays(self, expected: float, num_seqs: int, num_rows: int) -> bool:
-        """Whether so many more tokens outweigh the time of a verify step."""
+        """Whether the tokens expected outweigh the time of a verify step."""
         size = size_class(num_seqs)
         plain, verify = self._seconds.get((size, 1)), self._seconds.get((size, num_rows))
         if plain is None:
@@ -294,7 +297,7 @@ class Speculator:
         return False
 
     def took_in(self, num_seqs: int, num_rows: int, is_decode: bool = True) -> None:
-        """Now; after a step with so many sequences and rows of each. The shortest times count: others had pauses."""
+        """Record the duration of the step that just finished; keeps the minimum per size: others had pauses."""
         now = perf_counter()
         seconds, self._last_step = now - self._last_step, now
         if is_decode and num_seqs <= MAX_VERIFIED_SEQS:

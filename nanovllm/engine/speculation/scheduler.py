@@ -62,7 +62,7 @@ class SpeculativeScheduler(Scheduler):
         """Drafts of the next step, int32 [B, Q - 1], if it pays to verify them."""
         if len(req_indices) > MAX_VERIFIED_SEQS:
             return None
-        seqs = [seq for i in req_indices.tolist() if (seq := self._seqs[i]) is not None]
+        seqs = [self._seqs[i] for i in req_indices.tolist()]
         room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token behind a draft needs none
         return self.speculator.propose(seqs, room, self.max_num_batched_tokens, self.num_in_flight > 0)
 
@@ -73,8 +73,7 @@ class SpeculativeScheduler(Scheduler):
         ends = lengths - 1 + num_drafted  # positions of their last tokens
         self._extended = np.flatnonzero(ends // self.block_size > (lengths - 1) // self.block_size).tolist()
         for i in self._extended:
-            seq = self._seqs[req_indices[i]]
-            assert seq is not None
+            seq = self._seqs[int(req_indices[i])]
             for position in range(int(lengths[i]), int(ends[i]) + 1):
                 if position >= len(seq.block_table) * self.block_size:
                     if not self.block_manager.num_available:
@@ -84,8 +83,10 @@ class SpeculativeScheduler(Scheduler):
         return new_blocks
 
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
-        """A verify step as the plain ones it stands for: one by one where a token may end a sequence, which makes the
-        tokens behind it surplus; else all at once."""
+        """Split a verify step into plain ones: one by one if a token may end a sequence, else all at once.
+
+        Tokens behind the end of a sequence are surplus.
+        """
         if not isinstance(batch, VerifyBatch):
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
             return super().steps(batch, result, one_by_one)
@@ -93,8 +94,8 @@ class SpeculativeScheduler(Scheduler):
         self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
         num_computed, alive = batch.lengths + num_accepted, table.seq_id[req_indices] == batch.seq_ids
         for i in self._extended:
-            if alive[i] and (seq := self._seqs[req_indices[i]]) is not None:
-                self.block_manager.trim(seq, int(num_computed[i]))
+            if alive[i]:
+                self._trim(self._seqs[int(req_indices[i])], int(num_computed[i]))
         table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
         columns, rows = np.nonzero(np.arange(batch.num_rows)[:, None] <= num_accepted)
         may_end = self._is_stop_token[result.token_ids[rows, columns]].any()
@@ -104,6 +105,14 @@ class SpeculativeScheduler(Scheduler):
             parts = [np.flatnonzero(columns == column) for column in range(columns[-1] + 1)]
         self.num_in_flight += len(parts) - 1
         return [(batch.part(rows[i], columns[i]), part_of(result, rows[i], columns[i])) for i in parts]
+
+    def _trim(self, seq: Sequence, num_computed: int) -> None:
+        """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
+        manager = self.block_manager
+        for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
+            block_id = seq.block_table.pop()
+            manager.blocks[block_id].ref_count = 0
+            manager.free_block_ids.append(block_id)
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:
         self.speculator.leave(seq)

@@ -80,7 +80,7 @@ def load_sinks(sinks_ptr, heads, mask):
 
 @triton.jit
 def sink_weights(sinks, row_max):
-    """What sinks add to the sums of exp2(score - row_max). Finite also without any key, or far above all scores."""
+    """Terms of the sinks in the sums of exp2(score - row_max). Finite even without keys, or far above all scores."""
     return tl.exp2(tl.minimum(sinks - row_max, 126.0))
 
 
@@ -95,7 +95,7 @@ def widen(x, dtype: tl.constexpr):
 
 @triton.jit
 def widen_pairs(x):
-    """e4m3 values x int16[N, D / 2], two neighbours of a row each -> fp16 of the even and of the odd ones, [N, D / 2].
+    """Convert pairs of e4m3 neighbours, int16 [N, D / 2], to fp16 even and odd channels, [N, D / 2] each.
 
     A dot over N wants values of two rows in one register: a byte permutation brings them together before they are
     converted. Loaded as bytes they would come from shared memory one by one.

@@ -120,7 +120,7 @@ def store_outputs(
     NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     ACT_MUL: tl.constexpr,
 ):  # fmt: skip
-    """What follows the products: acc [vectors, BLOCK_N] to y[offs_i]; squares [vectors] of x, residual like offs_i."""
+    """Epilogue of the products: acc [vectors, BLOCK_N] to y[offs_i]; squares [vectors] of x, residual like offs_i."""
     y = tl.sum(acc, axis=0)
     if NUM_GROUPS == 1:
         y *= scale
@@ -355,7 +355,7 @@ def gemv_fp8_kernel(
 
 
 def multiplies_in_fp16(x, weight, norm_weight):
-    """Whether gemv_fp8_kernel takes these, or those of moe/gemv.py with fours."""
+    """Whether gemv_fp8_kernel, or moe/gemv.py with fours, takes this weight."""
     is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[-1] % FP8_VECTOR.value == 0
     is_16_bit = x.element_size() == 2 and (norm_weight is None or norm_weight.dtype == x.dtype)
     return weight.scale is not None and has_inline_asm(x.device) and is_aligned and is_16_bit

@@ -494,14 +494,14 @@ def supports_qkv(x, weight, epilogue):
 
 
 def idle_channels(x, weight):
-    """What an SM idles on average while the last tiles run, in channels of its tile."""
+    """Average idle time of an SM while the last tiles run, in channels of its tile."""
     num_tiles = triton.cdiv(len(x.data), BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
     waves = num_tiles / num_sms(x.data.device)
     return (math.ceil(waves) - waves) / math.ceil(waves) * x.data.shape[1]
 
 
 def fills_one_wave(x, weight):
-    """Whether there are tiles of two rows, about as many as SMs."""
+    """Whether the tiles span two rows and are about equal in number to the SMs."""
     num_tiles = 2 * triton.cdiv(len(weight.data), BLOCK_N.value)
     return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 

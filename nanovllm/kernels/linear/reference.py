@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     packed: torch.Tensor | None = None  # of data without a scale, see `pack`
 
     def expert(self, i):
-        """The Weight of expert i; data and scale have those of all, [E, N, C] and [E, N, G]."""
+        """The Weight of expert i, of data [E, N, C] and scale [E, N, G] of all experts."""
         return self._replace(data=self.data[i], scale=None if self.scale is None else self.scale[i])
 
     @property
@@ -52,9 +52,11 @@ class Weight(NamedTuple):
 
 
 def pack(data):
-    """A copy of a weight [N, C] in oneDNN's blocked layout, which F.linear makes anew in each call; None where torch
-    has no such product for the CPU. Products in bf16 are bitwise those of F.linear, in fp32 MKL's sums have another
-    order."""
+    """A copy of a weight [N, C] in oneDNN's blocked layout, which F.linear makes anew in each call.
+
+    None where torch has no such product for the CPU. bf16 products are bitwise equal to F.linear; fp32 sums have
+    another order than MKL's.
+    """
     supports = data.dtype == torch.float32 or (
         data.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -112,7 +114,7 @@ def add_post_norm(x, weight, eps, residual):
 
 
 def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
-    """qkv [T, (H + 2K) * D] with RMSNorm over all heads of q at once, and over those of k; in place in the kernel.
+    """RMSNorm of q and k in qkv [T, (H + 2K) * D], each over all its heads; in place in the kernel.
 
     q_weight [H * D], k_weight [K * D]. mean_squares: fp32 [2, T] of q and k, where other ranks have heads too.
     """

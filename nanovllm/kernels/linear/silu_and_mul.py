@@ -1,5 +1,6 @@
-"""Triton: products with an activated gate: act(gate) * up, where it is no epilogue of a GEMM, and x * sigmoid(gate);
-and soft caps, cap * tanh(x / cap).
+"""Triton: products with an activated gate, and soft caps.
+
+act(gate) * up where it is no epilogue of a GEMM, x * sigmoid(gate), and cap * tanh(x / cap).
 """
 
 import torch

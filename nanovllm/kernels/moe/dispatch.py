@@ -102,8 +102,10 @@ def usable(weight, dtype):
 
 
 def tokens_for(x, weight):
-    """Tokens of x as `grouped_gemm` multiplies them: in e4m3 where its tensor cores do, else in x's dtype; with MXFP4
-    in the order of its tiles."""
+    """Tokens of x in the form that `grouped_gemm` multiplies.
+
+    e4m3 where its tensor cores take it, else x's dtype; with MXFP4 in the order of its tiles.
+    """
     if weight.is_mxfp4:
         return Tokens(reordered(x), x.dtype)
     in_fp8 = is_sm90(x.device) and x.element_size() == 2 and scale_group(weight) % 32 == 0 < scale_group(weight)

@@ -51,8 +51,9 @@ def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def dot_fours(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
-    """Dot products fp32 [V, N] of vectors of 16 channels: x of pairs, from the even channels [V, 1] on where mask
-    [V, 1], and e4m3 weight, int32 [V, N, 4] of fours.
+    """Dot products fp32 [V, N] of vectors of 16 channels.
+
+    x has pairs, from the even channels [V, 1] on where mask [V, 1]; the e4m3 weight, int32 [V, N, 4], has fours.
     """
     pairs_1, pairs_2 = load_pairs(x_ptr, channel // 2 + tl.arange(0, 4)[None, :], mask)
     x_0, x_1 = unpack(pairs_1, IS_BF16)
@@ -66,9 +67,11 @@ def load_scale(
     scale_ptr, features, mask, channel,
     NUM_FEATURES: tl.constexpr, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
-    """Scales fp32 [V, N] of features [1, N] and of the vectors that begin at channel [V, 1]; of one expert, or with
-    scale_ptr [V, 1] of an expert a vector. [1, N] of one expert with one group, where [V, N] would take a layout that
-    has to be converted."""
+    """Load scales fp32 [V, N] of features [1, N] and of the vectors that begin at channel [V, 1].
+
+    They are of one expert, or with scale_ptr [V, 1] of an expert a vector. One expert with one group gives [1, N]:
+    [V, N] would take a layout that has to be converted.
+    """
     if MXFP4:
         mask &= channel < NUM_CHANNELS
         return e8m0(tl.load(scale_ptr + (channel // 32 * NUM_FEATURES + features), mask=mask, other=0))
@@ -255,8 +258,7 @@ def down_rows_kernel(
 
 
 def operands(x, weight):
-    """x and the data of a Weight as the kernels take them, the scale, the number of its groups, channels of a vector,
-    and the config."""
+    """Arguments of the kernels: x, data and scale of a Weight, number of groups, channels of a vector, the config."""
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]

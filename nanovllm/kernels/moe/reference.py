@@ -35,7 +35,7 @@ class Shared(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to the products of the router and of the experts."""
+    """Biases of the router and of the experts."""
 
     router: torch.Tensor  # [E], to the logits
     gate_up: torch.Tensor  # [E, 2I]

@@ -14,8 +14,10 @@ from ..linear.gemv import pack, split_four, unpack
 
 
 def move_asm(source, target, shift, places):
-    """`target` = two e2m1 of a half word each, at its bits 15 to 12 once shifted left by `shift`, as numbers whose
-    exponents begin `places` bits lower; t is overwritten.
+    """Assembly that moves two e2m1, one of each half word, to `target` as numbers.
+
+    They are at bits 15 to 12 once shifted left by `shift`; their exponents then begin `places` bits lower. t is
+    overwritten.
     """
     lines = [f"shl.b32 {target}, {source}, {shift};"] if shift else [f"mov.b32 {target}, {source};"]
     lines += [f"and.b32 t, {target}, 0x70007000;", f"shr.u32 t, t, {places};"]
@@ -55,7 +57,7 @@ def e8m0(scale):
 
 @triton.jit
 def scale_factors(scale, DTYPE: tl.constexpr):
-    """2 ** (scale - 127) and the difference of the biases as the bits of 16: by what `unpack_tile` multiplies."""
+    """Factors of `unpack_tile`: 2 ** (scale - 127) and the difference of the biases, as the bits of 16-bit numbers."""
     scale = scale.to(tl.int32)
     if DTYPE == tl.float16:  # 2 ** (scale - 113)  # noqa: SIM300
         return tl.maximum(scale - 98, 0) << 10
@@ -98,8 +100,10 @@ def unpack_tile(words, scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
 
 @triton.jit
 def load_scales(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels, zeros beyond the last: words of four features, for
-    Triton's pipeline takes no load below 4 bytes."""
+    """Load scales e8m0 [BLOCK_N, BLOCK_K / 32] of a step's channels, zeros beyond the last.
+
+    In words of four features: Triton's pipeline takes no load below 4 bytes.
+    """
     group = step // 32 + tl.arange(0, BLOCK_K // 32)
     words = tl.load(ptrs + step // 32 * (NUM_FEATURES // 4), mask=(group < K // 32)[None, :], other=0)
     four = words[:, None, :] >> (tl.arange(0, 4) * 8)[None, :, None]
@@ -181,9 +185,10 @@ def largest_of(pairs):
 
 @triton.jit
 def dot_mxfp4(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
-    """Dot products fp32 [V, N] of vectors of 32 channels: x of pairs, from the even channels [V, 1] on where mask
-    [V, 1], and e2m1 weight, int32 [V, N, 4] of eights. In fp16; each vector of x has a power of two of its own, as in
-    linear/gemv.py.
+    """Dot products fp32 [V, N] of vectors of 32 channels, in fp16.
+
+    x has pairs, from the even channels [V, 1] on where mask [V, 1]; the e2m1 weight, int32 [V, N, 4], has eights. Each
+    vector of x has a power of two of its own, as in linear/gemv.py.
     """
     offs = channel // 2 + tl.arange(0, 4)[None, :]
     a = unpack(tl.load(x_ptr + offs, mask=mask, other=0), IS_BF16)

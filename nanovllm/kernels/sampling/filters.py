@@ -167,7 +167,7 @@ def gather_candidates(
 def filter_thresholds_kernel(
     logits_ptr,  # [B, V], written by the LM head
     req_indices_ptr,  # i32[B]
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, length_ptr,  # columns of SamplingState [R], with their strides
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, length_ptr,  # sampling columns [R], with their strides
     chunk_max_ptr,  # f32[B, chunks], scratch like the next three
     chunks_ptr,  # i32[B, chunks]
     block_stats_ptr,  # f32[B, blocks, 2]: maximum, sum_exp relative to it

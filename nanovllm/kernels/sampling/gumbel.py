@@ -81,7 +81,7 @@ def gumbel_noise(bits, COMPILED: tl.constexpr):
 def gumbel_argmax_kernel(
     logits_ptr,  # [B, V], written by the LM head
     req_indices_ptr,  # i32[B]
-    temperature_ptr, seed_ptr, length_ptr,  # columns of SamplingState [R], with their strides
+    temperature_ptr, seed_ptr, length_ptr,  # sampling columns [R], with their strides
     thresholds_ptr,  # f32[B], written by filter_thresholds, or -inf
     values_ptr, tokens_ptr,  # f32, i32[B, chunks], written here: best score of each chunk, its id
     vocab_start, vocab_size, tiles_per_chunk, logits_stride, temperature_stride, seed_stride, length_stride,

@@ -16,7 +16,7 @@ MASK_BLOCK = 4096  # logits per program of apply_token_mask
 def mask_stop_ids_kernel(
     logits_ptr,  # [B, V], written by the LM head, changed here
     req_indices_ptr,  # i32[B]
-    min_len_ptr, stop_ids_ptr, length_ptr,  # columns of SamplingState [R], [R, F], [R], with their strides
+    min_len_ptr, stop_ids_ptr, length_ptr,  # sampling columns [R], [R, F], [R], with their strides
     vocab_start, vocab_size, logits_stride, min_len_stride, stop_ids_stride, length_stride,
     NUM_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def mask_stop_ids(logits, req_indices, state, vocab_start=0):
 def apply_token_mask_kernel(
     logits_ptr,  # [B, V], written by the LM head, changed here
     req_indices_ptr,  # i32[B]
-    is_masked_ptr, length_ptr,  # columns of SamplingState [R], with their strides
+    is_masked_ptr, length_ptr,  # sampling columns [R], with their strides
     token_mask_ptr,  # i32[R, num_words], written by the host
     vocab_start, vocab_size, num_words, logits_stride, is_masked_stride, length_stride, token_mask_stride,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,

@@ -28,7 +28,7 @@ def apply_penalties_kernel(
     penalized_ptr,  # f32[B, V], a copy of the logits, changed here
     req_indices_ptr,  # i32[B]
     is_penalized_ptr, repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr,
-    length_ptr,  # columns of SamplingState [R] with their strides, like the row above
+    length_ptr,  # sampling columns [R] with their strides, like the row above
     last_token_ptr,  # i32[R] strided, written by the last step's draw
     # PenaltyTable, i32 [R] and [R, W] but for the bias, f32; written by the host and, where a token is counted, here
     num_entries_ptr, num_counted_ptr, token_ids_ptr, counts_ptr, bias_ptr,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.models.decoder import CausalLM
@@ -26,3 +27,11 @@ def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Of rows fp32 [sum(sizes), C] the sums of the first sizes[0], the next sizes[1], ...: [P, C]."""
     # unsafe: it would wait for the device, to check the sizes
     return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)
+
+
+def head_rows(model: CausalLM, token_ids: list[int] | None) -> np.ndarray:
+    """Rows of the LM head, or without ``token_ids`` the classification head, fp32 [n, C]. A call of every rank."""
+    if token_ids is None:
+        return model.score.weight.float().cpu().numpy()
+    ids = torch.tensor(token_ids, dtype=torch.int32, device=model.lm_head.weight.device)
+    return model.lm_head.rows(ids).float().cpu().numpy()
