@@ -85,9 +85,9 @@ def test_a_penalty_on_length_is_that_of_the_next_token(few, monkeypatch):
     script = {(9,): {1: -0.9, 0: -1.0, 2: -5.0}, (9, 1): {1: -0.05, 0: -0.3}, (9, 1, 1): {0: -0.1, 1: -3.0}}
 
     def next_tokens(prompts, k):
-        for ids in prompts:
-            logprobs = [{i: Logprob(x) for i, x in script.get(tuple(ids), rest).items()}]
-            yield RequestOutput("0", None, ids, [CompletionOutput(0, "", [], None, logprobs, "length", None)])
+        found = [{i: Logprob(x) for i, x in script.get(tuple(ids), rest).items()} for ids in prompts]
+        completions = [CompletionOutput(0, "", [], None, [logprobs], "length", None) for logprobs in found]
+        return [RequestOutput("0", None, ids, [c]) for ids, c in zip(prompts, completions, strict=True)]
 
     monkeypatch.setattr(llm, "most_probable", next_tokens)
     monkeypatch.setattr(llm.scheduler, "eos_token_ids", (0,))
