@@ -168,16 +168,16 @@ def host(batch: int = 8, num_steps: int = 300, length: int = 3) -> dict[str, flo
         num_steps = 0
 
         def run_sampler(self, masks: None = None) -> tuple:
-            batch, state = self.runner._computed.batch, self.runner.request_state
+            batch, launcher = self.runner._computed.step.batch, self.runner._computed.launcher
             if getattr(batch, "drafts", None) is None:
                 return super().run_sampler(masks)
             self.num_steps += 1
             self.runner._computed = None
-            rows = state.rows_on_host(batch)
+            rows = launcher.rows_on_host(batch)
             drafts = np.where(batch.drafts < 0, TOKEN, batch.drafts)
             self.sampled_tokens[rows[:, :-1]] = drafts
             self.sampled_tokens[rows[:, -1]] = drafts[:, 0]
-            return None, None, None, None
+            return None, None
 
     with tempfile.TemporaryDirectory() as directory:
         host_overhead.make_engine(1, directory).exit()  # the config of its model

@@ -17,7 +17,7 @@ from typing import Any
 
 HOST, DEVICE, IDLE = 0, 1, 2  # thread ids in the trace
 THREADS = {HOST: "host", DEVICE: "device", IDLE: "device waits"}
-LAUNCHES = ("write", "run_prefill", "run_decode", "run_sampler")  # methods of the runner
+LAUNCHES = ("write", "run_sampler")  # methods of the runner, beside the launchers' ``run``
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Timeline:
             (scheduler, "schedule", self._schedule(scheduler.schedule)),
             (runner, "forward", self._forward(runner.forward)),
             *((runner, name, self._launch(getattr(runner, name))) for name in LAUNCHES),
+            *((launcher, "run", self._launch(launcher.run)) for launcher in runner.launchers),
             (runner, "sample", self._sample(runner.sample)),
             (scheduler, "postprocess", self._postprocess(scheduler.postprocess)),
             (engine, "_advance", self._loop(engine._advance)),

@@ -144,7 +144,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class NewSequences:
-    """Columns of the n sequences that get a request slot with a batch: the runners know nothing of them yet."""
+    """Columns of the n sequences that get a request slot with a batch."""
 
     req_indices: np.ndarray  # int32 [n]
     num_tokens: np.ndarray  # int32 [n], known now

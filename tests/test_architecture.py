@@ -113,6 +113,7 @@ def test_only_factories_import_features():
 # The other side of a feature, which may import it.
 OWN_PARTS = {
     "verbs.scoring": ("readouts.prompt_logprobs",),
+    "verbs.pooling": ("runner.readers.pooled_state",),
     "runner.readers.prompt_logprobs": ("readouts.prompt_logprobs",),
 }
 

@@ -66,8 +66,10 @@ def test_graphs_are_captured_again(make_llm, monkeypatch):
     llm = run_ahead(use_graphs_on_cpu(make_llm()))
     runner, before = llm.model_runner, tokens(llm)
     monkeypatch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
-    runner.use_graphs, first = True, runner.graphs
-    runner.prefill_graphs.inputs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
+    monkeypatch.setattr(type(runner.rank), "use_graphs", True)
+    first = runner.graphs
+    *_, prefill_graphs, _ = runner.launchers
+    prefill_graphs.inputs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
     llm.sleep()
     llm.wake_up(["kv_cache"])
     assert runner.graphs is None

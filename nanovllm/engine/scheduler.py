@@ -7,8 +7,7 @@ learnt one launch late; the surplus token sampled meanwhile is dropped.
 The policy: prefill first, in order of arrival, within ``max_num_batched_tokens`` (a prompt that exceeds the rest of the
 budget is computed in chunks); otherwise decode, one token for every running sequence. If the KV cache runs out of
 blocks, the latest sequences are preempted: they give up their blocks and are recomputed later. Several completions of
-one prompt are forked: the prompt is computed once, and they share its full blocks. Strategies attach from outside: the
-kind of KV cache (``BlockManager`` and its subclasses), ``Admission``, and subclasses with another decode step.
+one prompt are forked: the prompt is computed once, and they share its full blocks. Strategies attach from outside.
 """
 
 from collections import deque

@@ -40,8 +40,7 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
 
     input_ids, positions, slot_mapping: [T]. req_indices, context_lens: [S]. cu_seqlens_q, cu_seqlens_k: [S + 1].
     logits_indices: last tokens that are sampled from or read out. sampled_req_indices: [N], the requests that get a
-    token. sampled_from [N], indices of logits_indices: if completions are forked, or some are not sampled. Readouts add
-    their own.
+    token. sampled_from [N], indices of logits_indices: only if completions are forked, or some are not sampled.
     """
     lengths = batch.stops - batch.starts
     cu_seqlens_q = _cumulative(lengths)

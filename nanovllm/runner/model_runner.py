@@ -1,9 +1,8 @@
 """One rank's model and device: a batch in, two launches, token ids out.
 
 Owns the order of a step: every part prepares its arrays, one copy takes them to the device, the first launcher that
-takes the batch runs the model, the sampler draws. Knows nothing of queues, nor which parts and launchers there are
-(``parts.py``). Every rank receives the batch and prepares its own inputs. ``forward`` and ``sample`` launch and return;
-only ``StepHandle.wait`` and ``synchronize`` wait for the device.
+takes the batch runs the model, the sampler draws. Every rank prepares its own inputs. ``forward`` and ``sample`` launch
+and return; only ``StepHandle.wait`` and ``synchronize`` wait for the device.
 """
 
 import os
@@ -108,11 +107,10 @@ class ModelRunner:
         self.call("run_model", batch)
 
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
-        """Launch the sampling of the forward pass before, a token for each of its batch's ``req_indices``.
+        """Launch the sampling of the forward pass before.
 
-        Args:
-            masks: of constrained requests. The other ranks wait for them; without such a request they sample at once.
-            process: calls logits processors; the other ranks wait for the results in a collective.
+        The other ranks wait for the ``masks`` of constrained requests, without such a request they sample at once.
+        ``process`` calls logits processors; the other ranks wait for the results in a collective.
         """
         assert self._computed is not None
         batch = self._computed.step.batch

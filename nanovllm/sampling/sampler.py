@@ -34,8 +34,7 @@ class Sampler:
                 feature.ops = beside(type(feature).__module__)
         self.compiled_at_start = tuple(feature for feature in features if feature.compiled_at_start)
         self._uses = np.zeros(R, np.int32)  # by request slot: bit i for feature i
-        self._asked: np.ndarray | None = None  # the last ``used_by``, and its answer
-        self._used: tuple[Feature, ...] = ()
+        self._answer: tuple[Any, tuple[Feature, ...]] = None, ()  # the last ``used_by``: each batch asks twice
         self._no_thresholds = torch.full((len(state.length),), -torch.inf, dtype=torch.float32, device=device)
 
     def __call__(self, values: torch.Tensor, req_indices: torch.Tensor,
@@ -82,15 +81,14 @@ class Sampler:
         uses = np.zeros(len(new), np.int32)
         for i, feature in enumerate(self.features):
             uses |= np.array(feature.add(new, rows, arrays), np.int32) << i
-        self._uses[new.req_indices], self._asked = uses, None
+        self._uses[new.req_indices], self._answer = uses, (None, ())
 
     def used_by(self, req_indices: np.ndarray) -> tuple[Feature, ...]:
         """Features that one of these requests uses; without any, a captured graph draws."""
-        if req_indices is not self._asked:  # each batch asks twice
+        if req_indices is not self._answer[0]:
             bits = int(np.bitwise_or.reduce(self._uses[req_indices]))
-            self._used = tuple(feature for i, feature in enumerate(self.features) if bits >> i & 1) if bits else ()
-            self._asked = req_indices
-        return self._used
+            self._answer = req_indices, tuple(feature for i, feature in enumerate(self.features) if bits >> i & 1)
+        return self._answer[1]
 
     def waits(self, req_indices: np.ndarray) -> bool:
         """Host: whether a batch of these requests waits for the host's late inputs."""

@@ -89,7 +89,7 @@ class FakeProcessors(TokenProcessors):
 
 
 class Harness:
-    """An engine with a fake device, and checks of the invariants (docs/architecture.md) after each of its steps."""
+    """An engine with a fake device, and checks of the invariants (docs/invariants.md) after each of its steps."""
 
     def __init__(
         self,
