@@ -21,6 +21,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.packing import pack_weights
 from nanovllm.runner.part import one_sequence
 from nanovllm.runner.parts import equip
+from nanovllm.runner.weights import Weights
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
@@ -33,6 +34,7 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
         if on_gpu:
             torch.cuda.set_device(tp.rank)
         runner = ModelRunner(equip(config, tp), workers)
+        runner.weights = Weights(runner)
         with runner.rank.ops.parallel_compile(runner.device) as begin:
             if on_gpu:
                 compile_kernels(runner)
