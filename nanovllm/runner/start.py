@@ -90,7 +90,10 @@ def compile_kernels(runner: ModelRunner) -> None:
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
     for launcher in runner.launchers:
         launcher.compile(model)
-    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
+    longest = config.max_num_batched_tokens
+    if not runner.rank.backend.capturable:  # references: these need whole contexts
+        longest = min(longest, config.max_model_len)
+    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= longest):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         context = min(num_tokens, config.max_model_len)
