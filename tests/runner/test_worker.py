@@ -257,7 +257,7 @@ def test_ctrl_c_in_a_step(start, monkeypatch):
 
 
 def test_ctrl_c_between_two_steps(start, monkeypatch):
-    """No rank has half a step, and the engine goes on. The test of the other case had a timer, which could strike before
+    """No rank has half a step, and the engine goes on. The test of the other case had a timer, which may strike before
     the first step, or in a callback of the garbage collector, whose errors Python drops.
     """
     llm = start()
