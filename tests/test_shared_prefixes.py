@@ -200,7 +200,7 @@ def test_on_the_interpreted_kernels(case, tmp_path, make_llm, small_groups, monk
     options = {"model": model, "max_num_seqs": 5, "max_num_batched_tokens": 128, "max_model_len": 256}
     expected = generate(make_llm(**options), prompts, params)
     ops = kernels.select("cuda")
-    monkeypatch.setattr(kernels, "select", lambda device_type=None: ops)
+    monkeypatch.setattr(kernels, "select", lambda device_type=None, folder="": ops)
     monkeypatch.setattr(parts, "select_backend", lambda *_: PagedBackend(ops, capturable=True))
     assert generate(make_llm(**options), prompts, params) == expected
     assert [3] in small_groups and [2] in small_groups

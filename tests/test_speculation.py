@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import DEVICES, generate, greedy, prompt_of, record_calls, run_ahead, use_graphs_on_cpu
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, ConfigError, SamplingParams, cli
@@ -128,7 +129,7 @@ def places_before(tokens, text, size, n):
     return found
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@histories(200)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=120), st.integers(1, 4), st.integers(1, 9), st.randoms())
 def test_hash_chains_find_what_a_search_finds(text, n, enough, rng):
     """Whether tokens were indexed one by one or many at once."""

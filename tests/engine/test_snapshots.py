@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import needs
-from hypothesis import given, settings
+from histories import histories
+from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import Harness
 
@@ -66,7 +67,7 @@ class NaiveSnapshots:
         return rows
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@histories(400)
 @given(
     num_rows=st.integers(0, 9),
     actions=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=60),

@@ -1,5 +1,7 @@
 """Which sequences of a batch are grouped, against every possible group; and what of it crosses to the device."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -169,11 +171,11 @@ def test_blocks_that_were_appended_are_shared_too():
     assert groups.of_batch([0, 1], [9, 9]) == {0: (8, 0), 1: (8, 0)}
 
 
-def test_without_a_kernel_for_groups_nothing_is_looked_for():
-    groups = Groups(enabled=False)
-    for req_idx in range(3):
-        groups.enter(req_idx, [7, 8])
-    assert groups.of_batch([0, 1, 2], [9, 9, 9]) == {} and groups.sent == 0
+@pytest.mark.parametrize(("shares_prefixes", "windows"), [(False, [0, 0]), (True, [8, 8])])
+def test_without_a_kernel_for_groups_there_is_no_part(shares_prefixes, windows):
+    config = SimpleNamespace(model_config=SimpleNamespace(windows=windows), kvcache_block_size=BLOCK)
+    rank = SimpleNamespace(config=config, backend=SimpleNamespace(shares_prefixes=shares_prefixes))
+    assert SharedPrefixes.make(rank, None, None) is None
 
 
 def test_reset_sends_everything_again():

@@ -14,6 +14,7 @@ from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
 from nanovllm.runner import device as device_module
 from nanovllm.runner.device import describe, layer_weights, select_dtype, step_threads, with_fitting_launches
+from nanovllm.runner.recurrent import RecurrentStates
 from nanovllm.runner.worker import announce
 
 
@@ -195,7 +196,7 @@ def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
 
 def line_of(config, device, dtype, num_blocks):
     runner = SimpleNamespace(
-        device=device, dtype=dtype, num_kvcache_blocks=num_blocks, config=config, states=None, num_snapshots=0
+        device=device, rank=SimpleNamespace(dtype=dtype), num_kvcache_blocks=num_blocks, config=config, parts=[]
     )
     return describe(config, runner)
 
@@ -204,10 +205,10 @@ def test_line_at_start_of_recurrent_layers():
     """How many sequences fit, and why."""
     config, fitting = Config(), copy.copy(Config())
     vars(fitting).update(max_num_seqs=200)
-    runner = SimpleNamespace(
-        device=CPU, dtype=torch.bfloat16, num_kvcache_blocks=100, config=fitting,
-        states=(torch.zeros(2, 4, 1024), torch.zeros(2, 4, 1 << 20)), num_snapshots=3,
-    )
+    rank = SimpleNamespace(dtype=torch.bfloat16, config=fitting)
+    part = RecurrentStates(rank)
+    part.states, part.num_rows = (torch.zeros(2, 4, 1024), torch.zeros(2, 4, 1 << 20)), 3
+    runner = SimpleNamespace(device=CPU, rank=rank, num_kvcache_blocks=100, config=fitting, parts=[part])
     line = describe(config, runner)
     assert line.endswith(
         "max_num_seqs 200 with states of 8.0 MiB each and 3 snapshots of them (not 512: they take half of what the "
