@@ -93,9 +93,10 @@ FEATURES = {  # name -> what is not as in ``Model._request``
     "n, a function": {"n": 2, "logits_processors": [not_in_prompt]},
     **{f"step: {name}": {"temperature": 2.5, "logprobs": 4, "max_tokens": 20, **changes}
        for name, changes in STEPS.items()},
-    "stop string": {**GREEDY, "stop": ["zzz", "and I"], "prompt": "introduce yourself"},
-    "stop string, kept": {**GREEDY, "stop": ["11", "a"], "include_stop_str_in_output": True, "prompt": "count to 50"},
-    "stop string across tokens": {"stop": ["1, 1", "e th"], "logprobs": 2, "prompt": "list all primes within 50"},
+    "stop string": {**GREEDY, "stop": ["zzz", "demo mo"], "prompt": "introduce yourself"},
+    "stop string, kept": {**GREEDY, "stop": ["11"], "include_stop_str_in_output": True, "prompt": "count to 50",
+                          "max_tokens": 40},
+    "stop string across tokens": {"stop": ["1, 1", "e th"], "max_tokens": 40, "prompt": "list all primes within 50"},
     "stop string at a character": {"temperature": 50.0, "stop": ["a", "e", "\n", "日"], "min_tokens": 3},
     "stop string, n": {"n": 4, "temperature": 3.0, "stop": ["a", "5", "on"], "logprobs": 0},
     "stop string that never comes": {**GREEDY, "stop": ["nanovllm is not", "never" * 9]},
@@ -223,7 +224,8 @@ class Model:
         ]  # fmt: skip
         rows = FEATURES
         if tokenizer is None:  # what depends on the model: prompts, and their copies
-            rows = {f"greedy {i}": {**GREEDY, "prompt": i} for i in range(len(self.prompts))}
+            rows = {f"greedy {i}": {**GREEDY, "prompt": i, "max_tokens": 60 if len(prompt) < 200 else 32}
+                    for i, prompt in enumerate(self.prompts)}  # fmt: skip
             rows |= {name: FEATURES[name] for name in OF_HYBRIDS}
         self.requests = {name: self._request(i, tokenizer, **row) for i, (name, row) in enumerate(rows.items())}
         self.longest = max(map(len, self.prompts)) + GUIDED_TOKENS
@@ -422,7 +424,7 @@ class Watch:
     def facts(self):
         metrics = self.llm.metrics()
         accepted, drafted = (metrics.get(f"spec_decode_num_{kind}_tokens", 0) for kind in ("accepted", "draft"))
-        more = {"cached": metrics["prefix_cache_hits"] > 0, "preempted": metrics["num_preemptions"] > 5,
+        more = {"cached": metrics["prefix_cache_hits"] > 0, "preempted": metrics["num_preemptions"] > 0,
                 "graphs": len(self._kinds) > 20, "drafts": 30 < accepted < drafted}  # fmt: skip
         return self.seen | {name for name, is_seen in more.items() if is_seen}
 
@@ -476,7 +478,7 @@ def test_way(name, way, device, model):
             check_is_empty(llm)
         facts = watch.facts()
         assert facts == set(way.facts.split())
-        if way.drive is together and "preempted" not in facts:
+        if name == "demo" and way.drive is together and "preempted" not in facts:
             assert len(watch.readouts) == 2, "beside requests that are sampled"
         if facts <= {"cached", "chunked", "preempted"}:
             assert watch.num_sampled == llm.metrics()["generation_tokens"], "computed in vain"
@@ -503,7 +505,7 @@ def test_every_feature_acts(model):
                 wrong.add(name)
             check_is_legal(outputs[name], params)
             if name.startswith("stop string") and acts:
-                assert any(c.stop_reason in params.stop for c in outputs[name].outputs), name
+                wrong |= {name} if all(c.stop_reason is None for c in outputs[name].outputs) else set()
     assert not wrong
 
 
