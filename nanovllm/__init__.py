@@ -1,4 +1,4 @@
-"""nanovllm: offline LLM inference that can be read in an afternoon.
+"""nanovllm: offline LLM inference whose spine can be read in an afternoon.
 
 Owns the public names; everything else may move. The import is light: torch, transformers, triton and flash-attn are
 loaded by the first use of ``LLM``.

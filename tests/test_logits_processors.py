@@ -63,9 +63,10 @@ def test_an_interrupted_function_on_two_ranks(make_llm):
         raise KeyboardInterrupt
 
     llm = make_llm(tensor_parallel_size=2)
+    processes = llm.model_runner.workers.processes.values()
     with pytest.raises(KeyboardInterrupt):
         generate(llm, PROMPTS[:1], greedy(4, logits_processors=[interrupt]))
-    assert not llm.model_runner.workers or not any(p.is_alive() for p in llm.model_runner.workers.processes.values())
+    assert not any(process.is_alive() for process in processes)
 
 
 def test_with_everything_else(tiny, make_llm):

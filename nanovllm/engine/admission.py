@@ -21,7 +21,7 @@ MANY_SEQS = 256
 
 class Admission:
     def __init__(self, scheduler: "Scheduler"):
-        self._scheduler = scheduler
+        self._scheduler, self._table = scheduler, scheduler.table
         self.missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
         self._num_reserved: int | None = None  # blocks; None where few run
 
@@ -33,20 +33,18 @@ class Admission:
         constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
         counts some tokens at least, so that no slot waits for long where no other comes.
         """
-        table, waiting = self._scheduler.table, self._scheduler.waiting
+        table, waiting = self._table, self._scheduler.waiting
         is_half_computed = waiting[0].req_idx >= 0
         few_are_free = 0 < len(table.free_req_indices) < len(waiting)
         return few_are_free and not is_half_computed and self.missed_tokens < len(table.seq_id)
 
     def decodes(self) -> None:
         """A decode step is scheduled."""
-        table = self._scheduler.table
-        self.missed_tokens += max(-(-len(table.seq_id) // MAX_WAIT_STEPS), len(table.free_req_indices))
+        self.missed_tokens += max(-(-len(self._table.seq_id) // MAX_WAIT_STEPS), len(self._table.free_req_indices))
 
     def prefills(self) -> None:
         """A prefill is scheduled. With slots left, it was tokens or blocks that ran out: more follow at once."""
-        table = self._scheduler.table
-        self.missed_tokens = len(table.seq_id) if table.free_req_indices else 0
+        self.missed_tokens = len(self._table.seq_id) if self._table.free_req_indices else 0
 
     def begin(self) -> None:
         """A prefill is being formed."""
@@ -56,7 +54,7 @@ class Admission:
         """Reserve the blocks that a sequence will need; returns the blocks to leave for others when it is admitted."""
         if self._num_reserved is None:
             return 0
-        num_tokens = min(seq.min_num_tokens, self._scheduler.table.tokens.shape[1]) - 1  # the last one is not computed
+        num_tokens = min(seq.min_num_tokens, self._table.tokens.shape[1]) - 1  # the last one is not computed
         self._num_reserved += max(-(-num_tokens // seq.block_size) - seq.num_blocks, 0)
         return self._num_reserved
 
@@ -65,7 +63,7 @@ class Admission:
 
         Blocks of sequences that are done by then do not count. Of many times some are looked at.
         """
-        table, size, running = self._scheduler.table, self._scheduler.block_size, self._scheduler.running_req_indices
+        table, size, running = self._table, self._scheduler.block_size, self._scheduler.running_req_indices
         lengths = table.num_scheduled[running] - 1
         left = np.maximum(table.min_tokens[running] - 1 - lengths, 0)
         steps = np.unique(left)[::-1, None]  # until one of them is done

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner, StepHandle
 
 
-
 class LLMEngine:
     """The engine of ``LLM``: requests and steps.
 

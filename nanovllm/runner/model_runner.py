@@ -20,7 +20,6 @@ from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.device import step_threads
 from nanovllm.runner.inputs import prefill_arrays, to_device
 from nanovllm.runner.part import Equipment, Launcher, Step
-from nanovllm.runner.weights import Weights
 from nanovllm.sampling.feature import Arrays, Masks, Process, Sampled, Tensors
 
 
@@ -72,15 +71,16 @@ class ModelRunner:
     Attributes:
         model: set by the start (start.py), as are
         num_kvcache_blocks: the same on every rank; and
-        facts: of the parts, for the engine's factory.
+        facts: of the parts, for the engine's factory; and
+        weights: their updates, sleep and wake-up (weights.py).
         kv_cache: None while it is not allocated.
         max_in_flight: steps that may run ahead of the tokens the host has seen: 1 where a launch does not wait.
-        weights: their updates, sleep and wake-up.
     """
 
     model: CausalLM
     num_kvcache_blocks: int
     facts: dict[str, Any]
+    weights: Any
 
     def __init__(self, equipment: Equipment, workers: Workers | None = None):
         rank = equipment.rank
@@ -97,7 +97,6 @@ class ModelRunner:
         self._process: Process | None = None  # on rank 0, of the step that is sampled
         self._last_handle: StepHandle | None = None
         self._owner = os.getpid()
-        self.weights = Weights(self)
 
     # ------------------------------------------------------------ a step
 

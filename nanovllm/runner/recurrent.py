@@ -87,7 +87,7 @@ class RecurrentStates(Part):
     def share(self, model: CausalLM, num_bytes: int) -> int:
         config, bytes_per_row = self._rank.config, self._row_bytes(model)
         self.num_rows = config.num_state_snapshots
-        if not config.enable_prefix_caching:
+        if not config.enable_prefix_caching or not bytes_per_row:  # all its layers may be attention
             self.num_rows = 0
         elif self.num_rows == -1:
             self.num_rows = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
@@ -107,7 +107,8 @@ class RecurrentStates(Part):
         return {"state_rows": StateRows(self.num_rows, CHUNK)}
 
     def describe(self) -> str:
-        assert self.states is not None
+        if self.states is None:
+            return ""
         mib = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self.states) / 2**20
         return f" with states of {mib:,.1f} MiB each and {self.num_rows:,} snapshots of them"
 

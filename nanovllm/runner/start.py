@@ -21,6 +21,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.packing import pack_weights
 from nanovllm.runner.part import one_sequence
 from nanovllm.runner.parts import equip
+from nanovllm.runner.weights import Weights
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
 WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
@@ -33,6 +34,7 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
         if on_gpu:
             torch.cuda.set_device(tp.rank)
         runner = ModelRunner(equip(config, tp), workers)
+        runner.weights = Weights(runner)
         with runner.rank.ops.parallel_compile(runner.device) as begin:
             if on_gpu:
                 compile_kernels(runner)
@@ -88,7 +90,10 @@ def compile_kernels(runner: ModelRunner) -> None:
     # First attention, filters and the longest prefills: their kernels take the longest to compile.
     for launcher in runner.launchers:
         launcher.compile(model)
-    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= config.max_num_batched_tokens):
+    longest = config.max_num_batched_tokens
+    if not runner.rank.backend.capturable:  # references: these need whole contexts
+        longest = min(longest, config.max_model_len)
+    for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= longest):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cu_seqlens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         context = min(num_tokens, config.max_model_len)

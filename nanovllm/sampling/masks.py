@@ -31,8 +31,7 @@ class TokenMasks(Feature):
         if any(has_mask):
             masks = [mask for mask in new.allowed_masks if mask is not None]
             self._send((new.req_indices[has_mask], np.stack(masks)), arrays)
-        used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
-        rows["is_masked"] = used
+        rows["is_masked"] = used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
         return used
 
     def waits(self, req_indices: np.ndarray) -> bool:
