@@ -64,9 +64,10 @@ def rate(llm: Any, prompts: list, params: Any) -> float:
 def turns(llm: Any, runs: int, run: Any) -> tuple[float, float]:
     """Medians of the rates without and with speculation, which take turns."""
     speculator, rates = llm.scheduler.speculator, ([], [])
+    propose = speculator.propose
     for turn in range(runs):
         for with_drafts in (False, True):
-            llm.scheduler.speculator = speculator if with_drafts else None
+            speculator.propose = propose if with_drafts else lambda *_: None
             llm.reset_prefix_cache()
             rates[with_drafts].append(run(turn))
     return median(rates[0]), median(rates[1])

@@ -193,8 +193,8 @@ class ModelRunner:
         (step, launcher, hidden, readouts), self._computed = self._computed, None
         batch = step.batch
         n, logprobs = len(batch.req_indices) * batch.num_rows, None
-        used, arrays = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))
-        if arrays:
+        used = self.sampler.used_by(batch.req_indices)
+        if used and (arrays := self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))):
             self.sampler.write(to_device(arrays, self.device))
         graph = launcher.sample_graph(batch)
         if graph is not None and not used and self.graphs is not None:

@@ -94,13 +94,12 @@ class Sampler:
         """Host: whether a batch of these requests waits for the host's late inputs."""
         return any(feature.waits(req_indices) for feature in self.used_by(req_indices))
 
-    def begin(self, sampled: Sampled) -> tuple[tuple[Feature, ...], Arrays]:
-        """Host: the features that the next batch uses, and arrays for ``write`` before it is sampled."""
-        used = self.used_by(sampled.req_indices)
+    def begin(self, sampled: Sampled) -> Arrays:
+        """Host: a batch is sampled next; returns arrays for ``write`` before it is."""
         arrays: Arrays = {}
-        for feature in used:
+        for feature in self.used_by(sampled.req_indices):
             feature.begin(sampled, arrays)
-        return used, arrays
+        return arrays
 
     def write(self, tensors: Tensors) -> None:
         """Device: read the arrays that ``add`` and ``begin`` have filled."""

@@ -161,7 +161,8 @@ class FakeDevice:
         self.last_token[req_indices] = self.sampled_tokens[req_indices] = tokens  # those of dead rows are undefined
         self.length[live] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
-        used, _ = self.sampler.begin(Sampled(batch.req_indices, batch.num_rows))
+        used = self.sampler.used_by(batch.req_indices)
+        self.sampler.begin(Sampled(batch.req_indices, batch.num_rows))
         assert (self.features.logprobs in used) == any(params.logprobs is not None for params in wanted)
         holds_back = [p.min_tokens and (p.stop_token_ids or not p.ignore_eos) for p in wanted]
         assert (self.features.min_tokens in used) == any(holds_back)
