@@ -37,7 +37,10 @@ def check(owner: str, name: str, value: Any, rule: Rule, error: type[Exception])
 
 def has_feature(module: str) -> bool:
     """Whether this copy of the library has a module, given by its name in ``nanovllm``."""
-    spec = find_spec(f"nanovllm.{module}")
+    try:
+        spec = find_spec(f"nanovllm.{module}")
+    except ModuleNotFoundError:  # the folder it would lie in
+        return False
     return spec is not None and spec.origin is not None  # no origin: a folder without code
 
 
