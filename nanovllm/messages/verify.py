@@ -29,7 +29,7 @@ class VerifyBatch(DecodeBatch):
         """
         return np.logical_and.accumulate(token_ids[:, :-1] == self.drafts, axis=1).sum(1)
 
-    def part(self, rows: np.ndarray, columns: np.ndarray) -> DecodeBatch:
+    def part(self, rows: np.ndarray, columns: np.ndarray | int) -> DecodeBatch:
         """A plain batch of the tokens sampled at these places; several tokens of a sequence are in their order."""
-        no_blocks = np.empty((0, 3), np.int32)
-        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], self.lengths[rows] + columns, no_blocks)
+        lengths = self.lengths[rows] + columns
+        return DecodeBatch(self.req_indices[rows], self.seq_ids[rows], lengths, self.new_blocks[:0])

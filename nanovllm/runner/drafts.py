@@ -57,16 +57,18 @@ class Drafts(Part):
         self._first = state.padding_req_idx + 1
         # sampling overwrites the last tokens of the draft rows, so as many rows behind them keep the drafts
         self._tokens = state.last_token[self._first + num_tokens :]
-        self._rows = torch.arange(self._first, self._first + num_tokens, dtype=torch.int32, device=state.device)
+        rows = np.arange(self._first, self._first + num_tokens, dtype=np.int32)
+        self._places = np.concatenate([*state.places(rows), state.places(rows + num_tokens)[0]])
+        self._rows = torch.from_numpy(rows).to(state.device)
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         """Prepare tokens and lengths of the draft rows; the rows beyond the batch are dead."""
         if isinstance(batch, VerifyBatch):
             drafts, Q = batch.drafts, batch.num_rows
-            values = np.zeros((2, 2 * self._num_tokens), np.int32)
-            values[0, : drafts.size] = values[0, self._num_tokens :][: drafts.size] = drafts.ravel()
+            values = np.zeros((3, self._num_tokens), np.int32)  # tokens, lengths, tokens that are kept
+            values[0, : drafts.size] = values[2, : drafts.size] = drafts.ravel()
             values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
-            self._state.set_rows(arrays, self._first, values)
+            self._state.set(arrays, self._places, values.ravel())
 
     def rows(self, size: int, num_rows: int) -> torch.Tensor:
         """Device: request slots i32[B * Q] of a verify step: each sequence's own, then the rows of its draft."""

@@ -80,32 +80,32 @@ class RequestState:
         self.block_table_mirror[owners, nth] = new.block_ids
         starts = self._first_row + new.req_indices * self._width
         words = starts[:, None] + np.arange(self._first_block)
-        self._set(arrays, words.ravel(), rows.view(np.int32))
-        self._set(arrays, self._first_row + owners * self._width + self._first_block + nth, new.block_ids)
+        self.set(arrays, words.ravel(), rows.view(np.int32))
+        self.set(arrays, self._first_row + owners * self._width + self._first_block + nth, new.block_ids)
 
     def set_batch(self, batch: DecodeBatch, arrays: Arrays) -> None:
         """Host: the blocks that a decode batch appends, and the batch positions that differ from the last one's."""
         if len(batch.new_blocks):
             req_indices, places, block_ids = batch.new_blocks.T
             self.block_table_mirror[req_indices, places] = block_ids
-            self._set(arrays, self._first_row + req_indices * self._width + self._first_block + places, block_ids)
+            self.set(arrays, self._first_row + req_indices * self._width + self._first_block + places, block_ids)
         target = np.full(self.max_num_seqs, self.padding_req_idx, np.int32)
         target[: len(batch.req_indices)] = batch.req_indices
         changed = np.flatnonzero(target != self._batch_req_indices)
         if len(changed):
-            self._set(arrays, changed, target[changed])
+            self.set(arrays, changed, target[changed])
             self._batch_req_indices = target
 
-    def set_rows(self, arrays: Arrays, first: int, values: np.ndarray) -> None:
-        """Host: last tokens and lengths, ``values`` [2, n], of the rows from ``first`` on."""
-        starts = self._first_row + np.arange(first, first + values.shape[1]) * self._width
-        self._set(arrays, np.concatenate([starts, starts + 1]), values.ravel())
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Elements of the buffer: last token and length of some rows, [2, n]."""
+        return self._first_row + rows * self._width + np.arange(2)[:, None]
 
     def write(self, tensors: Tensors) -> None:
         """Device: store the elements that the host has set."""
         if "state_values" in tensors:
             self.buffer.index_copy_(0, tensors["state_indices"].long(), tensors["state_values"])
 
-    def _set(self, arrays: Arrays, indices: np.ndarray, values: np.ndarray) -> None:
+    def set(self, arrays: Arrays, indices: np.ndarray, values: np.ndarray) -> None:
+        """Host: set elements of the buffer, with the batch's copy to the device."""
         for name, added in (("state_indices", indices), ("state_values", values)):
             arrays[name] = np.concatenate([arrays[name], added]) if name in arrays else added

@@ -54,8 +54,9 @@ class SpeculativeScheduler(Scheduler):
             self._waits_for_tokens = True
             return None
         batch = self._decode(*found)
-        more_blocks = self._make_room(*found, drafts)
-        new_blocks = np.concatenate([batch.new_blocks, np.array(more_blocks, np.int32).reshape(-1, 3)])
+        new_blocks = batch.new_blocks
+        if more_blocks := self._make_room(*found, drafts):
+            new_blocks = np.concatenate([new_blocks, np.array(more_blocks, np.int32)])
         return VerifyBatch(batch.req_indices, batch.seq_ids, batch.lengths, new_blocks, drafts)
 
     def _propose(self, req_indices: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
@@ -98,13 +99,14 @@ class SpeculativeScheduler(Scheduler):
                 self._trim(self._seqs[int(req_indices[i])], int(num_computed[i]))
         table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
         columns, rows = np.nonzero(np.arange(batch.num_rows)[:, None] <= num_accepted)
-        may_end = self._is_stop_token[result.token_ids[rows, columns]].any()
+        plain = batch.part(rows, columns), part_of(result, rows, columns)
+        may_end = self._is_stop_token[plain[1].token_ids].any()
         may_end |= (num_computed + 1 >= table.max_tokens[req_indices]).any()
-        parts = [np.arange(len(rows))]
-        if one_by_one or may_end or not alive.all():
-            parts = [np.flatnonzero(columns == column) for column in range(columns[-1] + 1)]
+        if not (one_by_one or may_end or not alive.all()):
+            return [plain]
+        parts = [(rows[columns == column], column) for column in range(columns[-1] + 1)]
         self.num_in_flight += len(parts) - 1
-        return [(batch.part(rows[i], columns[i]), part_of(result, rows[i], columns[i])) for i in parts]
+        return [(batch.part(*part), part_of(result, *part)) for part in parts]
 
     def _trim(self, seq: Sequence, num_computed: int) -> None:
         """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
@@ -122,7 +124,7 @@ class SpeculativeScheduler(Scheduler):
         return self.speculator.counters()
 
 
-def part_of(result: Any, rows: np.ndarray, columns: np.ndarray) -> Any:
+def part_of(result: Any, rows: np.ndarray, columns: np.ndarray | int) -> Any:
     """The ``StepResult`` of ``VerifyBatch.part``."""
     logprobs = None if result.logprobs is None else result.logprobs[rows, columns]
     return result._replace(token_ids=result.token_ids[rows, columns], logprobs=logprobs)

@@ -87,7 +87,7 @@ def gumbel_argmax_kernel(
     vocab_start, vocab_size, tiles_per_segment, logits_stride, temperature_stride, seed_stride, length_stride,
     BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments, B): a segment of the ids of a sequence, in tiles of BLOCK; (-inf, 2**31 - 1) if none is allowed."""
+    """Grid (segments, B): a segment of a sequence's ids, in tiles of BLOCK; (-inf, 2**31 - 1) if none is allowed."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     segment = tl.program_id(0)
