@@ -25,11 +25,7 @@ class CheckpointPooling(NamedTuple):
 
 
 def read_pooling(model_path: str) -> CheckpointPooling:
-    """Read ``modules.json`` and the Pooling module's ``config.json``; the default without these files.
-
-    Raises:
-        CheckpointError: a module, or a mode of pooling, is not supported.
-    """
+    """Read ``modules.json`` and the Pooling module's ``config.json``; the default without these files."""
     path = Path(model_path, "modules.json")
     if not path.is_file():
         return CheckpointPooling()
