@@ -1,4 +1,4 @@
-"""Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation.py``).
+"""Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation/``).
 
 The tokens of a draft have rows of their own in the request state, behind the padding slot: copies of their request's
 row, further on by 1, 2, ... tokens. So they are prepared, computed and sampled like requests; dead ones have length 0.
