@@ -56,18 +56,19 @@ class Pooling(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are dropped.
             CheckpointError: the checkpoint's pooling is not supported.
         """
-        pooling, hidden_size = self.read_pooling(self.config.model_path), self.config.model_config.hidden_size
+        kind, is_normalized = self.read_pooling(self.config.model_path)
+        hidden_size = self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
-        normalize = pooling.normalize if normalize is None else normalize
+        normalize = is_normalized if normalize is None else normalize
         scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains
 
         def embedding(state: np.ndarray) -> EmbeddingOutput:
             state = (state * scale)[:dimensions]
             return EmbeddingOutput(state / max(float(np.sqrt(state @ state)), 1e-12) if normalize else state)
 
-        return self._pool(as_prompts(prompts), pooling.kind, use_tqdm, embedding)
+        return self._pool(as_prompts(prompts), kind, use_tqdm, embedding)
 
     def classify(self, prompts: Prompt | ListLike[Prompt],
                  use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:

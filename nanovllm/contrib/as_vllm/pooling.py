@@ -58,13 +58,13 @@ class PoolerConfig(Parameters):
 
     def check(self, model_path: str) -> None:
         """Raise ConfigError if the checkpoint says something else."""
-        pooling, given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
-        if given is not None and given.lower() != pooling.kind:
-            raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {pooling.kind!r}.")
+        (kind, normalize), given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
+        if given is not None and given.lower() != kind:
+            raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {kind!r}.")
         flags = [flag for flag in (self.normalize, self.use_activation, self.activation) if flag is not None]
-        if flags and flags[0] != pooling.normalize:
+        if flags and flags[0] != normalize:
             raise ConfigError(f"LLM: a pooler config with normalize={flags[0]} is not supported; give it to embed(), "
-                              f"in PoolingParams. This checkpoint has {pooling.normalize}.")  # fmt: skip
+                              f"in PoolingParams. This checkpoint has {normalize}.")  # fmt: skip
 
 
 def checked(method: str, params: Any) -> PoolingParams:

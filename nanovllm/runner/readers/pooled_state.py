@@ -14,9 +14,9 @@ from nanovllm.sampling.sampler import Sampler
 def read_pooled_states(sampler: Sampler, rows: PooledRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
                        model: CausalLM) -> torch.Tensor:
     """Sums of hidden states, fp32 [P, C], of ``PooledRows``."""
-    if rows.of_last:
-        return hidden[tensors["pooled_last"].long()].float()
-    return sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
+    if rows.needs_every_state:
+        return sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
+    return hidden[tensors["pooled_last"].long()].float()
 
 
 def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
