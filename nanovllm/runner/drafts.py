@@ -47,9 +47,7 @@ class Drafts(Part):
         if not rank.config.speculates:
             return None
         drafts, sizes = cls(state, most_tokens(rank)), verify_sizes(rank.config.max_num_seqs)
-        drafts.launchers = (
-            VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),
-        )  # fmt: skip
+        drafts.launchers = (VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),)
         return drafts
 
     def __init__(self, state: RequestState, num_tokens: int):
