@@ -26,14 +26,15 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 SEQS = 128
 
 
-def write_rows(path: Path, num_rows: int, longest: int = 256) -> None:
-    """Questions with answers of lognormal lengths, from 8 to ``longest`` tokens."""
+def write_rows(path: Path, num_rows: int, longest: int = 256, seeded: bool = False) -> None:
+    """Questions with answers of lognormal lengths, from 8 to ``longest`` tokens; ``seeded``: each has its own seed."""
     rng = random.Random(0)
     with path.open("w") as file:
         for i in range(num_rows):
             length = int(min(longest, max(8, rng.lognormvariate(4.0, 0.8))))
             row = {"id": f"q{i}", "prompt": f"{i} + {rng.randint(0, 99)}"}
-            file.write(json.dumps({**row, "sampling_params": {"max_tokens": length, "ignore_eos": True}}) + "\n")
+            params = {"max_tokens": length, "ignore_eos": True, **({"seed": i} if seeded else {})}
+            file.write(json.dumps({**row, "sampling_params": params}) + "\n")
 
 
 def command(*paths: Any, options: tuple = ("--temperature", "0.8")) -> list[str]:
@@ -52,9 +53,8 @@ def timed(argv: list[str]) -> dict[str, float]:
 GENERATE = """
 import json, sys
 from nanovllm import LLM, SamplingParams
-from nanovllm.contrib.jobs.rows import row_seed
 rows = [json.loads(line) for line in open(sys.argv[1])]
-params = [SamplingParams(temperature=0.8, seed=row_seed(None, row["id"]), **row["sampling_params"]) for row in rows]
+params = [SamplingParams(temperature=0.8, **row["sampling_params"]) for row in rows]
 llm = LLM(device="cpu", max_num_seqs=int(sys.argv[3]), quiet=True)
 outputs = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
 json.dump({row["id"]: output["text"] for row, output in zip(rows, outputs)}, open(sys.argv[2], "w"))
@@ -65,7 +65,6 @@ RAY = """
 import json, os, pathlib, sys, threading, time
 import ray
 from nanovllm.integrations.ray_data import ProcessorConfig, build_processor
-from nanovllm.contrib.jobs.rows import row_seed
 
 source, out, seqs, engines = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 seconds, ended = {}, threading.Event()
@@ -84,8 +83,7 @@ threading.Thread(target=watch, daemon=True).start()
 ray.init(include_dashboard=False, log_to_driver=False, num_cpus=engines + 1)
 config = ProcessorConfig(engine_kwargs={"device": "cpu", "max_num_seqs": seqs, "quiet": True}, concurrency=engines,
                          num_cpus=1)
-before = lambda row: {"prompt": row["prompt"], "sampling_params": {
-    "temperature": 0.8, "seed": row_seed(None, row["id"]), **row["sampling_params"]}}
+before = lambda row: {"prompt": row["prompt"], "sampling_params": {"temperature": 0.8, **row["sampling_params"]}}
 start = time.perf_counter()
 rows = build_processor(config, before)(ray.data.read_json(source)).take_all()
 wall = time.perf_counter() - start
@@ -101,7 +99,7 @@ def rate(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     Wall and CPU seconds include imports and starts (Ray: the wall seconds of the pipeline, the actors' CPU-seconds).
     """
     source, num_engines = directory / "in.jsonl", args.engines
-    write_rows(source, args.rows)
+    write_rows(source, args.rows, seeded=True)
     report: dict[str, Any] = {"rows": args.rows, "engines": num_engines}
     options = ("--temperature", "0.8", "--metrics", str(directory / "metrics.jsonl"))
     options += ("--data-parallel-size", str(num_engines)) if num_engines > 1 else ()

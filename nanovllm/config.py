@@ -62,11 +62,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, given: Any) -> "SpeculativeConfig":
-        """From the dictionary that a user gives.
-
-        Raises:
-            ConfigError: an option is unknown, missing or out of range.
-        """
+        """From the dictionary that a user gives."""
         if isinstance(given, cls):
             return given
         rules = rules_of(cls)

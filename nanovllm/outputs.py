@@ -206,13 +206,6 @@ class RequestOutput(dict):
     __ne__ = object.__ne__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __reduce__(self) -> tuple:
+    def __getstate__(self) -> dict[str, Any]:
         _ = self.prompt_token_ids, self.prompt_logprobs  # functions are not for pickling
-        return _rebuild, (vars(self), dict(self))
-
-
-def _rebuild(attributes: dict[str, Any], items: dict[str, Any]) -> RequestOutput:
-    output = RequestOutput.__new__(RequestOutput)
-    output.update(items)
-    vars(output).update(attributes)
-    return output
+        return vars(self)

@@ -37,9 +37,7 @@ def _are_token_ids(values: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     finite = number("", lambda x: True)
-    return isinstance(value, dict) and all(
-        at_least(0).accepts(i) and finite.accepts(bias) for i, bias in value.items()
-    )  # fmt: skip
+    return isinstance(value, dict) and all(at_least(0).accepts(i) and finite.accepts(x) for i, x in value.items())
 
 
 def _as_strings(value: Any) -> list[str]:

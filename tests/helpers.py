@@ -16,7 +16,7 @@ from nanovllm.readouts import merged
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
 from nanovllm.runner.inputs import to_device
-from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillInputs, PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillSizes
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Sampled
 from nanovllm.sampling.features import COLUMNS, Features, make_features
@@ -160,8 +160,8 @@ def use_graphs_on_cpu(llm):
     runner = llm.model_runner
     sizes = PrefillSizes.of(llm.config, SimpleNamespace(captures_prefill=True))
     parts = [part for part in runner.parts if part.padded_lengths(1, 1)]
-    inputs = PrefillInputs(sizes, runner.request_state.block_tables, llm.config.max_model_len, parts)
-    runner.launchers.insert(-1, PrefillGraphs(sizes, inputs, parts))
+    tables = runner.request_state.block_tables
+    runner.launchers.insert(-1, PrefillGraphs(sizes, tables, llm.config.max_model_len, parts))
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(model_runner, "CUDAGraphs", EagerGraphs)
         runner.capture_cudagraph()

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, EngineError, RequestError
-from nanovllm.contrib.as_vllm import pooling
+from nanovllm.contrib.as_vllm import llm as as_vllm
 from nanovllm.engine.callers import run
 from nanovllm.outputs import EmbeddingOutput
 from nanovllm.utils.checkpoint import DEMO_MODEL
@@ -292,9 +292,12 @@ def test_rerank_with_weights_of_nan(form, reranker):
             weights.model.norm.weight[3] = torch.nan
         outputs = llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
         assert all(output.outputs is None and "are NaN" in output.error for output in outputs)
-        for method in (pooling.embed, pooling.score, partial(pooling.encode, task="embed")):
+        adapter = object.__new__(as_vllm.LLM)
+        adapter.awake = lambda: llm
+        score, encode = partial(adapter.score, data_2=DOCUMENTS[:3]), partial(adapter.encode, pooling_task="embed")
+        for method in (adapter.embed, score, encode):
             with pytest.raises(EngineError, match=r"^prompt 0: hidden states of the prompt are NaN"):
-                method(llm, QUERY, DOCUMENTS[:3] if method is pooling.score else None, False)
+                method(QUERY, use_tqdm=False)
         with torch.inference_mode():
             (weights.lm_head if form == 0 else weights.score).weight[:, 2] = torch.nan
         with pytest.raises(EngineError, match="head hold NaN"):

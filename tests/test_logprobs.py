@@ -295,7 +295,7 @@ def test_a_stop_string_keeps_all_entries(demo):
 
 
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
-    from nanovllm.engine import sample_logprobs
+    from nanovllm.engine import token_processor
     from nanovllm.readouts import prompt_logprobs
     from nanovllm.utils.packed_logprobs import logprobs_at
 
@@ -305,7 +305,7 @@ def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
         calls.append(1)
         return logprobs_at(*args)
 
-    for module in (sample_logprobs, prompt_logprobs):
+    for module in (token_processor, prompt_logprobs):
         monkeypatch.setattr(module, "logprobs_at", counted)
     (output,) = run(make_llm(), PROMPT, greedy(3, logprobs=1, prompt_logprobs=1))
     assert not calls

@@ -13,7 +13,6 @@ from nanovllm.engine.callers import collect
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.readouts.pooled_state import PooledState
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
-from nanovllm.runner.readers import Reader
 
 
 def int32(values):
@@ -80,16 +79,15 @@ class Norms(Readout):
         self.values += values.tolist()
 
 
-class NormReader(Reader):
-    def compute(self, rows, hidden, every, tensors, model):
-        return every[tensors["norm_rows"].long()].float().norm(dim=1)
+def read_norms(rows, hidden, every, tensors, model):
+    return every[tensors["norm_rows"].long()].float().norm(dim=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 2}])
 def test_a_kind_of_ones_own(make_llm, options):
     """One readout, its message and its reader: chunks, run-ahead, prefix cache and other requests come for nothing."""
     llm = run_ahead(make_llm(**options))
-    llm.model_runner.readers["norms"] = NormReader(llm.model_runner.sampler)
+    llm.model_runner.readers["norms"] = read_norms
     prompts = [[*range(3, 3 + n)] for n in (5, 20, 33)]
     expected, params = generate(llm, prompts, greedy(4)), SamplingParams(max_tokens=0, detokenize=False)
 

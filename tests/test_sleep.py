@@ -69,7 +69,7 @@ def test_graphs_are_captured_again(make_llm, monkeypatch):
     monkeypatch.setattr(type(runner.rank), "use_graphs", True)
     first = runner.graphs
     *_, prefill_graphs, _ = runner.launchers
-    prefill_graphs.inputs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
+    prefill_graphs.buffer.zero_()  # a capture runs nothing; its stand-in runs on what is there
     llm.sleep()
     llm.wake_up(["kv_cache"])
     assert runner.graphs is None

@@ -10,6 +10,7 @@ from helpers import greedy, run
 from leaks import check_is_empty, finish
 
 from nanovllm import LLM, RequestError, SamplingParams, StructuredOutputsParams, cli
+from nanovllm.engine.structured_outputs.token_masks import GrammarCompiler
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -236,15 +237,15 @@ class FailingGrammar:
 
 def fail_in(monkeypatch, *failures, error=RuntimeError("the parser has too many items")):
     """Grammars of a choice fail from now on, each (where, after how many calls) in turn."""
-    make, any_text, failures = TokenProcessors._grammar, StructuredOutputsParams(regex="(?s:.*)"), cycle(failures)
+    make, any_text, failures = GrammarCompiler.compile, StructuredOutputsParams(regex="(?s:.*)"), cycle(failures)
     monkeypatch.setattr(TokenProcessors, "check", lambda self, params: None)
 
     def failing(self, params):
-        if params.structured_outputs is None or not params.structured_outputs.choice:
+        if not params.choice:
             return make(self, params)
-        return FailingGrammar(self._grammars.compile(any_text).matcher, *next(failures), error)
+        return FailingGrammar(make(self, any_text).matcher, *next(failures), error)
 
-    monkeypatch.setattr(TokenProcessors, "_grammar", failing)
+    monkeypatch.setattr(GrammarCompiler, "compile", failing)
 
 
 DOOMED = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["a"]))

@@ -26,7 +26,6 @@ from test_speculation import know
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
-from nanovllm.verbs.sentence_transformers import CheckpointPooling
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -196,7 +195,7 @@ def score(llm, lists):
 def pooled(kind):
     def embed(llm, prompts):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm, "read_pooling", lambda _: CheckpointPooling(kind, True))
+            patch.setattr(llm, "read_pooling", lambda _: (kind, True))
             return [output.embedding for output in llm.embed(prompts)]
 
     return embed

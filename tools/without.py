@@ -43,12 +43,12 @@ FEATURES = {
     ),
     "prompt_logprobs": Feature(
         ("readouts/prompt_logprobs.py", "runner/readers/prompt_logprobs.py", "verbs/scoring.py"),
-        r"PromptLogprobs|LogprobsReader|\bScoring\b", ("test_score.py",),
+        r"PromptLogprobs|read_prompt_logprobs|\bScoring\b", ("test_score.py",),
     ),
     "pooling": Feature(
-        ("readouts/pooled_state.py", "runner/readers/pooled_state.py", "verbs/pooling.py", "verbs/heads.py",
+        ("readouts/pooled_state.py", "runner/readers/pooled_state.py", "verbs/pooling.py",
          "verbs/sentence_transformers.py"),
-        r"StateReader|\bPooling\b", ("test_embed.py", "test_readouts.py"),
+        r"read_pooled_states|\bPooling\b", ("test_embed.py", "test_readouts.py"),
     ),
     "prefix_copies": Feature(
         ("engine/prefix_copies.py", "messages/prefix_copies.py", "runner/prefix_copies.py"),

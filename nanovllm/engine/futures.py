@@ -72,22 +72,18 @@ class Submitted(Caller):
 
     def __init__(self) -> None:
         super().__init__()
-        self._futures: dict[int, RequestFuture] = {}  # by request id
-
-    def add(self, future: RequestFuture) -> RequestFuture:
-        self._futures[future.request_id] = future
-        return future
+        self.futures: dict[int, RequestFuture] = {}  # by request id
 
     def between_steps(self, is_idle: bool) -> None:
         """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
         while self.finished and (is_idle or self.finished[0].has_text):
             request = self.finished.popleft()
-            future = self._futures.pop(request.request_id)
+            future = self.futures.pop(request.request_id)
             try:
                 future.set_result(request.output())
             except Exception as failure:  # of the tokenizer
                 future.set_exception(failure)
 
     def refuse(self, request: Request, reason: str) -> None:
-        if (future := self._futures.pop(request.request_id, None)) is not None:
+        if (future := self.futures.pop(request.request_id, None)) is not None:
             future.set_exception(EngineError(reason))

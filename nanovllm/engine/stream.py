@@ -1,5 +1,7 @@
 """The tokens of one request as they arrive: each output holds the new ones."""
 
+from dataclasses import replace
+
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.detokenizer import IncrementalDetokenizer
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -47,10 +49,8 @@ class DeltaStream:
         for index, whole in enumerate(output.outputs):
             start = self._num_sent[index]
             token_ids = whole.token_ids[start:]
-            output.outputs[index] = CompletionOutput(
-                index, whole.text[len(self._sent[index]) :], token_ids, whole.cumulative_logprob,
-                self._logprobs(index, token_ids, start)[1], whole.finish_reason, whole.stop_reason,
-            )  # fmt: skip
+            text, (_, logprobs) = whole.text[len(self._sent[index]) :], self._logprobs(index, token_ids, start)
+            output.outputs[index] = replace(whole, text=text, token_ids=token_ids, logprobs=logprobs)
         return self._request.output_of(output.outputs)
 
     def _new_text(self, index: int, token_ids: list[int]) -> str:

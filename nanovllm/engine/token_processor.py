@@ -5,6 +5,7 @@ Plain requests have no ``TokenProcessor``, and cost a step nothing.
 
 from array import array
 from collections.abc import Callable
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -12,13 +13,13 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.core import Sequence
-from nanovllm.engine.sample_logprobs import SampleLogprobs
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
 
 
 class TokenProcessor:
@@ -29,26 +30,26 @@ class TokenProcessor:
         grammar, bad_words: what it may sample next, where that depends on its tokens.
     """
 
-    def __init__(self, seq: Sequence, stop: StopStrings | None, logprobs: SampleLogprobs | None,
+    def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
                  grammar: Grammar | None = None, bad_words: BadWords | None = None):
         self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
-        self._stop, self._logprobs = stop, logprobs
+        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.logprobs
+        self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
+        self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
-        """Take in the next token. Whether it completes a stop string, or the grammar fails; then the sequence is marked
-        as ended.
-
-        Args:
-            logprobs: packed row of the token; see ``utils/packed_logprobs.py``.
+        """Take in the next token and the packed row of its log-probabilities. Whether it completes a stop string, or
+        the grammar fails; then the sequence is marked as ended.
         """
         seq = self.seq
         if seq.finish_reason == "error":  # no token could be sampled
             return False
-        if self._logprobs is not None:
+        if self._num_logprobs is not None:
             assert logprobs is not None
-            self._logprobs.append(logprobs)
+            self._rows.append(trimmed(logprobs, self._num_logprobs))
+            self._totals.append(self._totals[-1] + float(logprobs[:1].view(np.float32)[0]))
         if seq.finish_reason == "stop":  # by this token, which is not part of the text
             return False
         if self.bad_words is not None:
@@ -95,12 +96,14 @@ class TokenProcessor:
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
-        """Of tokens ``start`` and following, whose ids are given: see ``SampleLogprobs.between``. None, None unless the
-        request asked for them.
+        """Sum of the log-probabilities up to the last of the given tokens, which are ``start`` and following, and a
+        function that lists theirs. None, None unless the request asked for them.
         """
-        if self._logprobs is None:
+        if self._num_logprobs is None:
             return None, None
-        return self._logprobs.between(start, start + len(token_ids), token_ids)
+        stop = start + len(token_ids)
+        rows, texts = self._rows[start:stop], self._texts
+        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts)
 
 
 class TokenProcessors:
@@ -109,15 +112,10 @@ class TokenProcessors:
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
         self._vocab_size = config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
-        self._compiler: GrammarCompiler | None = None
         self._allowed: dict[bytes, np.ndarray] = {}
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
-        """The processor of a sequence, if it needs one. Sets its ``allowed_mask``.
-
-        Raises:
-            RequestError: there is no tokenizer for a stop string or a grammar, or the grammar is wrong.
-        """
+        """The processor of a sequence, if it needs one. Sets its ``allowed_mask``."""
         params = seq.sampling_params
         if params.allowed_token_ids is not None:
             key = array("q", params.allowed_token_ids).tobytes()
@@ -126,16 +124,24 @@ class TokenProcessors:
             seq.allowed_mask = self._allowed[key]
         if not (params.stop or params.logprobs is not None or params.is_constrained or params.logits_processors):
             return None
-        stop = StopStrings(self._required("stop"), params) if params.stop else None
-        logprobs = None if params.logprobs is None else SampleLogprobs(params, self._tokenizer)
-        return TokenProcessor(seq, stop, logprobs, self._grammar(params), self._bad_words(params))
+        stop, grammar, bad_words = self._parts(params)
+        texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
+        return TokenProcessor(seq, stop, texts, grammar, bad_words)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise the error that ``make`` would raise for a sequence with these parameters."""
+        """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
+        self._parts(params)
+
+    def _parts(self, params: SamplingParams) -> tuple[StopStrings | None, Grammar | None, BadWords | None]:
+        stop = grammar = bad_words = None
         if params.stop:
-            self._required("stop")
-        self._grammar(params)
-        self._bad_words(params)
+            stop = StopStrings(self._required("stop"), params)
+        if params.structured_outputs is not None:
+            self._required("structured_outputs")
+            grammar = self._grammars.compile(params.structured_outputs)
+        if params.bad_words:
+            bad_words = BadWords(self._required("bad_words"), params.bad_words, self._vocab_size)
+        return stop, grammar, bad_words
 
     def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
         """Compute the tokens that each constrained sequence may sample next.
@@ -178,22 +184,9 @@ class TokenProcessors:
         eos = () if params.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos))) if params.min_tokens else ()
 
-    @property
+    @cached_property
     def _grammars(self) -> GrammarCompiler:
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._tokenizer.tokenizer, self._vocab_size, self._eos_token_ids)
-        return self._compiler
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        if params.structured_outputs is None:
-            return None
-        self._required("structured_outputs")
-        return self._grammars.compile(params.structured_outputs)
-
-    def _bad_words(self, params: SamplingParams) -> BadWords | None:
-        if not params.bad_words:
-            return None
-        return BadWords(self._required("bad_words"), params.bad_words, self._vocab_size)
+        return GrammarCompiler(self._tokenizer.tokenizer, self._vocab_size, self._eos_token_ids)
 
     def _required(self, name: str) -> Any:
         tokenizer = self._tokenizer.tokenizer

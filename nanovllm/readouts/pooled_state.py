@@ -23,22 +23,15 @@ class PooledRows(ReadoutBatch):
     kind: ClassVar[str] = "pooled_state"
     seq_ids: list[int]  # [P]
     sizes: np.ndarray  # int32 [P], tokens of each
-    # int32 [sum(sizes)], packed tokens; or with ``of_last`` sequences of the batch, whose last token it is
+    # int32 [sum(sizes)], packed tokens; or sequences of the batch, whose last token it is
     rows: np.ndarray
-    of_last: bool
-
-    @property
-    def num_last(self) -> int:  # type: ignore[override]
-        return int(self.rows.max()) + 1 if self.of_last else 0
-
-    @property
-    def needs_every_state(self) -> bool:  # type: ignore[override]
-        return not self.of_last
+    num_last: int
+    needs_every_state: bool  # else rows are sequences
 
     def arrays(self) -> dict[str, np.ndarray]:
-        if self.of_last:
-            return {"pooled_last": self.rows}  # indices of logits_indices
-        return {"pooled_rows": self.rows, "pooled_sizes": self.sizes}
+        if self.needs_every_state:
+            return {"pooled_rows": self.rows, "pooled_sizes": self.sizes}
+        return {"pooled_last": self.rows}  # indices of logits_indices
 
     def results(self, values: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
         return zip(self.seq_ids, values, np.isfinite(values).all(axis=1).tolist(), strict=True)
@@ -65,7 +58,8 @@ class PooledState(Readout):
             first, stop = each.rows.start + each.offset, each.rows.stop + each.offset
             rows += [each.place] if of_last else range(first, stop)
         sizes = np.fromiter((len(each.rows) for each in wanted), np.int32)
-        return PooledRows([each.seq_id for each in wanted], sizes, np.array(rows, np.int32), of_last)
+        num_last = max(rows) + 1 if of_last else 0
+        return PooledRows([each.seq_id for each in wanted], sizes, np.array(rows, np.int32), num_last, not of_last)
 
     def take_in(self, values: np.ndarray) -> None:
         self._sum = values if self._sum is None else self._sum + values

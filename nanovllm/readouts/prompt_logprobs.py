@@ -44,7 +44,7 @@ class PromptLogprobs(Readout):
         num_top: most probable alternatives reported beside each; -1: all.
 
     Attributes:
-        chunks: packed rows of the chunks taken in so far.
+        chunks: rows of the chunks taken in so far, int32 [n, 2 + 2k] in all; see ``utils/packed_logprobs.py``.
     """
 
     subject = "logits"
@@ -77,21 +77,17 @@ class PromptLogprobs(Readout):
         # trimmed here: the prompt's next chunk may run beside requests that want fewer
         self.chunks.append(trimmed(values, self.num_top))
 
-    def packed(self) -> np.ndarray:
-        """The rows of all tokens, int32 [n, 2 + 2k]; see ``utils/packed_logprobs.py``."""
-        return np.concatenate(self.chunks)
-
     def output_fields(self, texts: Texts | None) -> dict[str, Any]:
         return {"prompt_logprobs": partial(self._listed, texts)} if self.error is None else {}
 
     def _listed(self, texts: Texts | None) -> list[LogprobsAt | None]:
         if not self.chunks:  # a prompt of one token
             return [None]
-        return [None, *logprobs_at(self.packed(), self.token_ids.tolist(), texts)]
+        return [None, *logprobs_at(np.concatenate(self.chunks), self.token_ids.tolist(), texts)]
 
     def score(self) -> Score:
         if self.error is not None:
             n = len(self.token_ids)
             return Score([math.nan] * n, [False] * n, self.error)
-        values = np.ascontiguousarray(self.packed()).view(np.float32)  # logprob, rank, best id, best logprob
+        values = np.concatenate(self.chunks).view(np.float32)  # logprob, rank, best id, best logprob
         return Score(values[:, 0].tolist(), (values[:, 0] == values[:, 3]).tolist())

@@ -1,4 +1,4 @@
-"""Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation.py``).
+"""Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation/``).
 
 The tokens of a draft have rows of their own in the request state, behind the padding slot: copies of their request's
 row, further on by 1, 2, ... tokens. So they are prepared, computed and sampled like requests; dead ones have length 0.
@@ -47,9 +47,7 @@ class Drafts(Part):
         if not rank.config.speculates:
             return None
         drafts, sizes = cls(state, most_tokens(rank)), verify_sizes(rank.config.max_num_seqs)
-        drafts.launchers = (
-            VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),
-        )  # fmt: skip
+        drafts.launchers = (VerifyLauncher(decode.inputs, drafts, decode.sampler, dict.fromkeys(VERIFY_ROWS, sizes)),)
         return drafts
 
     def __init__(self, state: RequestState, num_tokens: int):

@@ -158,7 +158,7 @@ class ModelRunner:
         hidden, every = launcher.run(step)
         for part in self.parts if tensors else ():
             part.finish(batch, tensors)
-        compute = [(self.readers[each.kind].compute, each) for each in batch.readouts]
+        compute = [(self.readers[each.kind], each) for each in batch.readouts]
         readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
         if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
             hidden = hidden[tensors["sampled_from"].long()]

@@ -4,7 +4,7 @@ A ``Part`` keeps something on the device beside model and requests. A ``Launcher
 runner takes the first of its list that takes the batch.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.runner.launchers import DecodeLauncher
-    from nanovllm.runner.readers import Reader
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Equipment:
     decode: "DecodeLauncher"
     parts: list[Part]
     launchers: list[Launcher]  # the last takes every prefill
-    readers: dict[str, "Reader"]  # by kind of readout
+    readers: Mapping[str, Callable[..., torch.Tensor]]  # by kind of readout; each has the sampler
 
 
 def one_sequence(rank: Rank, parts: ListLike[Part], num_tokens: int) -> Tensors:

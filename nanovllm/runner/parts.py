@@ -4,6 +4,7 @@ The only file that imports the runner's features.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from nanovllm import kernels
 from nanovllm.config import Config
@@ -21,8 +22,8 @@ from nanovllm.runner.part import Equipment, Launcher, Part, Rank
 from nanovllm.runner.prefill_graphs import PrefillGraphs
 from nanovllm.runner.prefix_copies import PrefixCopies
 from nanovllm.runner.readers import Reader
-from nanovllm.runner.readers.pooled_state import StateReader
-from nanovllm.runner.readers.prompt_logprobs import LogprobsReader
+from nanovllm.runner.readers.pooled_state import read_pooled_states
+from nanovllm.runner.readers.prompt_logprobs import read_prompt_logprobs
 from nanovllm.runner.recurrent import RecurrentStates
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.features import COLUMNS, make_features
@@ -36,10 +37,10 @@ PARTS: tuple[type[Part], ...] = (
     RecurrentStates,
     PrefixCopies,
 )
-READERS: tuple[type[Reader], ...] = (
-    LogprobsReader,
-    StateReader,
-)
+READERS: dict[str, Reader] = {  # by kind of readout
+    "prompt_logprobs": read_prompt_logprobs,
+    "pooled_state": read_pooled_states,
+}
 
 
 def equip(config: Config, tp: TPGroup) -> Equipment:
@@ -61,7 +62,7 @@ def equip(config: Config, tp: TPGroup) -> Equipment:
     if rank.use_graphs:
         launchers.append(PrefillGraphs.of(rank, state, parts))
     launchers.append(PrefillLauncher(state.block_tables))
-    readers = {reader.kind: reader(sampler) for reader in READERS}
+    readers = {kind: partial(read, sampler) for kind, read in READERS.items()}
     return Equipment(rank, state, sampler, decode, parts, launchers, readers)
 
 

@@ -137,29 +137,39 @@ def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx:
     }
 
 
-class PrefillInputs:
-    """Arrays of a padded prefill on the device, one behind the other from a fixed address on.
+class PrefillGraphs(Launcher):
+    """Prefills that fit a captured size. Their arrays lie one behind the other from a fixed address on.
 
     Args:
-        sizes: of the graphs that read them.
+        sizes: of the graphs.
         block_tables: int32 [R + 1, max_blocks], of the request state.
         max_context: ``max_model_len``.
         parts: have arrays of their own.
     """
 
     def __init__(self, sizes: PrefillSizes, block_tables: torch.Tensor, max_context: int, parts: ListLike[Part] = ()):
-        self._num_seqs, self._parts = dict(sizes.sizes), parts
+        self.sizes, self._num_seqs, self._parts = sizes, dict(sizes.sizes), parts
         num_ints = [sum(map(aligned, self._lengths(size).values())) for size in self._num_seqs]
         # Zeros: warm-up runs the embedding, which needs valid ids.
         self.buffer = torch.zeros(max(num_ints, default=0), dtype=torch.int32, device=block_tables.device)
         self._block_tables, self._max_context = block_tables, max_context
+        self.size: int | None = None  # of the batch that it has taken last
+
+    @classmethod
+    def of(cls, rank: Rank, state: RequestState, parts: ListLike[Part]) -> "PrefillGraphs":
+        config, tp = rank.config, rank.tp
+        devices = range(tp.size) if tp.size > 1 else [rank.device]
+        max_work = max_layer_work(devices, has_fp8=config.model_config.fp8 is not None)
+        sizes = PrefillSizes.of(config, rank.backend, tp.peers is not None, max_work)
+        parts = [part for part in parts if part.padded_lengths(1, 1)]
+        return cls(sizes, state.block_tables, config.max_model_len, parts)
 
     def write(self, tensors: Tensors, size: int) -> None:
         """Take in the arrays of a prefill that ``PrefillSizes.fit`` has padded."""
         values = [tensors[name] for name in self._lengths(size)]
         torch.cat(values, out=self.buffer[: sum(map(len, values))])
 
-    def __call__(self, size: int) -> tuple[torch.Tensor, Context]:
+    def inputs(self, size: int) -> tuple[torch.Tensor, Context]:
         """``size`` packed tokens. The last of every sequence is sampled from; an empty one has that of the sequence
         before, and attends nothing."""
         lengths = self._lengths(size)
@@ -182,23 +192,6 @@ class PrefillInputs:
             lengths |= part.padded_lengths(size, n)
         return lengths
 
-
-class PrefillGraphs(Launcher):
-    """Prefills that fit a captured size."""
-
-    def __init__(self, sizes: PrefillSizes, inputs: PrefillInputs, parts: ListLike[Part] = ()):
-        self.sizes, self.inputs, self._parts = sizes, inputs, parts
-        self.size: int | None = None  # of the batch that it has taken last
-
-    @classmethod
-    def of(cls, rank: Rank, state: RequestState, parts: ListLike[Part]) -> "PrefillGraphs":
-        config, tp = rank.config, rank.tp
-        devices = range(tp.size) if tp.size > 1 else [rank.device]
-        max_work = max_layer_work(devices, has_fp8=config.model_config.fp8 is not None)
-        sizes = PrefillSizes.of(config, rank.backend, tp.peers is not None, max_work)
-        parts = [part for part in parts if part.padded_lengths(1, 1)]
-        return cls(sizes, PrefillInputs(sizes, state.block_tables, config.max_model_len, parts), parts)
-
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
         self.size = None
         if isinstance(batch, PrefillBatch):
@@ -207,7 +200,7 @@ class PrefillGraphs(Launcher):
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.size is not None and step.graphs is not None
-        self.inputs.write(step.tensors, self.size)
+        self.write(step.tensors, self.size)
         every = step.graphs.replay(PADDED, self.size)
         return every[step.tensors["logits_indices"].long()], every
 

@@ -14,10 +14,8 @@ LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of
 
 
 class Logprobs(Feature):
-    """Computed after the draw, in one pass: from the model's logits, or from the logits that were sampled from.
-
-    Args:
-        processed: report the distribution after masks, penalties, temperature and filters.
+    """Computed after the draw, in one pass: of the model's logits, or with ``processed`` of the distribution after
+    masks, penalties, temperature and filters.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, processed: bool):

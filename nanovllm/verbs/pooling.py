@@ -1,7 +1,7 @@
 """``LLM.embed``, ``classify`` and ``rerank``: a head on the pooled hidden state of each prompt.
 
-Owns their requests and prompts. Knows neither how hidden states are read out (``readouts/pooled_state.py``) nor how a
-checkpoint pools them (``sentence_transformers.py``).
+Owns their requests and prompts, and the heads, in fp32 on the host. Knows neither how hidden states are read out
+(``readouts/pooled_state.py``) nor how a checkpoint pools them (``sentence_transformers.py``).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,6 @@ from nanovllm.outputs import ClassificationOutput, EmbeddingOutput, PoolingReque
 from nanovllm.readouts.pooled_state import PooledState
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import BOOLEAN, check, integer, optional
-from nanovllm.verbs.heads import Head, as_embedding
 from nanovllm.verbs.sentence_transformers import read_pooling
 
 SLICE = 256  # prompts that are tokenized at once, while the device works on those before
@@ -57,16 +56,19 @@ class Pooling(LLMEngine):
             RequestError: a prompt can never be served; the others of this call are dropped.
             CheckpointError: the checkpoint's pooling is not supported.
         """
-        pooling, hidden_size = self.read_pooling(self.config.model_path), self.config.model_config.hidden_size
+        kind, is_normalized = self.read_pooling(self.config.model_path)
+        hidden_size = self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
-        normalize = pooling.normalize if normalize is None else normalize
+        normalize = is_normalized if normalize is None else normalize
         scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains
-        return self._pool(
-            as_prompts(prompts), pooling.kind, use_tqdm,
-            lambda state: EmbeddingOutput(as_embedding(state * scale, dimensions, normalize)),
-        )  # fmt: skip
+
+        def embedding(state: np.ndarray) -> EmbeddingOutput:
+            state = (state * scale)[:dimensions]
+            return EmbeddingOutput(state / max(float(np.sqrt(state @ state)), 1e-12) if normalize else state)
+
+        return self._pool(as_prompts(prompts), kind, use_tqdm, embedding)
 
     def classify(self, prompts: Prompt | ListLike[Prompt],
                  use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
@@ -81,10 +83,11 @@ class Pooling(LLMEngine):
                 "classify: this model has no classification head (architecture ...ForSequenceClassification). "
                 "See LLM.embed, and LLM.rerank for rerankers that answer yes or no."
             )
-        head = self._head()
+        weight, activation = self._head()
         return self._pool(
-            as_prompts(prompts), "last", use_tqdm, lambda state: ClassificationOutput(head.probabilities(state))
-        )
+            as_prompts(prompts), "last", use_tqdm,
+            lambda state: ClassificationOutput(probabilities(weight, activation, state)),
+        )  # fmt: skip
 
     def rerank(self, query: str | ListLike[str], documents: ListLike[str], *, template: str = RERANK_TEMPLATE,
                instruction: str = RERANK_INSTRUCTION, tokens: tuple[str, str] = ("no", "yes"),
@@ -103,16 +106,18 @@ class Pooling(LLMEngine):
             EngineError: the weights of the head are NaN.
         """
         documents = as_list("documents must be a list of strings", documents)
-        head = self._head(self.config.model_config.label_tokens or tokens)
-        if len(head.weight) != 1:
-            raise RequestError(f"rerank: this model has {len(head.weight)} labels, not one. See LLM.classify.")
+        weight, activation = self._head(self.config.model_config.label_tokens or tokens)
+        if len(weight) != 1:
+            raise RequestError(f"rerank: this model has {len(weight)} labels, not one. See LLM.classify.")
         return self._pool(
             rerank_prompts(query, documents, template, instruction), "last", use_tqdm,
-            lambda state: ScoringOutput(head.probabilities(state)[0]),
+            lambda state: ScoringOutput(probabilities(weight, activation, state)[0]),
         )  # fmt: skip
 
-    def _head(self, tokens: ListLike[str] = ()) -> Head:
-        """The classification head; where there is none, the difference of the logits of two tokens."""
+    def _head(self, tokens: ListLike[str] = ()) -> tuple[np.ndarray, str]:
+        """Weight, fp32 [n, C], and activation of the classification head; where there is none, of the difference of
+        the logits of two tokens.
+        """
         config = self.config.model_config
         if not (config.num_labels or config.has_lm_head):
             raise RequestError(
@@ -132,7 +137,7 @@ class Pooling(LLMEngine):
             weight = self.model_runner.call("on_model", head_rows, token_ids)
         if not np.isfinite(weight).all():
             raise EngineError("the weights of this model's head hold NaN, or overflow in this dtype.")
-        return Head(weight, config.activation) if token_ids is None else Head(weight[1:] - weight[:1], "sigmoid")
+        return (weight, config.activation) if token_ids is None else (weight[1:] - weight[:1], "sigmoid")
 
     def _pool(self, prompts: ListLike[Prompt], kind: str, use_tqdm: bool | Callable,
               make: Callable[[Any], Any]) -> list[PoolingRequestOutput]:
@@ -144,11 +149,7 @@ class Pooling(LLMEngine):
 
 
 def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str) -> Iterator[Request]:
-    """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for.
-
-    Raises:
-        RequestError: a prompt can never be served, with its index; when its turn comes.
-    """
+    """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for."""
     params = SamplingParams(max_tokens=0, detokenize=False)
     for first in range(0, len(prompts), SLICE):
         encoded = inputs.encode(prompts[first : first + SLICE], first)
@@ -169,6 +170,17 @@ def pooled_output(request: Request, make: Callable[[np.ndarray], Any]) -> Poolin
         str(request.request_id), make(readout.mean()) if readout.error is None else None, request.prompt_ids.tolist,
         request.completions[0].seq.num_cached_tokens, prompt=request.prompt, index=request.index, error=readout.error,
     )  # fmt: skip
+
+
+def probabilities(weight: np.ndarray, activation: str, state: np.ndarray) -> list[float]:
+    """Probabilities of n labels for a pooled state, fp32 [C]; ``weight`` fp32 [n, C]."""
+    logits = weight @ state
+    if activation == "sigmoid":
+        logits = 1 / (1 + np.exp(-logits.clip(-80)))  # fp32 overflows at 88
+    elif activation == "softmax":
+        exponentials = np.exp(logits - logits.max())
+        logits = exponentials / exponentials.sum()
+    return logits.tolist()
 
 
 def rerank_prompts(query: Any, documents: ListLike[Any], template: str, instruction: str) -> list[str]:

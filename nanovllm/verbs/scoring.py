@@ -47,11 +47,7 @@ class Scoring(LLMEngine):
 
 
 def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
-    """Requests for the log-probabilities of ``lists[i][starts[i]:]``, and nothing else.
-
-    Raises:
-        RequestError: as from ``InputProcessor.make_all``.
-    """
+    """Requests for the log-probabilities of ``lists[i][starts[i]:]``, and nothing else."""
     params = SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False)
     checked = []
     for i, (given, start) in enumerate(zip(lists, starts, strict=True)):

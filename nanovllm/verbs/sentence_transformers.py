@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.checkpoint import read_json
@@ -12,27 +12,16 @@ MODES = {"lasttoken": "last", "cls": "cls", "mean": "mean"}
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 
 
-class CheckpointPooling(NamedTuple):
-    """The pooling of a checkpoint.
+def read_pooling(model_path: str) -> tuple[str, bool]:
+    """Read ``modules.json`` and the Pooling module's ``config.json``; without these files it is ("last", True).
 
-    Attributes:
-        kind: of ``POOLING`` (readouts/pooled_state.py): which hidden states an embedding is the mean of.
-        normalize: whether embeddings are divided by their L2 norm, unless a call says otherwise.
-    """
-
-    kind: str = "last"
-    normalize: bool = True
-
-
-def read_pooling(model_path: str) -> CheckpointPooling:
-    """Read ``modules.json`` and the Pooling module's ``config.json``; the default without these files.
-
-    Raises:
-        CheckpointError: a module, or a mode of pooling, is not supported.
+    Returns:
+        The kind of ``POOLING`` (readouts/pooled_state.py), of which hidden states an embedding is the mean; and whether
+        embeddings are divided by their L2 norm, unless a call says otherwise.
     """
     path = Path(model_path, "modules.json")
     if not path.is_file():
-        return CheckpointPooling()
+        return "last", True
     kind, normalize = "last", False
     for module in _read_list(path):
         name = str(module.get("type")).rpartition(".")[2]
@@ -42,7 +31,7 @@ def read_pooling(model_path: str) -> CheckpointPooling:
             normalize = True
         elif name != "Transformer":
             raise CheckpointError(f"{path}: module {name!r} is not supported, only Transformer, Pooling and Normalize.")
-    return CheckpointPooling(kind, normalize)
+    return kind, normalize
 
 
 def _kind(path: Path) -> str:

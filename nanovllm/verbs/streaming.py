@@ -80,7 +80,7 @@ class Streaming(LLMEngine):
         """
         with Guard(self):
             request = self._make(prompt, sampling_params)
-            future = self._submitted.add(RequestFuture(self, request))
+            future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._queue([request], self._submitted)
         return future
 

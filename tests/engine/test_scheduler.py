@@ -34,7 +34,6 @@ from nanovllm.engine import admission
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sample_logprobs import SampleLogprobs
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.engine.variants import make_scheduler
@@ -84,8 +83,7 @@ class FakeProcessors(TokenProcessors):
         if params.logprobs is None and not params.stop:
             return None
         stop = CountingStop(int(params.stop[0])) if params.stop else None
-        logprobs = None if params.logprobs is None else SampleLogprobs(params, SimpleNamespace(texts=None))
-        return TokenProcessor(seq, stop, logprobs)
+        return TokenProcessor(seq, stop)
 
 
 class Harness:

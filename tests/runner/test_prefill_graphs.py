@@ -9,7 +9,7 @@ from helpers import prefill_batch
 
 from nanovllm.runner import prefill_graphs
 from nanovllm.runner.inputs import prefill_arrays, to_device
-from nanovllm.runner.prefill_graphs import PrefillInputs, PrefillSizes
+from nanovllm.runner.prefill_graphs import PrefillGraphs, PrefillSizes
 
 MAX_NUM_SEQS = 6
 TABLES = np.stack([np.arange(10 * i, 10 * i + 200, dtype=np.int32) for i in range(5, -1, -1)])  # of prefill_batch
@@ -100,15 +100,15 @@ def test_padded():
         "logits_indices": [0, 1], "sampled_req_indices": [5, 4],
     }  # fmt: skip
 
-    inputs = PrefillInputs(PrefillSizes(((8, 1), (12, 4))), torch.zeros(7, 200, dtype=torch.int32), 800)
-    inputs.buffer.fill_(-7)  # of the launch before
-    inputs.write(to_device(arrays, torch.device("cpu")), 12)
-    input_ids, context = inputs(12)
+    graphs = PrefillGraphs(PrefillSizes(((8, 1), (12, 4))), torch.zeros(7, 200, dtype=torch.int32), 800)
+    graphs.buffer.fill_(-7)  # of the launch before
+    graphs.write(to_device(arrays, torch.device("cpu")), 12)
+    input_ids, context = graphs.inputs(12)
     assert input_ids.tolist() == arrays["input_ids"].tolist() and context.max_context == 800
     for name in ("positions", "slot_mapping", "req_indices", "context_lens", "cu_seqlens_q"):
         values = getattr(context, name)
         assert values.tolist() == arrays[name][: len(values)].tolist()
-        assert values.data_ptr() % 16 == inputs.buffer.data_ptr() % 16
+        assert values.data_ptr() % 16 == graphs.buffer.data_ptr() % 16
     # of each sequence, of the padding some token; ``logits_indices`` of the arrays are among these
     assert context.logits_indices.tolist() == [2, 4, 4, 4]
 
@@ -119,8 +119,8 @@ def test_padded_parts(monkeypatch):
     batch = prefill_batch((0, 3), (5, 12), (2, 6), (0, 1), num_sampled=3)
     graph, arrays = fit(batch, (14, 8), (15, 6), (15, 8))  # a graph that is filled
     assert graph == 15
-    inputs = PrefillInputs(PrefillSizes(((15, 8),)), torch.zeros(7, 200, dtype=torch.int32), 800)
-    assert inputs(15)[1].max_seqlen_q == 3
+    graphs = PrefillGraphs(PrefillSizes(((15, 8),)), torch.zeros(7, 200, dtype=torch.int32), 800)
+    assert graphs.inputs(15)[1].max_seqlen_q == 3
     arrays = lists(arrays)
     assert arrays["cu_seqlens_q"] == [0, 3, 6, 9, 10, 13, 14, 15, 15, 15, 15, 15]
     assert arrays["context_lens"] == [3, 8, 11, 12, 5, 6, 1, 0]

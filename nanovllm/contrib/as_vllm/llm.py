@@ -4,14 +4,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import nanovllm.llm
+import numpy as np
+
 from nanovllm.config import read_generation_config
-from nanovllm.contrib.as_vllm import options, pooling, processors
+from nanovllm.contrib.as_vllm import options, processors
+from nanovllm.contrib.as_vllm.pooling import PoolingOutput, checked, usable
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.contrib.as_vllm.worker import worker_class
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import is_one_prompt
-from nanovllm.outputs import PoolingRequestOutput, RequestOutput
+from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 
 OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
 PROMPT_KEYS = "prompt", "prompt_token_ids"
@@ -51,7 +53,7 @@ class LLMEngine:
             return getattr(self._worker, name)
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
-    def awake(self) -> nanovllm.llm.LLM:
+    def awake(self) -> Any:  # a copy of nanovllm may lack verbs that are called below
         """nanovllm's engine; EngineError while it sleeps at level 0. Of other levels it knows itself."""
         if self._worker.is_paused:
             raise EngineError("the engine sleeps (scheduling); call wake_up() first.")
@@ -105,11 +107,7 @@ class LLMEngine:
         return request_id
 
     def _adapt(self, lora_request: Any) -> None:
-        """Merge a request's adapter into the weights in place of the one before, which takes an idle engine.
-
-        Raises:
-            RequestError: ``enable_lora`` is not set, or the weights are not the checkpoint's.
-        """
+        """Merge a request's adapter into the weights in place of the one before, which takes an idle engine."""
         if not self._keywords.get("enable_lora"):
             if lora_request is not None:
                 raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
@@ -190,12 +188,17 @@ class LLM(LLMEngine):
             RequestError: a prompt or a parameter cannot be served, or one of the ``others`` is given.
         """
         refuse("generate", **others)
+        prompts = as_prompts(prompts, prompt_token_ids)
+        return self._complete("generate", prompts, sampling_params, lora_request, use_tqdm)
+
+    def _complete(self, method: str, prompts: Any, sampling_params: Any, lora_request: Any, *use_tqdm: Any,
+                  **options: Any) -> list[RequestOutput]:
+        """Call nanovllm's ``method`` with copies of the parameters; None stands for the checkpoint's defaults."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
 
         def run(prompts: Any, params: Any) -> list[RequestOutput]:
-            return self.awake().generate(prompts, snapshots(params, self._processors), use_tqdm)
+            return getattr(self.awake(), method)(prompts, snapshots(params, self._processors), *use_tqdm, **options)
 
-        prompts = as_prompts(prompts, prompt_token_ids)
         return flatten_logprobs(self._by_adapter(prompts, params, lora_request, run), params)
 
     def _by_adapter(self, prompts: Any, params: Any, lora_request: Any, run: Callable[[Any, Any], list]) -> list[Any]:
@@ -205,21 +208,19 @@ class LLM(LLMEngine):
         if not isinstance(lora_request, (list, tuple)):
             self._adapt(lora_request)
             outputs = run(prompts, params)
-            lora_request = [lora_request] * len(outputs)
-        else:
-            prompts = [prompts] if is_one_prompt(prompts) else prompts
-            if len(lora_request) != len(prompts):
-                raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
-            outputs = [None] * len(prompts)
-            for adapter in dict.fromkeys(lora_request):
-                ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
-                own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
-                self._adapt(adapter)
-                for i, output in zip(ours, run([prompts[i] for i in ours], own), strict=True):
-                    outputs[i] = output
-        for output, adapter in zip(outputs, lora_request, strict=True):
-            output.lora_request = adapter
-        return outputs
+            for output in outputs:
+                output.lora_request = lora_request
+            return outputs
+        prompts = [prompts] if is_one_prompt(prompts) else prompts
+        if len(lora_request) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
+        results: dict[int, Any] = {}
+        for adapter in dict.fromkeys(lora_request):
+            ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
+            own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
+            outputs = self._by_adapter([prompts[i] for i in ours], own, adapter, run)
+            results.update(zip(ours, outputs, strict=True))
+        return [results[i] for i in range(len(prompts))]
 
     def chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
              lora_request: Any = None, chat_template: str | None = None, chat_template_content_format: str = "auto",
@@ -228,16 +229,11 @@ class LLM(LLMEngine):
              **others: Any) -> list[RequestOutput]:
         """Answer one conversation or many. Raises what ``generate`` raises."""
         refuse("chat", **others)
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-
-        def run(messages: Any, params: Any) -> list[RequestOutput]:
-            return self.awake().chat(
-                messages, snapshots(params, self._processors), use_tqdm, chat_template=chat_template, tools=tools,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )  # fmt: skip
-
-        return flatten_logprobs(self._by_adapter(messages, params, lora_request, run), params)
+        return self._complete(
+            "chat", messages, sampling_params, lora_request, use_tqdm, chat_template=chat_template, tools=tools,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
@@ -249,27 +245,57 @@ class LLM(LLMEngine):
               **others: Any) -> list[PoolingRequestOutput]:
         """``outputs.embedding`` of each prompt."""
         refuse("embed", **others)
-        return pooling.embed(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
+        params = checked("embed", pooling_params)
+        return usable(self.awake().embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm))
 
     def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
                  **others: Any) -> list[PoolingRequestOutput]:
         """``outputs.probs`` of each prompt."""
         refuse("classify", **others)
-        return pooling.classify(self.awake(), as_prompts(prompts), pooling_params, use_tqdm)
+        params = checked("classify", pooling_params)
+        if params.is_active is False or params.dimensions is not None:
+            raise RequestError("classify: logits without activation, and dimensions, are not supported.")
+        return usable(self.awake().classify(as_prompts(prompts), use_tqdm))
 
     def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
                pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
         """``outputs.data``, a tensor, of each prompt; of the tasks "embed" and "classify"."""
+        import torch
+
         refuse("encode", **others)
         task = pooling_task or ("classify" if self.awake().config.model_config.num_labels else "embed")
-        return pooling.encode(self.awake(), as_prompts(prompts), pooling_params, use_tqdm, task)
+        methods = {"embed": self.embed, "classify": self.classify}
+        if task not in methods:
+            tasks = " and ".join(map(repr, methods))
+            raise RequestError(f"encode: pooling_task={task!r} is not supported, only {tasks}.")
+        outputs = methods[task](prompts, use_tqdm=use_tqdm, pooling_params=pooling_params)
+        for output in outputs:
+            of = output.outputs
+            output.outputs = PoolingOutput(torch.tensor(of.values if isinstance(of, EmbeddingOutput) else of.probs))
+        return outputs
 
     def score(self, data_1: Any, data_2: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
               **others: Any) -> list[PoolingRequestOutput]:
-        """``outputs.score`` of each text of ``data_2`` with that of ``data_1``, or with the only one."""
+        """Score each text of ``data_2`` with that of ``data_1``, or with the only one: ``outputs.score``.
+
+        A reranker scores one text behind the other; of other models it is the cosine of their embeddings.
+        """
         refuse("score", **others)
-        pooling.checked("score", pooling_params)
-        return pooling.score(self.awake(), data_1, data_2, use_tqdm)
+        checked("score", pooling_params)
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
+        llm = self.awake()
+        if llm.config.model_config.num_labels or llm.config.model_config.label_tokens:
+            return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
+        outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
+        queries = list(dict.fromkeys(first))
+        embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
+        for text, output in zip(first, outputs, strict=True):
+            output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
+        return outputs
 
     def reward(self, *_: Any, **__: Any) -> Any:
         raise EngineError("reward of vLLM, a score for every token, is not supported by nanovllm; see classify.")

@@ -87,11 +87,9 @@ def check(keywords: dict[str, Any]) -> None:
 
 
 def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
-    """Translate vLLM's options of speculation by lookup. Hints that lookup here has no use for are left out, because
-    they change no output.
+    """Translate vLLM's options of speculation by lookup; other methods, which need a model of their own, are refused.
 
-    Raises:
-        ConfigError: another method, which needs a model of its own.
+    Hints that lookup here has no use for are left out, because they change no output.
     """
     given = keywords.get("speculative_config")
     if given is None:
@@ -110,11 +108,7 @@ def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Check keywords of vLLM's engine, and translate them to options of nanovllm's ``LLM``; of ``OWN`` the KV cache's.
-
-    Raises:
-        ConfigError: as ``check``; or ``quantization`` names another one than the checkpoint has.
-    """
+    """Check vLLM's keywords and translate them to options of nanovllm's ``LLM``; of ``OWN`` the KV cache's."""
     check(keywords)
     given = {name: keywords[name] for name in PASSED if keywords.get(name) is not None}
     if given.get("load_format") in ("safetensors", "hf"):

@@ -1,14 +1,11 @@
-"""vLLM's ``PoolingParams`` and ``PoolerConfig``, and its pooling methods over nanovllm's ``embed`` and so on."""
+"""vLLM's ``PoolingParams`` and ``PoolerConfig``, and the checks of its pooling methods' arguments and outputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.llm import LLM
-from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, ScoringOutput
+from nanovllm.outputs import PoolingRequestOutput
 from nanovllm.sampling_params import Parameters
 
 VERBS: Any = LLM  # a copy of nanovllm may lack those used here
@@ -61,13 +58,13 @@ class PoolerConfig(Parameters):
 
     def check(self, model_path: str) -> None:
         """Raise ConfigError if the checkpoint says something else."""
-        pooling, given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
-        if given is not None and given.lower() != pooling.kind:
-            raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {pooling.kind!r}.")
+        (kind, normalize), given = VERBS.read_pooling(model_path), self.pooling_type or self.seq_pooling_type
+        if given is not None and given.lower() != kind:
+            raise ConfigError(f"LLM: pooling_type={given!r} is not supported; this checkpoint has {kind!r}.")
         flags = [flag for flag in (self.normalize, self.use_activation, self.activation) if flag is not None]
-        if flags and flags[0] != pooling.normalize:
+        if flags and flags[0] != normalize:
             raise ConfigError(f"LLM: a pooler config with normalize={flags[0]} is not supported; give it to embed(), "
-                              f"in PoolingParams. This checkpoint has {pooling.normalize}.")  # fmt: skip
+                              f"in PoolingParams. This checkpoint has {normalize}.")  # fmt: skip
 
 
 def checked(method: str, params: Any) -> PoolingParams:
@@ -89,48 +86,4 @@ def usable(outputs: list[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
     for output in outputs:
         if output.error is not None:
             raise EngineError(f"prompt {output.index}: {output.error}")
-    return outputs
-
-
-def embed(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
-    params = checked("embed", params)
-    return usable(llm.embed(prompts, params.is_active, params.dimensions, use_tqdm))
-
-
-def classify(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
-    params = checked("classify", params)
-    if params.is_active is False or params.dimensions is not None:
-        raise RequestError("classify: logits without activation, and dimensions, are not supported.")
-    return usable(llm.classify(prompts, use_tqdm))
-
-
-def encode(llm: Any, prompts: Any, params: Any, use_tqdm: bool | Callable, task: str) -> list[PoolingRequestOutput]:
-    """Embeddings or probabilities as tensors."""
-    import torch
-
-    methods = {"embed": embed, "classify": classify}
-    if task not in methods:
-        raise RequestError(f"encode: pooling_task={task!r} is not supported, only {' and '.join(map(repr, methods))}.")
-    outputs = methods[task](llm, prompts, params, use_tqdm)
-    for output in outputs:
-        of = output.outputs
-        output.outputs = PoolingOutput(torch.tensor(of.values if isinstance(of, EmbeddingOutput) else of.probs))
-    return outputs
-
-
-def score(llm: Any, data_1: Any, data_2: Any, use_tqdm: bool | Callable) -> list[PoolingRequestOutput]:
-    """Of pairs of texts: a reranker's score of one text behind the other, else the cosine of their embeddings."""
-    first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-    if len(first) == 1:
-        first *= len(second)
-    if len(first) != len(second):
-        raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
-    config = llm.config.model_config
-    if config.num_labels or config.label_tokens:
-        return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
-    outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
-    queries = list(dict.fromkeys(first))
-    embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
-    for text, output in zip(first, outputs, strict=True):
-        output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
     return outputs

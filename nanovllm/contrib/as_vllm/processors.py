@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any, Optional
@@ -109,16 +110,13 @@ class EngineProcessor:
     """A class of the engine's, and its instances that serve no request."""
 
     def __init__(self, kind: Any, vllm_config: Any, device: Any):
-        self.kind, self._arguments = kind, (vllm_config, device, device.type == "cuda")
-        self._idle = [kind(*self._arguments)]  # now: its errors are the engine's
-        self.is_argmax_invariant = self._idle[0].is_argmax_invariant()
-
-    def take(self) -> Any:
-        return self._idle.pop() if self._idle else self.kind(*self._arguments)
+        self.kind, self.make = kind, partial(kind, vllm_config, device, device.type == "cuda")
+        self.idle = [self.make()]  # now: its errors are the engine's
+        self.is_argmax_invariant = self.idle[0].is_argmax_invariant()
 
     def give_back(self, instance: Any) -> None:
         instance.update_state(BatchUpdate(0, [0], [], []))
-        self._idle.append(instance)
+        self.idle.append(instance)
 
     def of_request(self, params: Any, core_params: Any) -> "Row":
         """For a request with vLLM's ``params``, which are ``core_params`` for nanovllm."""
@@ -146,7 +144,7 @@ class Row:
         update, owner = None, self._owner
         self._output_ids[:] = output_ids
         if self._instance is None:
-            self._instance = owner.take()
+            self._instance = owner.idle.pop() if owner.idle else owner.make()
             finalize(self, owner.give_back, self._instance).atexit = False
             update = BatchUpdate(1, [], [(0, self._params, prompt_ids, self._output_ids)], [])
         self._instance.update_state(update)
@@ -156,11 +154,7 @@ class Row:
 
 
 def load(given: Any, vllm_config: Any, device: Any) -> list[EngineProcessor]:
-    """``logits_processors`` of the engine: classes, or names "module:Class" or "module.Class".
-
-    Raises:
-        ConfigError: one cannot be imported, or is no ``LogitsProcessor``.
-    """
+    """``logits_processors`` of the engine: classes, or names "module:Class" or "module.Class"."""
     kinds = [imported("logits_processors", each) if isinstance(each, str) else each for each in given or ()]
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):

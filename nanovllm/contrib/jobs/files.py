@@ -266,11 +266,7 @@ def end_last_line(path: Path) -> None:
 
 @contextmanager
 def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[None]:
-    """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with.
-
-    Raises:
-        ConfigError: another job writes to it, or it was begun with other facts.
-    """
+    """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with."""
     path, run_file = output.path, output.path.with_name(output.path.name + ".run.json")
     facts = json.loads(json.dumps(facts))  # as it is read
     try:

@@ -107,7 +107,8 @@ class HybridBlockManager(BlockManager):
         ]  # fmt: skip
         saves = []
         for position in [*junctions, last]:
-            if position in positions and self._is_cached(seq, position):
+            # a snapshot lives no longer than the block before it is cached
+            if position in positions and self.find(seq, position // seq.block_size - 1) is not None:
                 row = self.snapshots.save(self._hash_at(seq, position), position in junctions)
                 if row is not None:
                     saves.append((position, row))
@@ -136,10 +137,6 @@ class HybridBlockManager(BlockManager):
     def _num_sharers(self, seq: Sequence, position: int) -> int:
         """How many waiting prompts begin with the same tokens up to ``position``, and may find them cached."""
         return self._counts[self._hash_at(seq, position)] if position <= seq.num_tokens else 0
-
-    def _is_cached(self, seq: Sequence, position: int) -> bool:
-        """Whether the prefix cache has the block before ``position``: a snapshot lives no longer than its block."""
-        return self.find(seq, position // seq.block_size - 1) is not None
 
     def _known_end(self, seq: Sequence, start: int) -> int:
         """The last multiple of ``grain`` up to which others have computed the keys and values already."""

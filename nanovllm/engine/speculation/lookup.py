@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.config import Config, SpeculativeConfig
+from nanovllm.config import SpeculativeConfig
 from nanovllm.core import Sequence
 from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS
 
@@ -193,12 +193,6 @@ class Speculator:
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts whose token at each place was right
         self.clear()
-
-    @classmethod
-    def of(cls, config: Config) -> "Speculator | None":
-        """None where nothing is drafted."""
-        options = config.speculative_config
-        return cls(options) if options is not None and config.speculates else None
 
     def clear(self) -> None:
         """Forget every text: an interrupt may have left any of it half updated."""

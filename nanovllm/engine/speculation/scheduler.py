@@ -23,8 +23,10 @@ class SpeculativeScheduler(Scheduler):
     def of(cls, config: Config, new_cache: Callable[[], BlockManager],
            eos_token_ids: Iterable[int]) -> "SpeculativeScheduler | None":
         """None unless the options ask for speculation and the model's kind allows it."""
-        speculator = Speculator.of(config)
-        return None if speculator is None else cls(speculator, config, new_cache, eos_token_ids)
+        options = config.speculative_config
+        if options is None or not config.speculates:
+            return None
+        return cls(Speculator(options), config, new_cache, eos_token_ids)
 
     def __init__(self, speculator: Speculator, *args: Any):
         self.speculator = speculator

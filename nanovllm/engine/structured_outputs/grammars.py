@@ -22,11 +22,7 @@ EBNF_PART = re.compile(
 
 
 def to_grammar(params: StructuredOutputsParams) -> str:
-    """The grammar of ``params``, as llguidance's matchers take it.
-
-    Raises:
-        ValueError: it has an error that shows before compilation; the text says which.
-    """
+    """The grammar of ``params``, as llguidance's matchers take it."""
     from llguidance import LLMatcher, grammar_from
 
     kind, source = params.kind, getattr(params, params.kind)

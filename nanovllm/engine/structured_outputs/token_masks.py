@@ -27,11 +27,7 @@ NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """The bitmask that allows ``token_ids`` only.
-
-    Raises:
-        RequestError: an id is not in the vocabulary.
-    """
+    """The bitmask that allows ``token_ids`` only."""
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
     ids = np.array(list(token_ids), np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
@@ -50,11 +46,7 @@ def mask_of_all(vocab_size: int, num_words: int | None = None) -> np.ndarray:
 class BadWords:
     """Forbids the last token of a bad word where the completion ends in the tokens before it.
 
-    Args:
-        words: each is forbidden as it begins a text and as it follows a space.
-
-    Raises:
-        RequestError: a word has no tokens.
+    Each of ``words`` is forbidden as it begins a text and as it follows a space.
     """
 
     def __init__(self, tokenizer: Any, words: Iterable[str], vocab_size: int):
@@ -134,8 +126,7 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """A grammar at the beginning of a text. Compiled ones are kept.
 
-        Raises:
-            RequestError: the grammar has an error, needs what llguidance does not have, or matches nothing.
+        RequestError if it has an error, needs what llguidance does not have, or matches nothing.
         """
         if self._vocabulary is None:
             self._load()

@@ -7,20 +7,16 @@ import torch
 
 from nanovllm.models.decoder import CausalLM
 from nanovllm.readouts.pooled_state import PooledRows
-from nanovllm.runner.readers import Reader
 from nanovllm.sampling.feature import Tensors
+from nanovllm.sampling.sampler import Sampler
 
 
-class StateReader(Reader):
+def read_pooled_states(sampler: Sampler, rows: PooledRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
+                       model: CausalLM) -> torch.Tensor:
     """Sums of hidden states, fp32 [P, C], of ``PooledRows``."""
-
-    kind = PooledRows.kind
-
-    def compute(self, rows: PooledRows, hidden: torch.Tensor, every: Any, tensors: Tensors,
-                model: CausalLM) -> torch.Tensor:
-        if rows.of_last:
-            return hidden[tensors["pooled_last"].long()].float()
+    if rows.needs_every_state:
         return sums(every[tensors["pooled_rows"].long()].float(), tensors["pooled_sizes"])
+    return hidden[tensors["pooled_last"].long()].float()
 
 
 def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
