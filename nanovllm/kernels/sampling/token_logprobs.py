@@ -21,12 +21,12 @@ _GROUP = 128  # logits per maximum
 
 
 @triton.jit
-def load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr):
+def load_row(row, scales_ptr, thresholds_ptr):
     """Scale and threshold of a row."""
     scale, threshold = 1.0, -float("inf")
-    if HAS_SCALES:
+    if scales_ptr is not None:
         scale = tl.load(scales_ptr + row)
-    if HAS_THRESHOLDS:
+    if thresholds_ptr is not None:
         threshold = tl.load(thresholds_ptr + row)
     return scale, threshold
 
@@ -54,12 +54,11 @@ def finite(largest):
 def block_stats_kernel(
     logits_ptr,  # [N, V], written by the LM head or by logits steps
     tokens_ptr,  # int[N]
-    scales_ptr, thresholds_ptr,  # f32[N], with HAS_SCALES, HAS_THRESHOLDS
+    scales_ptr, thresholds_ptr,  # f32[N] or None
     stats_ptr,  # f32[N, blocks, 3], written here: maximum, sum_exp relative to it, number of logits >= the token's
     group_max_ptr,  # f32[N, groups], written here with HAS_TOP
     vocab_size, num_groups, logits_stride,
-    HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, HAS_TOP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_TOP: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, blocks)."""
     pdl_launch_dependents(USE_PDL)
@@ -68,7 +67,7 @@ def block_stats_kernel(
     block = tl.program_id(1)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row * logits_stride
-    scale, threshold = load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES, HAS_THRESHOLDS)
+    scale, threshold = load_row(row, scales_ptr, thresholds_ptr)
     token = tl.load(tokens_ptr + row)
     own = load_scaled(logits_ptr, token, vocab_size, scale, threshold)
     x = load_scaled(logits_ptr, offs, vocab_size, scale, threshold)
@@ -96,8 +95,7 @@ def token_logprobs_kernel(
     stats_ptr, group_max_ptr,  # written by block_stats_kernel
     packed_ptr,  # i32[N, 2 + 2 * num_top], written here
     vocab_size, num_blocks, num_groups, num_top, logits_stride,
-    HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, HAS_TOP: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_TOP: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): merges the blocks' stats, then takes the top tokens in `num_top` rounds."""
     pdl_launch_dependents(USE_PDL)
@@ -105,7 +103,7 @@ def token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     packed_ptr += row * (2 + 2 * num_top)
-    scale, threshold = load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES, HAS_THRESHOLDS)
+    scale, threshold = load_row(row, scales_ptr, thresholds_ptr)
     token = tl.load(tokens_ptr + row)
     own = load_scaled(logits_ptr, token, vocab_size, scale, threshold)
     blocks = tl.arange(0, BLOCK_S)
@@ -152,11 +150,8 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
     packed = torch.empty((num_rows, 2 + 2 * num_top), dtype=torch.int32, device=logits.device)
     stats = torch.empty((num_rows, num_blocks, 3), dtype=torch.float32, device=logits.device)
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
-    row_inputs = logits, tokens, stats if scales is None else scales, stats if thresholds is None else thresholds
-    options = dict(
-        HAS_SCALES=scales is not None, HAS_THRESHOLDS=thresholds is not None, HAS_TOP=num_top > 0, GROUP=_GROUP,
-        num_warps=4, **launch_options(logits.device),
-    )  # fmt: skip
+    row_inputs = logits, tokens, scales, thresholds
+    options = dict(HAS_TOP=num_top > 0, GROUP=_GROUP, num_warps=4, **launch_options(logits.device))
     launch(
         block_stats_kernel, (num_rows, num_blocks),
         *row_inputs, stats, group_max, vocab_size, num_groups, logits.stride(0), BLOCK=_BLOCK, **options,
