@@ -52,12 +52,11 @@ def rms_norm_kernel(
     x_ptr,  # [T, C], tokens strided
     weight_ptr,  # [C], or None: only quantized
     y_ptr,  # [T, C] contiguous, written here
-    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
+    scale_ptr,  # fp32 [T], written here; None: y is not quantized
     num_tokens,
     x_stride,
     num_channels,
     eps,
-    QUANTIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -72,7 +71,7 @@ def rms_norm_kernel(
     y = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
     if weight_ptr is not None:
         y = normalized(y, weight, mean_square(y, num_channels, KEEP_DIMS=True), eps)
-    if QUANTIZE:
+    if scale_ptr is not None:
         y, scale = quantize(y.to(tl.float32), 1)
         tl.store(scale_ptr + token, scale, mask=token < num_tokens)
     tl.store(y_ptr + token * num_channels + offs_c, y, mask=mask)
@@ -84,11 +83,10 @@ def add_rms_norm_kernel(
     residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
-    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
+    scale_ptr,  # fp32 [T], written here; None: y is not quantized
     partials_stride,
     residual_stride,
     eps,
-    QUANTIZE: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -110,7 +108,7 @@ def add_rms_norm_kernel(
     residual = (before.to(tl.float32) + total).to(before.dtype)
     tl.store(residual_ptrs, residual, mask=mask)
     y = normalized(residual, weight, mean_square(residual, NUM_CHANNELS), eps)
-    if QUANTIZE:
+    if scale_ptr is not None:
         y, scale = quantize(y.to(tl.float32), 0)
         tl.store(scale_ptr + token + tl.arange(0, 1), scale)
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
@@ -148,7 +146,7 @@ def rms_norm(x, weight, eps, quantized=False):
     y = torch.empty((num_tokens, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)
     scale = torch.empty(num_tokens, dtype=torch.float32, device=x.device) if quantized else None
     block_c = triton.next_power_of_2(num_channels)
-    options = dict(QUANTIZE=quantized, BLOCK_C=block_c, **launch_options(x.device))
+    options = dict(BLOCK_C=block_c, **launch_options(x.device))
     if partials is None:
         block_t = max(1, 1024 // block_c)
         launch(
