@@ -269,6 +269,13 @@ def qkv_epilogue(
 
 
 @gluon.jit
+def product_alone(x, weight, registers):
+    """x weight^T of a stage, in the registers of the product before."""
+    pending = hopper.warpgroup_mma(x, weight.permute((1, 0)), registers, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, [pending])
+
+
+@gluon.jit
 def consume(
     pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
     CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr,
@@ -307,24 +314,12 @@ def consume(
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
                 weight = weight_smem.index(stage)
-                pending = hopper.warpgroup_mma(
-                    x, weight.slice(0, HALF).permute((1, 0)), product, use_acc=False, is_async=True
-                )
-                product = hopper.warpgroup_mma_wait(0, [pending])
-                if NUM_GROUPS > 1:
-                    total_1 += product * scale_1
-                else:
-                    total_1 += product
-                pending = hopper.warpgroup_mma(
-                    x, weight.slice(HALF, HALF).permute((1, 0)), product, use_acc=False, is_async=True
-                )
-                product = hopper.warpgroup_mma_wait(0, [pending])
+                product = product_alone(x, weight.slice(0, HALF), product)
+                total_1 += product * scale_1 if NUM_GROUPS > 1 else product
+                product = product_alone(x, weight.slice(HALF, HALF), product)
                 thread_barrier()
                 mbarrier.arrive(empty.index(stage))
-                if NUM_GROUPS > 1:
-                    total_2 += product * scale_2
-                else:
-                    total_2 += product
+                total_2 += product * scale_2 if NUM_GROUPS > 1 else product
                 n += 1
         else:
             acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
