@@ -40,12 +40,11 @@ def decode_inputs(req_indices, last_token, length, block_tables, block_size):
     # Zeros while compiling: the embedding and flash-attn run even then, and index with the results.
     allocate = torch.zeros if compile_only.get() else torch.empty
     results = allocate((4, padded), dtype=torch.int32, device=req_indices.device)[:, :batch_size]
-    if batch_size > 0:
-        block = 128
-        launch(
-            decode_inputs_kernel, (triton.cdiv(batch_size, block),),
-            req_indices, last_token, length, block_tables, *results,
-            batch_size, last_token.stride(0), length.stride(0), block_tables.stride(0),
-            BLOCK_SIZE=block_size, BLOCK_B=block, num_warps=block // 32, **launch_options(req_indices.device),
-        )  # fmt: skip
+    block = 128
+    launch(
+        decode_inputs_kernel, (triton.cdiv(batch_size, block),),
+        req_indices, last_token, length, block_tables, *results,
+        batch_size, last_token.stride(0), length.stride(0), block_tables.stride(0),
+        BLOCK_SIZE=block_size, BLOCK_B=block, num_warps=block // 32, **launch_options(req_indices.device),
+    )  # fmt: skip
     return tuple(results)

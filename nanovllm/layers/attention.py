@@ -15,21 +15,21 @@ from nanovllm.layers.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of q [T, H, D] over the KV cache -> [T, H, D].
+    """Causal attention of q [T, H, D] over a layer's KV cache -> [T, H, D].
 
-    In ``decode`` T = B, or B * Q with ``context.row_lens``. A token attends the last ``window`` tokens up to itself; 0:
-    all of them. ``sinks`` [H] or None, and ``softcap``, 0 for none, as in ``paged_decode_attention``.
+    In ``decode`` T = B, or B * Q with ``context.row_lens``. A token attends the last ``layer.window`` tokens up to
+    itself; 0: all of them. ``sinks`` [H] or None, and ``layer.softcap``, 0 for none, as in ``paged_decode_attention``.
     """
 
     capturable: bool  # decode may run inside a CUDA graph
     captures_prefill: bool  # and so may prefill: with lengths that the host does not know
     shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context,
-                sinks: torch.Tensor | None, softcap: float) -> torch.Tensor: ...
+    def prefill(self, q: torch.Tensor, layer: "Attention", context: Context,
+                sinks: torch.Tensor | None) -> torch.Tensor: ...
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale: float, window: int, context: Context,
-               sinks: torch.Tensor | None, softcap: float) -> torch.Tensor: ...
+    def decode(self, q: torch.Tensor, layer: "Attention", context: Context,
+               sinks: torch.Tensor | None) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
@@ -75,6 +75,4 @@ class Attention(nn.Module):
         if len(q) == 0 or self.k_cache.numel() == 0:  # nothing to sample; or memory profiling, before the cache exists
             return torch.empty_like(q).flatten(1)
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(
-            q, self.k_cache, self.v_cache, self.kv_scale, self.scale, self.window, context, sinks, self.softcap
-        ).flatten(1)
+        return attend(q, self, context, sinks).flatten(1)

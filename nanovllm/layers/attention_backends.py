@@ -20,19 +20,20 @@ class PagedBackend:
         # the references read lengths on the host
         self.capturable = self.captures_prefill = self.shares_prefixes = capturable
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
+    def prefill(self, q, layer, context, sinks):
         return self.ops.paged_prefill_attention(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
-            context.block_tables, scale, context.max_seqlen_q, window, kv_scale, sinks, softcap,
+            q, layer.k_cache, layer.v_cache, context.cu_seqlens_q, context.req_indices, context.context_lens,
+            context.block_tables, layer.scale, context.max_seqlen_q, layer.window, layer.kv_scale, sinks, layer.softcap,
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
+    def decode(self, q, layer, context, sinks):
         # pdl: the kernel reads req_indices, context_lens, block_tables and groups before griddepcontrol.wait. Legal
         # because the embedding, a launch without PDL, separates it from the kernels that write them.
         return self.ops.paged_decode_attention(
-            q, k_cache, v_cache, context.req_indices, context.context_lens, context.block_tables, scale,
-            context.max_context, pdl=True, window=window, kv_scale=kv_scale,
-            groups=None if window else context.prefix_groups, sinks=sinks, softcap=softcap, row_lens=context.row_lens,
+            q, layer.k_cache, layer.v_cache, context.req_indices, context.context_lens, context.block_tables,
+            layer.scale, context.max_context, pdl=True, window=layer.window, kv_scale=layer.kv_scale,
+            groups=None if layer.window else context.prefix_groups, sinks=sinks, softcap=layer.softcap,
+            row_lens=context.row_lens,
         )  # fmt: skip
 
 
@@ -48,29 +49,27 @@ class FlashAttentionBackend:
 
         self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
-    def prefill(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
+    def prefill(self, q, layer, context, sinks):
         return self.varlen(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q, context.max_context,
-            softmax_scale=scale, causal=True, window_size=_window_size(window), softcap=softcap,
-            block_table=context.block_tables[context.req_indices.long()],
+            q, layer.k_cache, layer.v_cache, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q,
+            context.max_context, **self._options(layer), block_table=context.block_tables[context.req_indices.long()],
         )  # fmt: skip
 
-    def decode(self, q, k_cache, v_cache, kv_scale, scale, window, context, sinks, softcap):
+    def decode(self, q, layer, context, sinks):
         req_indices, context_lens = context.req_indices.long(), context.context_lens
         if context.row_lens is not None:  # each row as a sequence
             req_indices = req_indices[:, None].expand(-1, len(q) // len(req_indices)).flatten()
             context_lens = context.row_lens
         out = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=context_lens,
-            block_table=context.block_tables[req_indices], softmax_scale=scale, causal=True,
-            window_size=_window_size(window), softcap=softcap,
+            q.unsqueeze(1), layer.k_cache, layer.v_cache, cache_seqlens=context_lens,
+            block_table=context.block_tables[req_indices], **self._options(layer),
         )  # fmt: skip
         return out.squeeze(1)
 
-
-def _window_size(window: int) -> tuple[int, int]:
-    """flash-attn's: tokens before and after the query's own, -1 for all."""
-    return (window - 1, 0) if window else (-1, -1)
+    @staticmethod
+    def _options(layer):
+        window_size = (layer.window - 1, 0) if layer.window else (-1, -1)  # tokens before and after, -1 for all
+        return dict(softmax_scale=layer.scale, causal=True, window_size=window_size, softcap=layer.softcap)
 
 
 MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel

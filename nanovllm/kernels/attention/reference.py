@@ -8,7 +8,6 @@ K KV heads, D head size, NB blocks of BS tokens.
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -90,13 +89,11 @@ def paged_decode_attention(
     num_seqs, num_heads, head_size = q.shape
     grouped = (num_seqs, k_cache.shape[2], num_heads // k_cache.shape[2], head_size)
     grouped_q, grouped_out = q.view(grouped), out.view(grouped)
+    of_rows = None if sinks is None else sinks.view(1, *grouped[1:3], 1)
     for i, k, v in _gather_contexts(q.dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
-        k, v, q_i = k[:, :, -window:], v[:, :, -window:], grouped_q[i : i + 1]
-        if sinks is None and not softcap:
-            grouped_out[i : i + 1] = F.scaled_dot_product_attention(q_i, k, v, scale=scale)
-        else:
-            of_rows = None if sinks is None else sinks.view(1, *grouped[1:3], 1)
-            grouped_out[i : i + 1] = _attend(q_i, k, v, scale, None, of_rows, softcap)
+        if window:
+            k, v = k[:, :, -window:], v[:, :, -window:]
+        grouped_out[i : i + 1] = _attend(grouped_q[i : i + 1], k, v, scale, None, of_rows, softcap)
     return out
 
 
@@ -119,23 +116,16 @@ def prefix_attention(
     """
     acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
-    block_size, gqa_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    for begin, size, shared_len, owner in zip(*(column.tolist() for column in groups[2:]), strict=True):
-        if size == 0:
-            continue
-        members = groups.members[begin : begin + size].long()
-        blocks = block_tables[owner, : -(-shared_len // block_size)].long()
-        k, v = (
-            cache[blocks].flatten(0, 1)[:shared_len].float().repeat_interleave(gqa_group, 1)  # [shared_len, H, D]
-            for cache in (k_cache, v_cache)
-        )
-        if k_cache.dtype != q.dtype:
-            assert kv_scale is not None
-            k = k * kv_scale[0].repeat_interleave(gqa_group)[:, None]
-        scores = _capped(torch.einsum("bhd,nhd->bhn", q[members].float(), k) * scale, softcap) * math.log2(math.e)
+    begins, sizes, gqa_group = groups.begins.tolist(), groups.sizes.tolist(), q.shape[1] // k_cache.shape[2]
+    lens = groups.lens.where(groups.sizes > 0, 0)
+    key_scale = None if kv_scale is None else (kv_scale[0], torch.ones_like(kv_scale[1]))
+    for i, k, v in _gather_contexts(torch.float32, k_cache, v_cache, groups.owners, lens, block_tables, key_scale):
+        members = groups.members[begins[i] : begins[i] + sizes[i]].long()
+        k, v = (x[0].float().repeat_interleave(gqa_group, 0) for x in (k, v))  # [H, shared tokens, D]
+        scores = _capped(torch.einsum("bhd,hnd->bhn", q[members].float(), k) * scale, softcap) * math.log2(math.e)
         row_max = scores.amax(-1)
         p = torch.exp2(scores - row_max[..., None])
-        acc[members] = torch.einsum("bhn,nhd->bhd", p, v)
+        acc[members] = torch.einsum("bhn,hnd->bhd", p, v)
         stats[members] = torch.stack([row_max, p.sum(-1)], -1)
     return acc, stats
 
@@ -184,49 +174,32 @@ def paged_prefill_attention(
             mask = mask.tril(stop - start - (last - first))
             if window:
                 mask = mask.triu(stop - start - (last - first) - window + 1)
-            if is_plain:
-                attended = F.scaled_dot_product_attention(
-                    rows, keys, values, mask, scale=scale, enable_gqa=gqa_group > 1
-                )  # fmt: skip
-            else:
-                attended = _attend(rows, keys, values, scale, mask, of_heads, softcap)
+            attended = _attend(rows, keys, values, scale, mask, of_heads, softcap, enable_gqa=gqa_group > 1)
             out[first:last] = attended[0].transpose(0, 1)
     return out
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    softcap: float,
-) -> torch.Tensor:
-    """Attention of q [1, H, M, D] over k and v [1, H, L, D], in fp32 and more. sinks [1, H, 1 or M, 1]."""
+def _attend(q, k, v, scale, mask, sinks, softcap, enable_gqa=False):
+    """Attention of q [1, H, M, D] over k and v [1, H, L, D]; with sinks or a soft cap in fp32 and more.
+
+    sinks [1, H, 1 or M, 1]. With `enable_gqa` k and v are [1, K, L, D]; for sinks and soft caps they are repeated.
+    """
+    if sinks is None and not softcap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _capped(q.to(wide) @ k.to(wide).transpose(-1, -2) * scale, softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(wide).expand(*scores.shape[:-1], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.to(wide)).to(q.dtype)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v.to(wide)).to(q.dtype)
 
 
 def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
-def _gather_contexts(
-    dtype: torch.dtype,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_indices: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    kv_scale: torch.Tensor | None,
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
     """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several.
 
     Those of an e4m3 cache are dequantized to ``dtype``.

@@ -153,8 +153,8 @@ def decode_gemm_kernel(
     weight_ptr,  # [N, C] contiguous
     x_scale_ptr,  # fp32 [M], written by the kernel before; only with e4m3, and likewise the next
     weight_scale_ptr,  # fp32 [N, NUM_GROUPS]
-    bias_ptr,  # [N], only with HAS_BIAS
-    residual_ptr,  # [M, I], tokens strided, only with HAS_RESIDUAL
+    bias_ptr,  # [N] or None
+    residual_ptr,  # [M, I], tokens strided, or None
     y_ptr,  # [M, I], or partials fp32 [SPLIT_K, M, I]; written here
     num_tokens,
     num_outputs,
@@ -162,8 +162,6 @@ def decode_gemm_kernel(
     residual_stride,
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
     NUM_GROUPS: gl.constexpr,  # of channels with a scale, in e4m3: 1, or one a stage; 0: x and weight have 16 bits
-    HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
     SPLIT_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -285,7 +283,7 @@ def decode_gemm_kernel(
         acc *= along(scale_smem.index(0), acc_layout, FEATURES)
     if IS_FP8:
         acc *= along(x_scale_smem.index(0), acc_layout, TOKENS)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias_features = output_features(tile, num_outputs, ACT_MUL, BLOCK_N, gl.SliceLayout(TOKENS, acc_layout))
         acc += gl.expand_dims(gl.load(bias_ptr + bias_features).to(gl.float32), TOKENS)
     if ACT_MUL is not None:
@@ -299,7 +297,7 @@ def decode_gemm_kernel(
     y_token = first_token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, store_layout))
     i = tile * BLOCK_I + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, store_layout))
     mask = (y_token < num_tokens)[:, None] & (i < num_outputs)[None, :]
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual_ptrs = residual_ptr + y_token.to(gl.int64)[:, None] * residual_stride + i[None, :]
         acc += gl.load(residual_ptrs, mask=mask, other=0.0).to(gl.float32)
     offs = (split * num_tokens + y_token).to(gl.int64)[:, None] * num_outputs + i[None, :]
@@ -328,8 +326,8 @@ def decode_gemm(config, x, weight, bias=None, residual=None, act_mul=None):
         (triton.cdiv(num_tokens, config.block_m), triton.cdiv(num_features, config.block_n), config.split_k),
         x, weight, x_scale, weight_scale, bias, residual if adds_residual else None, y,
         num_tokens, num_outputs, x.stride(0), residual.stride(0) if adds_residual else 0,
-        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, HAS_BIAS=bias is not None, HAS_RESIDUAL=adds_residual,
-        ACT_MUL=act_mul, SPLIT_K=config.split_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_C=config.block_c, STAGES=config.stages, num_warps=config.num_warps, **launch_options(x.device),
+        NUM_CHANNELS=num_channels, NUM_GROUPS=num_groups, ACT_MUL=act_mul, SPLIT_K=config.split_k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_c, STAGES=config.stages,
+        num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return SplitKPartials(residual, y) if config.split_k > 1 else y

@@ -8,9 +8,9 @@ registers a thread needs, the more programs of the next kernel are resident earl
 
 Scales of an e4m3 weight, of all channels or of groups of them, multiply the sums. In e4m3 a byte of weight costs twice
 the arithmetic, and widened to fp32 that takes as long as reading it. So on NVIDIA GPUs from sm_89 on, with a token in
-16 bits, products are in fp16, two at a time (`gemv_fp8_kernel`): sums of four, and of those in fp32. Each vector of 16
-channels of the token has a power of two of its own, which brings its largest number to 8 to 16: no sum exceeds fp16,
-whatever the token's size. Four e4m3, or two numbers of 16 bits, are loaded as an int32.
+16 bits, products are in fp16, two at a time (IN_FP16): sums of four, and of those in fp32. Each vector of 16 channels
+of the token has a power of two of its own, which brings its largest number to 8 to 16: no sum exceeds fp16, whatever
+the token's size. Four e4m3, or two numbers of 16 bits, are loaded as an int32.
 
 N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul; V vectors of a step.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..launch import has_inline_asm, launch, launch_options, pdl_launch_dependents, pdl_wait
 
-FP8_VECTOR = tl.constexpr(16)  # channels that a thread of gemv_fp8_kernel loads at once
+FP8_VECTOR = 16  # channels of an e4m3 weight that a thread loads at once
 
 
 class GemvConfig(NamedTuple):
@@ -40,7 +40,7 @@ def gemv_config(num_features, num_channels, itemsize, in_fp16):
     if in_fp16:
         if is_whole_blocks and num_features < 12288:
             return GemvConfig(8, 2048, 4)
-        return GemvConfig(8, min(1024, max(FP8_VECTOR.value, triton.next_power_of_2(num_channels))), 2)
+        return GemvConfig(8, min(1024, max(FP8_VECTOR, triton.next_power_of_2(num_channels))), 2)
     if itemsize == 1:
         return GemvConfig(4, min(1024, max(16, triton.next_power_of_2(num_channels))), 2)
     if num_channels <= 1024:
@@ -89,14 +89,6 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def load_norm_weight(norm_weight_ptr, c, num_channels, HAS_NORM: tl.constexpr):
-    if HAS_NORM:
-        return tl.load(norm_weight_ptr + c, mask=c < num_channels, other=0.0).to(tl.float32)
-    else:
-        return 1.0
-
-
-@triton.jit
 def load_group_scale(
     scale_ptr, features, exists, first_c,
     NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, VECTOR: tl.constexpr,
@@ -112,96 +104,6 @@ def load_group_scale(
         return tl.load(scale_ptr + features, mask=exists, other=0.0)
     else:
         return 1.0
-
-
-@triton.jit
-def store_outputs(
-    acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
-    NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    ACT_MUL: tl.constexpr,
-):  # fmt: skip
-    """Epilogue of the products: acc [vectors, BLOCK_N] to y[offs_i]; squares [vectors] of x, residual like offs_i."""
-    y = tl.sum(acc, axis=0)
-    if NUM_GROUPS == 1:
-        y *= scale
-    if HAS_NORM:
-        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if ACT_MUL is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, offs_i.shape[0])), (1, 0)))
-        y = activate(gate, ACT_MUL) * up
-    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
-
-
-@triton.jit
-def gemv_kernel(
-    x_ptr,  # [1, C], written by the kernel before
-    weight_ptr,  # [N, C] contiguous
-    bias_ptr,  # [N], only with HAS_BIAS
-    weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with NUM_GROUPS
-    norm_weight_ptr,  # [C], only with HAS_NORM
-    residual_ptr,  # [1, I], only with HAS_RESIDUAL
-    y_ptr,  # [1, I], written here
-    num_outputs,
-    eps,
-    NUM_CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program: BLOCK_N output features, all channels.
-
-    A thread loads VECTOR channels at once and sums them itself: one accumulator per vector and feature saves registers.
-    Vectors are the first dimension, so that neighbouring threads hold neighbouring vectors of x and of the weight.
-    """
-    pdl_launch_dependents(USE_PDL)
-    tile = tl.program_id(0)
-    BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
-    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
-    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty.primitive_bitwidth == 8 else 8
-    features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
-    c = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK_C/V, V]
-    weight_ptrs = weight_ptr + c[:, None, :] + features[None, :, None] * NUM_CHANNELS  # [BLOCK_C/V, BLOCK_N, V]
-    weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
-    scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
-    norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
-
-    pdl_wait(USE_PDL)
-    residual = tl.zeros((BLOCK_I,), tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK_C // VECTOR, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
-    for step in tl.static_range(STEPS):
-        x = tl.load(x_ptr + c, mask=c < NUM_CHANNELS, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += tl.sum(x * x, axis=1)
-            x *= norm_weight
-        step_weight, step_scale = weight, scale
-        c += BLOCK_C
-        if step + 1 < STEPS:
-            weight_ptrs += BLOCK_C
-            weight = tl.load(weight_ptrs, mask=(c < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
-            if NUM_GROUPS > 1:
-                scale = load_group_scale(
-                    weight_scale_ptr, features, exists, (step + 1) * BLOCK_C, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
-                )
-            norm_weight = load_norm_weight(norm_weight_ptr, c, NUM_CHANNELS, HAS_NORM)
-        dot = tl.sum(x[:, None, :] * step_weight.to(tl.float32), axis=2)
-        if NUM_GROUPS > 1:
-            dot *= step_scale
-        acc += dot
-    store_outputs(
-        acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
-        NUM_CHANNELS, NUM_GROUPS, HAS_BIAS, HAS_NORM, ACT_MUL,
-    )  # fmt: skip
 
 
 def dot_asm():
@@ -236,6 +138,17 @@ def split_four(x):
 def load_pairs(ptr, offs, mask):
     """int32 [V, 4] twice: the pairs of a vector's first 8 channels, and of the others."""
     return tl.load(ptr + offs, mask=mask, other=0), tl.load(ptr + offs + 4, mask=mask, other=0)
+
+
+@triton.jit
+def load_norm_weight(ptr, offs, inside, IN_FP16: tl.constexpr):
+    """As gemv_kernel has x: fp32 numbers, or pairs; 1 without a norm."""
+    if ptr is None:
+        return 1.0
+    elif IN_FP16:
+        return load_pairs(ptr, offs, inside)
+    else:
+        return tl.load(ptr + offs, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -277,86 +190,104 @@ def dot_fp8(x_0, x_1, x_2, x_3, weight):
 
 
 @triton.jit
-def gemv_fp8_kernel(
-    x_ptr,  # [1, C / 2] of pairs, written by the kernel before
-    weight_ptr,  # [N, C / 4] of fours, contiguous
-    bias_ptr,  # [N], only with HAS_BIAS
-    weight_scale_ptr,  # fp32 [N, NUM_GROUPS]
-    norm_weight_ptr,  # [C / 2] of pairs, only with HAS_NORM
-    residual_ptr,  # [1, I], only with HAS_RESIDUAL
+def gemv_kernel(
+    x_ptr,  # [1, C], written by the kernel before; of pairs where the weight is int32
+    weight_ptr,  # [N, C] contiguous; fours of e4m3 are int32 [N, C / 4]
+    bias_ptr,  # [N] or None
+    weight_scale_ptr,  # fp32 [N, NUM_GROUPS] or None
+    norm_weight_ptr,  # [C] or None; of pairs like x
+    residual_ptr,  # [1, I] or None
     y_ptr,  # [1, I], written here
     num_outputs,
     eps,
     NUM_CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,  # of channels with a scale
-    IS_BF16: tl.constexpr,  # x and norm_weight; else fp16
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACT_MUL: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
+    ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N output features, all channels."""
+    """One program: BLOCK_N output features, all channels.
+
+    A thread loads VECTOR channels at once and sums them itself: one accumulator per vector and feature saves registers.
+    Vectors are the first dimension, so that neighbouring threads hold neighbouring vectors of x and of the weight.
+    """
     pdl_launch_dependents(USE_PDL)
     tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
-    V: tl.constexpr = BLOCK_C // FP8_VECTOR
     STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_C - 1) // BLOCK_C
+    IN_FP16: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32  # fours of weights times pairs of x
+    IS_BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
+    PACK: tl.constexpr = 4 if IN_FP16 else 1
+    X_PACK: tl.constexpr = 2 if IN_FP16 else 1
+    VECTOR: tl.constexpr = 16 if weight_ptr.dtype.element_ty.primitive_bitwidth == 8 or IN_FP16 else 8
+    V: tl.constexpr = BLOCK_C // VECTOR
     features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
-    vector, four = tl.arange(0, V)[:, None], tl.arange(0, 4)[None, :]
-    inside = vector * FP8_VECTOR < NUM_CHANNELS  # [V, 1]
-    x_offs = vector * 8 + four
-    weight_ptrs = weight_ptr + (vector * 4 + four)[:, None, :] + features[None, :, None] * (NUM_CHANNELS // 4)
-    weight = tl.load(weight_ptrs, mask=inside[:, None, :] & exists[None, :, None], other=0)  # [V, BLOCK_N, 4]
-    scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, FP8_VECTOR)
-    if HAS_NORM:
-        norm_1, norm_2 = load_pairs(norm_weight_ptr, x_offs, inside)
+    vector, lane = tl.arange(0, V)[:, None], tl.arange(0, VECTOR // PACK)[None, :]
+    channel = vector * VECTOR if IN_FP16 else vector * VECTOR + lane  # [V, 1 or VECTOR]
+    x_offs = vector * (VECTOR // X_PACK) + lane
+    offs = vector * (VECTOR // PACK) + lane
+    weight_ptrs = weight_ptr + offs[:, None, :] + features[None, :, None] * (NUM_CHANNELS // PACK)
+    weight = tl.load(weight_ptrs, mask=(channel < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
+    scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
+    norm = load_norm_weight(norm_weight_ptr, x_offs, channel < NUM_CHANNELS, IN_FP16)
     offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
 
     pdl_wait(USE_PDL)
     residual = tl.zeros((BLOCK_I,), tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
     acc = tl.zeros((V, BLOCK_N), tl.float32)
     squares = tl.zeros((V,), tl.float32)
     for step in tl.static_range(STEPS):
-        pairs_1, pairs_2 = load_pairs(x_ptr, x_offs, inside)
-        x_0, x_1 = unpack(pairs_1, IS_BF16)
-        x_2, x_3 = unpack(pairs_2, IS_BF16)
-        if HAS_NORM:
-            squares += tl.sum(x_0 * x_0 + x_1 * x_1 + x_2 * x_2 + x_3 * x_3, axis=1)
-            norm_x_0, norm_x_1 = unpack(norm_1, IS_BF16)
-            norm_x_2, norm_x_3 = unpack(norm_2, IS_BF16)
-            x_0, x_1, x_2, x_3 = x_0 * norm_x_0, x_1 * norm_x_1, x_2 * norm_x_2, x_3 * norm_x_3
+        if IN_FP16:
+            pairs_1, pairs_2 = load_pairs(x_ptr, x_offs, channel < NUM_CHANNELS)
+            x_0, x_1 = unpack(pairs_1, IS_BF16)
+            x_2, x_3 = unpack(pairs_2, IS_BF16)
+            if norm_weight_ptr is not None:
+                squares += tl.sum(x_0 * x_0 + x_1 * x_1 + x_2 * x_2 + x_3 * x_3, axis=1)
+                norm_0, norm_1 = unpack(norm[0], IS_BF16)
+                norm_2, norm_3 = unpack(norm[1], IS_BF16)
+                x_0, x_1, x_2, x_3 = x_0 * norm_0, x_1 * norm_1, x_2 * norm_2, x_3 * norm_3
+        else:
+            x = tl.load(x_ptr + x_offs, mask=channel < NUM_CHANNELS, other=0.0).to(tl.float32)
+            if norm_weight_ptr is not None:
+                squares += tl.sum(x * x, axis=1)
+                x *= norm
         step_weight, step_scale = weight, scale
-        x_offs += BLOCK_C // 2
-        inside = (step + 1) * BLOCK_C + vector * FP8_VECTOR < NUM_CHANNELS
+        channel += BLOCK_C
+        x_offs += BLOCK_C // X_PACK
         if step + 1 < STEPS:
-            weight_ptrs += BLOCK_C // 4
-            weight = tl.load(weight_ptrs, mask=inside[:, None, :] & exists[None, :, None], other=0)
+            weight_ptrs += BLOCK_C // PACK
+            weight = tl.load(weight_ptrs, mask=(channel < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
             if NUM_GROUPS > 1:
-                first_c = (step + 1) * BLOCK_C
                 scale = load_group_scale(
-                    weight_scale_ptr, features, exists, first_c, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, FP8_VECTOR
+                    weight_scale_ptr, features, exists, (step + 1) * BLOCK_C, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR
                 )
-            if HAS_NORM:
-                norm_1, norm_2 = load_pairs(norm_weight_ptr, x_offs, inside)
+            norm = load_norm_weight(norm_weight_ptr, x_offs, channel < NUM_CHANNELS, IN_FP16)
+        if IN_FP16:
+            dot, grow = dot_fp8(x_0, x_1, x_2, x_3, step_weight)
+            acc += dot * (grow * step_scale if NUM_GROUPS > 1 else grow)
+        else:
+            dot = tl.sum(x[:, None, :] * step_weight.to(tl.float32), axis=2)
+            acc += dot * step_scale if NUM_GROUPS > 1 else dot
 
-        dot, grow = dot_fp8(x_0, x_1, x_2, x_3, step_weight)
-        if NUM_GROUPS > 1:
-            grow = grow * step_scale
-        acc += dot * grow
-    store_outputs(
-        acc, squares, scale, residual, bias_ptr, y_ptr, features, exists, offs_i, num_outputs, eps,
-        NUM_CHANNELS, NUM_GROUPS, HAS_BIAS, HAS_NORM, ACT_MUL,
-    )  # fmt: skip
+    y = tl.sum(acc, axis=0)
+    if NUM_GROUPS == 1:
+        y *= scale
+    if norm_weight_ptr is not None:
+        y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
+    if ACT_MUL is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
+        y = activate(gate, ACT_MUL) * up
+    tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
 
 
 def multiplies_in_fp16(x, weight, norm_weight):
-    """Whether gemv_fp8_kernel, or moe/gemv.py with fours, takes this weight."""
-    is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[-1] % FP8_VECTOR.value == 0
+    """Whether gemv_kernel, or moe/gemv.py, takes fours of this weight."""
+    is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[-1] % FP8_VECTOR == 0
     is_16_bit = x.element_size() == 2 and (norm_weight is None or norm_weight.dtype == x.dtype)
     return weight.scale is not None and has_inline_asm(x.device) and is_aligned and is_16_bit
 
@@ -371,16 +302,13 @@ def gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
     config = gemv_config(num_features, num_channels, data.element_size(), in_fp16)
     num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    kernel, options = gemv_kernel, launch_options(x.device)
     if in_fp16:
-        kernel, options = gemv_fp8_kernel, options | {"IS_BF16": x.dtype == torch.bfloat16}
         x, data = x.view(torch.int32), data.view(torch.int32)
         norm_weight = None if norm_weight is None else norm_weight.view(torch.int32)
     launch(
-        kernel, (triton.cdiv(num_features, config.block_n),),
+        gemv_kernel, (triton.cdiv(num_features, config.block_n),),
         x, data, bias, scale, norm_weight, residual, y, num_outputs, eps,
-        NUM_CHANNELS=num_channels, NUM_GROUPS=0 if scale is None else scale.shape[1], HAS_BIAS=bias is not None,
-        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, ACT_MUL=act_mul,
-        BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **options,
+        NUM_CHANNELS=num_channels, NUM_GROUPS=0 if scale is None else scale.shape[1], ACT_MUL=act_mul,
+        BLOCK_N=config.block_n, BLOCK_C=config.block_c, num_warps=config.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return y

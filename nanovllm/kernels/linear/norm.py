@@ -50,15 +50,13 @@ def mean_square(x, size, KEEP_DIMS: tl.constexpr = False):
 @triton.jit(do_not_specialize=["num_tokens"])
 def rms_norm_kernel(
     x_ptr,  # [T, C], tokens strided
-    weight_ptr,  # [C]
+    weight_ptr,  # [C], or None: only quantized
     y_ptr,  # [T, C] contiguous, written here
-    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
+    scale_ptr,  # fp32 [T], written here; None: y is not quantized
     num_tokens,
     x_stride,
     num_channels,
     eps,
-    HAS_NORM: tl.constexpr,  # otherwise only quantized
-    QUANTIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -67,13 +65,13 @@ def rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     offs_c = tl.arange(0, BLOCK_C)[None, :]  # [1, BLOCK_C]
     mask = (token < num_tokens) & (offs_c < num_channels)
-    if HAS_NORM:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + offs_c, mask=offs_c < num_channels, other=0.0)
     pdl_wait(USE_PDL)
     y = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
-    if HAS_NORM:
+    if weight_ptr is not None:
         y = normalized(y, weight, mean_square(y, num_channels, KEEP_DIMS=True), eps)
-    if QUANTIZE:
+    if scale_ptr is not None:
         y, scale = quantize(y.to(tl.float32), 1)
         tl.store(scale_ptr + token, scale, mask=token < num_tokens)
     tl.store(y_ptr + token * num_channels + offs_c, y, mask=mask)
@@ -85,11 +83,10 @@ def add_rms_norm_kernel(
     residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
-    scale_ptr,  # fp32 [T], written here, only with QUANTIZE
+    scale_ptr,  # fp32 [T], written here; None: y is not quantized
     partials_stride,
     residual_stride,
     eps,
-    QUANTIZE: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -111,7 +108,7 @@ def add_rms_norm_kernel(
     residual = (before.to(tl.float32) + total).to(before.dtype)
     tl.store(residual_ptrs, residual, mask=mask)
     y = normalized(residual, weight, mean_square(residual, NUM_CHANNELS), eps)
-    if QUANTIZE:
+    if scale_ptr is not None:
         y, scale = quantize(y.to(tl.float32), 0)
         tl.store(scale_ptr + token + tl.arange(0, 1), scale)
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, y, mask=mask)
@@ -149,13 +146,13 @@ def rms_norm(x, weight, eps, quantized=False):
     y = torch.empty((num_tokens, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)
     scale = torch.empty(num_tokens, dtype=torch.float32, device=x.device) if quantized else None
     block_c = triton.next_power_of_2(num_channels)
-    options = dict(QUANTIZE=quantized, BLOCK_C=block_c, **launch_options(x.device))
+    options = dict(BLOCK_C=block_c, **launch_options(x.device))
     if partials is None:
         block_t = max(1, 1024 // block_c)
         launch(
             rms_norm_kernel, (triton.cdiv(num_tokens, block_t),),
-            x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, HAS_NORM=weight is not None,
-            BLOCK_T=block_t, num_warps=min(16, max(4, block_t * block_c // 1024)), **options,
+            x, weight, y, scale, num_tokens, x.stride(0), num_channels, eps, BLOCK_T=block_t,
+            num_warps=min(16, max(4, block_t * block_c // 1024)), **options,
         )  # fmt: skip
     else:
         assert partials.is_contiguous()
@@ -216,13 +213,12 @@ def qk_rms_norm_kernel(
     qkv_ptr,  # [T, (H + 2K) * D], tokens strided, written by the projection; q and k are overwritten here
     q_weight_ptr,  # [H * D]
     k_weight_ptr,  # [K * D]
-    mean_squares_ptr,  # fp32 [2, T], only with HAS_SQUARES
+    mean_squares_ptr,  # fp32 [2, T] or None
     qkv_stride,
     num_tokens,
     eps,
     Q_SIZE: tl.constexpr,
     K_SIZE: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -240,7 +236,10 @@ def qk_rms_norm_kernel(
     ptrs = qkv_ptr + token * qkv_stride + is_k * Q_SIZE + offs
     pdl_wait(USE_PDL)
     x = tl.load(ptrs, mask=mask, other=0.0)
-    squares = tl.load(mean_squares_ptr + is_k * num_tokens + token) if HAS_SQUARES else mean_square(x, size)
+    if mean_squares_ptr is not None:
+        squares = tl.load(mean_squares_ptr + is_k * num_tokens + token)
+    else:
+        squares = mean_square(x, size)
     tl.store(ptrs, normalized(x, weight, squares, eps), mask=mask)
 
 
@@ -252,7 +251,7 @@ def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
     block = triton.next_power_of_2(max(q_size, k_size))
     launch(
         qk_rms_norm_kernel, (len(qkv), 2), qkv, q_weight, k_weight, mean_squares, qkv.stride(0), len(qkv), eps,
-        Q_SIZE=q_size, K_SIZE=k_size, HAS_SQUARES=mean_squares is not None, BLOCK=block,
-        num_warps=min(16, max(1, block // 256)), **launch_options(qkv.device),
+        Q_SIZE=q_size, K_SIZE=k_size, BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        **launch_options(qkv.device),
     )  # fmt: skip
     return qkv

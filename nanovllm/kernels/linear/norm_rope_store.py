@@ -22,19 +22,17 @@ def quantize(x, scale):
 @triton.jit
 def norm_rope_store_kernel(
     qkv_ptr,  # [T, (H + 2K) * D], written by the projection; q is overwritten here
-    q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
+    q_weight_ptr, k_weight_ptr,  # [D] each, or None
     cos_sin_ptr,  # fp32 [max_position, D]
     positions_ptr,  # [T]
-    slot_mapping_ptr,  # i32[T], only with HAS_CACHE
-    k_cache_ptr, v_cache_ptr,  # [slots, K, D] contiguous, only with HAS_CACHE; written here
+    slot_mapping_ptr,  # i32[T], read only with caches
+    k_cache_ptr, v_cache_ptr,  # [slots, K, D] contiguous, written here; or None
     kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +46,7 @@ def norm_rope_store_kernel(
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     mask = head < NUM_HEADS + 2 * NUM_KV_HEADS
 
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         q_weight_1 = tl.load(q_weight_ptr + offs_d).to(tl.float32)
         q_weight_2 = tl.load(q_weight_ptr + HALF + offs_d).to(tl.float32)
         k_weight_1 = tl.load(k_weight_ptr + offs_d).to(tl.float32)
@@ -56,7 +54,7 @@ def norm_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + offs_d)  # [1, D/2]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + offs_d)
-    if HAS_CACHE:
+    if k_cache_ptr is not None:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
 
     pdl_wait(USE_PDL)
@@ -66,7 +64,7 @@ def norm_rope_store_kernel(
     raw_2 = tl.load(head_ptrs + HALF, mask=mask, other=0.0)
     dtype: tl.constexpr = raw_1.dtype
     x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
         # Rounded to the storage type after each step, as in the reference.
         x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
@@ -77,7 +75,7 @@ def norm_rope_store_kernel(
     tl.store(head_ptrs, y_1, mask=is_q)
     tl.store(head_ptrs + HALF, y_2, mask=is_q)
 
-    if HAS_CACHE:
+    if k_cache_ptr is not None:
         is_k = ~is_q & ~is_v
         if kv_scale_ptr is not None:
             # [BLOCK_H, 1]; the heads of k and v follow each other here as in the scales
@@ -121,7 +119,7 @@ def norm_rope_store(
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping,
         k_cache if has_cache else None, v_cache if has_cache else None, kv_scale if is_fp8 else None,
         qkv.stride(0), eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=q_weight is not None,
-        HAS_CACHE=has_cache, BLOCK_H=block_h, num_warps=num_warps, **launch_options(qkv.device),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_H=block_h,
+        num_warps=num_warps, **launch_options(qkv.device),
     )  # fmt: skip
     return qkv.unflatten(1, (num_all_heads, head_dim))[:, :num_heads]

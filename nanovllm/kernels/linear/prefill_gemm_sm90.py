@@ -118,7 +118,7 @@ def split_halves(x):
 
 @gluon.jit
 def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features,
-           NUM_GROUPS: gl.constexpr, HAS_BIAS: gl.constexpr):  # fmt: skip
+           NUM_GROUPS: gl.constexpr):  # fmt: skip
     """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     x_scale_ptr, weight_scale_ptr = scales
@@ -128,17 +128,17 @@ def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_
     total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
     if NUM_GROUPS == 1:
         total *= gl.load(weight_scale_ptr + feature, mask=feature < num_features, other=0.0)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += gl.load(bias_ptr + feature, mask=feature < num_features, other=0.0).to(gl.float32)[None, :]
     return total
 
 
 @gluon.jit
-def plain_epilogue(half, residual, where, first_column, HAS_RESIDUAL: gl.constexpr, CONSUMER: gl.constexpr):
+def plain_epilogue(half, residual, where, first_column, CONSUMER: gl.constexpr):
     """The store of half a tile, [plus the residual]."""
     y_desc, staging, first_token, num_tokens = where
     left, right = split_halves(half)
-    if HAS_RESIDUAL:
+    if residual[0] is not None:
         left = add_residual(left, residual, first_token, first_column, num_tokens)
         right = add_residual(right, residual, first_token, first_column + STORE_N, num_tokens)
     stage_output(staging, left, right, CONSUMER)
@@ -182,10 +182,9 @@ def load_norm_weight(weight_ptr, HEAD_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
-                   dtype: gl.constexpr):  # fmt: skip
+def norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, dtype: gl.constexpr):
     """QK-norm and rotation of a head's halves, rounded to dtype after each step of the norm."""
-    if HAS_NORM:
+    if norm_weight is not None:
         weight_1 = norm_weight[0].to(gl.float32)[None, :]
         weight_2 = norm_weight[1].to(gl.float32)[None, :]
         rstd = gl.rsqrt(gl.sum(x_1 * x_1 + x_2 * x_2, 1) / HEAD_SIZE + eps)[:, None]
@@ -195,23 +194,21 @@ def norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr
 
 
 @gluon.jit
-def norm_rope_whole_head(x, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
-                         dtype: gl.constexpr):  # fmt: skip
+def norm_rope_whole_head(x, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, dtype: gl.constexpr):
     x_1, x_2 = split_halves(x)
-    x_1, x_2 = norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+    x_1, x_2 = norm_rope_head(x_1, x_2, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
     joined = gl.join(x_1, x_2).permute((0, 2, 1)).reshape([x.shape[0], x.shape[1]])
     return gl.convert_layout(joined, x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
-              dtype: gl.constexpr):  # fmt: skip
+def norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, dtype: gl.constexpr):
     """QK-norm and rotation of the halves of a unit: of one head, or a head each."""
     if left.shape[1] == HEAD_SIZE:
-        left = norm_rope_whole_head(left, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
-        right = norm_rope_whole_head(right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+        left = norm_rope_whole_head(left, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
+        right = norm_rope_whole_head(right, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
     else:
-        left, right = norm_rope_head(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, dtype)
+        left, right = norm_rope_head(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
     return left, right
 
 
@@ -225,7 +222,6 @@ def quantize(x, scale):
 def qkv_epilogue(
     units, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
     CONSUMER: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """norm_rope_store of the two units of a tile, of q, k or v each."""
     _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, kv_scale_ptr = epilogue
@@ -240,12 +236,12 @@ def qkv_epilogue(
         left, right = split_halves(units[i])
         if unit < Q_UNITS + KV_UNITS:
             norm_weight = None
-            if HAS_NORM:
+            if q_weight_ptr is not None:
                 weight_ptr = q_weight_ptr
                 if unit >= Q_UNITS:
                     weight_ptr = k_weight_ptr
                 norm_weight = load_norm_weight(weight_ptr, HEAD_SIZE)
-            left, right = norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM, staging.dtype)
+            left, right = norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE, staging.dtype)
         stage_output(staging, left, right, CONSUMER)
         if unit < Q_UNITS:
             store_output(q_desc, staging, first_token, unit * UNIT, CONSUMER)
@@ -273,11 +269,17 @@ def qkv_epilogue(
 
 
 @gluon.jit
+def product_alone(x, weight, registers):
+    """x weight^T of a stage, in the registers of the product before."""
+    pending = hopper.warpgroup_mma(x, weight.permute((1, 0)), registers, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, [pending])
+
+
+@gluon.jit
 def consume(
     pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACT_MUL: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps = shape
@@ -312,28 +314,16 @@ def consume(
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
                 weight = weight_smem.index(stage)
-                pending = hopper.warpgroup_mma(
-                    x, weight.slice(0, HALF).permute((1, 0)), product, use_acc=False, is_async=True
-                )
-                product = hopper.warpgroup_mma_wait(0, [pending])
-                if NUM_GROUPS > 1:
-                    total_1 += product * scale_1
-                else:
-                    total_1 += product
-                pending = hopper.warpgroup_mma(
-                    x, weight.slice(HALF, HALF).permute((1, 0)), product, use_acc=False, is_async=True
-                )
-                product = hopper.warpgroup_mma_wait(0, [pending])
+                product = product_alone(x, weight.slice(0, HALF), product)
+                total_1 += product * scale_1 if NUM_GROUPS > 1 else product
+                product = product_alone(x, weight.slice(HALF, HALF), product)
                 thread_barrier()
                 mbarrier.arrive(empty.index(stage))
-                if NUM_GROUPS > 1:
-                    total_2 += product * scale_2
-                else:
-                    total_2 += product
+                total_2 += product * scale_2 if NUM_GROUPS > 1 else product
                 n += 1
         else:
             acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 feature = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
                 bias = gl.load(bias_ptr + feature, mask=feature < (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, other=0.0)
                 acc += bias.to(gl.float32)[None, :]
@@ -356,13 +346,9 @@ def consume(
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
             if IS_FP8:
-                left = scaled(
-                    total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, HAS_BIAS
-                )
+                left = scaled(total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS)
                 feature += half_stride
-                right = scaled(
-                    total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, HAS_BIAS
-                )
+                right = scaled(total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS)
                 if HEAD_SIZE > 0:
                     cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
             else:
@@ -370,13 +356,13 @@ def consume(
             if HEAD_SIZE > 0:
                 qkv_epilogue(
                     (left, right), cos, sin, epilogue, y_desc, staging, first_token, tile_n, num_tokens,
-                    CONSUMER, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_NORM,
+                    CONSUMER, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS,
                 )  # fmt: skip
             elif ACT_MUL is None:
                 column = tile_n * BLOCK_N
                 where = (y_desc, staging, first_token, num_tokens)
-                plain_epilogue(left, residual, where, column, HAS_RESIDUAL, CONSUMER)
-                plain_epilogue(right, residual, where, column + BLOCK_N // 2, HAS_RESIDUAL, CONSUMER)
+                plain_epilogue(left, residual, where, column, CONSUMER)
+                plain_epilogue(right, residual, where, column + BLOCK_N // 2, CONSUMER)
             else:
                 z = sigmoid_argument(left, ACT_MUL)
                 y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right)
@@ -397,10 +383,10 @@ def prefill_gemm_kernel(
     half_stride,  # and from the first half of a tile to the second
     x_scale_ptr,  # fp32 [M], only with e4m3
     weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with e4m3
-    residual_ptr,  # [M, I], only with e4m3 and HAS_RESIDUAL
+    residual_ptr,  # [M, I], only with e4m3, or None
     residual_stride,
-    bias_ptr,  # [N], only with HAS_BIAS
-    q_weight_ptr, k_weight_ptr,  # [D] each, only with HAS_NORM
+    bias_ptr,  # [N], only with HEAD_SIZE or e4m3, or None
+    q_weight_ptr, k_weight_ptr,  # [D] each, or None
     eps,
     cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with HEAD_SIZE
     positions_ptr,  # [M]
@@ -408,13 +394,10 @@ def prefill_gemm_kernel(
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
     kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     NUM_GROUPS: gl.constexpr,  # of channels with a scale: 1 per feature, or one a stage, per 128 features
-    HAS_RESIDUAL: gl.constexpr,
     ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
     HEAD_SIZE: gl.constexpr,  # 0: act_and_mul, or with e4m3 neither
     NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,  # only with HEAD_SIZE
-    HAS_NORM: gl.constexpr,
     STAGES: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
@@ -450,11 +433,11 @@ def prefill_gemm_kernel(
         [
             (consume, (
                 pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-                ZERO, NUM_GROUPS, HAS_RESIDUAL, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+                ZERO, NUM_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
             (consume, (
                 pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-                ONE, NUM_GROUPS, HAS_RESIDUAL, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, HAS_BIAS, HAS_NORM, STAGES,
+                ONE, NUM_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
@@ -534,9 +517,8 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
         x_scale, weight_scale, residual, None if residual is None else residual.stride(0), bias, *epilogue_args,
         kv_scale,
-        NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], HAS_RESIDUAL=residual is not None,
-        ACT_MUL=act_mul, HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HAS_BIAS=bias is not None, HAS_NORM=epilogue_args[0] is not None,
+        NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], ACT_MUL=act_mul,
+        HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))

@@ -11,6 +11,16 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from .gemv import activate
 
 
+def launch_by_rows(kernel, num_columns, x, *args, **constants):
+    """Launch programs of up to 1,024 of `num_columns` columns of a row of x."""
+    assert x.stride(1) == 1
+    block = min(1024, triton.next_power_of_2(num_columns))
+    launch(
+        kernel, (len(x), triton.cdiv(num_columns, block)), x, *args,
+        **constants, BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
+    )  # fmt: skip
+
+
 @triton.jit
 def act_and_mul_kernel(
     x_ptr,  # [T, 2I], tokens strided, written by the gate-up projection
@@ -37,13 +47,8 @@ def act_and_mul_kernel(
 def act_and_mul(x, act="silu"):
     """See reference.act_and_mul."""
     num_tokens, intermediate_size = len(x), x.shape[1] // 2
-    assert x.stride(1) == 1
     y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(intermediate_size))
-    launch(
-        act_and_mul_kernel, (num_tokens, triton.cdiv(intermediate_size, block)), x, y, x.stride(0), intermediate_size,
-        ACT=act, BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
-    )  # fmt: skip
+    launch_by_rows(act_and_mul_kernel, intermediate_size, x, y, x.stride(0), intermediate_size, ACT=act)
     return y
 
 
@@ -70,13 +75,9 @@ def sigmoid_gate_kernel(
 
 def sigmoid_gate(x, gate):
     """See reference.sigmoid_gate. Overwrites `x`."""
-    num_tokens, num_features = x.shape
+    num_features = x.shape[1]
     assert x.is_contiguous() and gate.stride(1) == 1
-    block = min(1024, triton.next_power_of_2(num_features))
-    launch(
-        sigmoid_gate_kernel, (num_tokens, triton.cdiv(num_features, block)), x, gate, gate.stride(0), num_features,
-        BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
-    )  # fmt: skip
+    launch_by_rows(sigmoid_gate_kernel, num_features, x, gate, gate.stride(0), num_features)
     return x
 
 
@@ -96,11 +97,5 @@ def soft_cap_kernel(
 
 def soft_cap(x, cap):
     """See reference.soft_cap. Overwrites `x`."""
-    num_rows, num_columns = x.shape
-    assert x.stride(1) == 1
-    block = min(1024, triton.next_power_of_2(num_columns))
-    launch(
-        soft_cap_kernel, (num_rows, triton.cdiv(num_columns, block)), x, x.stride(0), num_columns, float(cap),
-        BLOCK=block, num_warps=max(1, block // 256), **launch_options(x.device),
-    )  # fmt: skip
+    launch_by_rows(soft_cap_kernel, x.shape[1], x, x.stride(0), x.shape[1], float(cap))
     return x

@@ -86,7 +86,7 @@ def load_scale(
 @triton.jit
 def gate_up_rows_kernel(
     x_ptr,  # [T, C] contiguous, written by a kernel before; of pairs where the weight is int32
-    norm_weight_ptr,  # [C], only with HAS_NORM
+    norm_weight_ptr,  # [C] or None; None with scales
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
     scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
     bias_ptr,  # [E, 2 I] or None
@@ -100,7 +100,6 @@ def gate_up_rows_kernel(
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
     MXFP4: tl.constexpr,
-    HAS_NORM: tl.constexpr,  # not with scales
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACT: tl.constexpr,
@@ -154,7 +153,7 @@ def gate_up_rows_kernel(
             dot = dot_fours(x_ptr, first + channel, inside, weight, IS_BF16)
         else:
             x = tl.load(x_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
-            if HAS_NORM:
+            if norm_weight_ptr is not None:
                 squares += tl.sum(x * x, axis=1)
                 x *= tl.load(norm_weight_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
             dot = tl.sum(x[:, None, :] * weight.to(tl.float32), axis=2)
@@ -162,7 +161,7 @@ def gate_up_rows_kernel(
             dot *= scale
         acc += dot
     y = tl.sum(acc, axis=0)
-    if HAS_NORM:
+    if norm_weight_ptr is not None:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + expert * (2 * NUM_UNITS) + feature, mask=exists, other=0.0).to(tl.float32)
@@ -181,14 +180,13 @@ def down_rows_kernel(
     shared_ptr,  # [C, I], the shared expert's weight, or None
     ids_ptr,  # i32[T, k]
     weights_ptr,  # fp32 [T, k]
-    residual_ptr,  # [T, C] contiguous, only with HAS_RESIDUAL
+    residual_ptr,  # [T, C] contiguous, or None
     y_ptr,  # [T, C], written here
     TOP_K: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of units with a scale; 0: no scales
     MXFP4: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -252,7 +250,7 @@ def down_rows_kernel(
             bias_ptr + expert * NUM_CHANNELS + n[None, :], mask=(expert >= 0) & exists[None, :], other=0.0
         )  # fmt: skip
         total += tl.sum(bias.to(tl.float32) * share, axis=0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         total += tl.load(residual_ptr + token * NUM_CHANNELS + n, mask=exists, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=exists)
 
@@ -285,7 +283,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
         gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale, bias,
         shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, HAS_NORM=norm_weight is not None, BLOCK_I=config.units, BLOCK_C=num_vectors * vector,
+        MXFP4=weight.is_mxfp4, BLOCK_I=config.units, BLOCK_C=num_vectors * vector,
         ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
     return h
@@ -302,8 +300,8 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
         down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
         h, data, scale, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        HAS_RESIDUAL=residual is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels,
-        BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
+        BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels, BLOCK_V=num_vectors,
+        num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip
     return y
 

@@ -167,13 +167,12 @@ def grouped_gemm_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def sum_rows_kernel(
     parts_ptr,  # [k, T, C] contiguous, written by the kernel before
-    residual_ptr,  # [T, C], tokens strided, only with HAS_RESIDUAL
+    residual_ptr,  # [T, C], tokens strided, or None
     y_ptr,  # [T, C] contiguous, written here
     num_tokens,
     residual_stride,
     TOP_K: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -186,7 +185,7 @@ def sum_rows_kernel(
     total = tl.zeros((BLOCK_C,), tl.float32)
     for j in tl.static_range(TOP_K):
         total += tl.load(parts_ptr + (j * num_tokens + token) * NUM_CHANNELS + offs_c, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         total += tl.load(residual_ptr + token * residual_stride + offs_c, mask=mask, other=0.0)
     tl.store(y_ptr + token * NUM_CHANNELS + offs_c, total.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -275,7 +274,7 @@ def sum_rows(parts, residual, dtype):
     block_c = triton.next_power_of_2(num_channels)
     launch(
         sum_rows_kernel, (num_tokens,), parts, residual, y, num_tokens, 0 if residual is None else residual.stride(0),
-        TOP_K=top_k, NUM_CHANNELS=num_channels, HAS_RESIDUAL=residual is not None, BLOCK_C=block_c,
-        num_warps=min(16, max(1, block_c // 256)), **launch_options(parts.device),
+        TOP_K=top_k, NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
+        **launch_options(parts.device),
     )  # fmt: skip
     return y

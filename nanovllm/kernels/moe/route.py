@@ -72,7 +72,7 @@ def router_partials(x, weight, bias=None):
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
-    bias_ptr,  # fp32 [E], only with HAS_BIAS
+    bias_ptr,  # fp32 [E] or None
     slot_mapping_ptr,  # i32[T]
     x_ptr,  # [T, C], only with SHARED, written by a kernel before
     norm_weight_ptr, gate_ptr,  # [C] each, or None: x is normed, the shared expert has no gate
@@ -89,7 +89,6 @@ def route_kernel(
     SPLIT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     DTYPE: tl.constexpr,  # of the model: to which logits are rounded
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -126,7 +125,7 @@ def route_kernel(
         scores = tl.exp(logits - tl.max(logits, 0))
         scores = scores / tl.sum(scores, 0)
     left = scores
-    if HAS_BIAS:
+    if bias_ptr is not None:
         left += tl.load(bias_ptr + offs_e, mask=exists, other=0.0)
     left = tl.where(exists & (left == left), left, LOWEST)  # NaN: ids stay distinct, and of experts that exist
     left = tl.where(exists, left, -float("inf"))
@@ -173,9 +172,8 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None, shared_gat
         TOP_K=routing.top_k, SHARED=num_chosen > routing.top_k, EPS=eps, NUM_CHANNELS=num_channels,
         BLOCK_C=triton.next_power_of_2(num_channels), RENORMALIZE=routing.renormalize,
         SPLIT_K=len(logits) if logits.dim() == 3 else 1,
-        NUM_EXPERTS=num_experts, SIGMOID=routing.scoring == "sigmoid", HAS_BIAS=correction_bias is not None,
-        DTYPE=DTYPES[dtype], BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(num_chosen), num_warps=1,
+        NUM_EXPERTS=num_experts, SIGMOID=routing.scoring == "sigmoid", DTYPE=DTYPES[dtype],
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(num_chosen), num_warps=1,
         **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights

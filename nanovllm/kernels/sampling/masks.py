@@ -40,14 +40,13 @@ def mask_stop_ids(logits, req_indices, state, vocab_start=0):
     batch_size, vocab_size = logits.shape
     num_stop_ids = state.stop_ids.shape[1]
     assert logits.stride(1) == 1 and state.stop_ids.stride(1) == 1
-    if batch_size > 0:
-        launch(
-            mask_stop_ids_kernel, (batch_size,),
-            logits, req_indices, state.min_len, state.stop_ids, state.length, vocab_start, vocab_size,
-            logits.stride(0), state.min_len.stride(0), state.stop_ids.stride(0), state.length.stride(0),
-            NUM_STOP_IDS=num_stop_ids, BLOCK=triton.next_power_of_2(num_stop_ids),
-            num_warps=1, **launch_options(logits.device),
-        )  # fmt: skip
+    launch(
+        mask_stop_ids_kernel, (batch_size,),
+        logits, req_indices, state.min_len, state.stop_ids, state.length, vocab_start, vocab_size,
+        logits.stride(0), state.min_len.stride(0), state.stop_ids.stride(0), state.length.stride(0),
+        NUM_STOP_IDS=num_stop_ids, BLOCK=triton.next_power_of_2(num_stop_ids), num_warps=1,
+        **launch_options(logits.device),
+    )  # fmt: skip
 
 
 @triton.jit

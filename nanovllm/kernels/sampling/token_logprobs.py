@@ -21,12 +21,12 @@ _GROUP = 128  # logits per maximum
 
 
 @triton.jit
-def load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr):
+def load_row(row, scales_ptr, thresholds_ptr):
     """Scale and threshold of a row."""
     scale, threshold = 1.0, -float("inf")
-    if HAS_SCALES:
+    if scales_ptr is not None:
         scale = tl.load(scales_ptr + row)
-    if HAS_THRESHOLDS:
+    if thresholds_ptr is not None:
         threshold = tl.load(thresholds_ptr + row)
     return scale, threshold
 
@@ -54,11 +54,10 @@ def finite(largest):
 def block_stats_kernel(
     logits_ptr,  # [N, V], written by the LM head or by logits steps
     tokens_ptr,  # int[N]
-    scales_ptr, thresholds_ptr,  # f32[N], with HAS_SCALES, HAS_THRESHOLDS
+    scales_ptr, thresholds_ptr,  # f32[N] or None
     stats_ptr,  # f32[N, blocks, 3], written here: maximum, sum_exp relative to it, number of logits >= the token's
-    group_max_ptr,  # f32[N, groups], written here with HAS_TOP
+    group_max_ptr,  # f32[N, groups], written here; None without top tokens
     vocab_size, num_groups, logits_stride,
-    HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, HAS_TOP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, blocks)."""
@@ -68,11 +67,11 @@ def block_stats_kernel(
     block = tl.program_id(1)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row * logits_stride
-    scale, threshold = load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES, HAS_THRESHOLDS)
+    scale, threshold = load_row(row, scales_ptr, thresholds_ptr)
     token = tl.load(tokens_ptr + row)
     own = load_scaled(logits_ptr, token, vocab_size, scale, threshold)
     x = load_scaled(logits_ptr, offs, vocab_size, scale, threshold)
-    if HAS_TOP:
+    if group_max_ptr is not None:
         group_max = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
         groups = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(group_max_ptr + row * num_groups + groups, group_max, mask=groups < num_groups)
@@ -96,8 +95,7 @@ def token_logprobs_kernel(
     stats_ptr, group_max_ptr,  # written by block_stats_kernel
     packed_ptr,  # i32[N, 2 + 2 * num_top], written here
     vocab_size, num_blocks, num_groups, num_top, logits_stride,
-    HAS_SCALES: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, HAS_TOP: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, USE_PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): merges the blocks' stats, then takes the top tokens in `num_top` rounds."""
     pdl_launch_dependents(USE_PDL)
@@ -105,7 +103,7 @@ def token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     packed_ptr += row * (2 + 2 * num_top)
-    scale, threshold = load_row(row, scales_ptr, thresholds_ptr, HAS_SCALES, HAS_THRESHOLDS)
+    scale, threshold = load_row(row, scales_ptr, thresholds_ptr)
     token = tl.load(tokens_ptr + row)
     own = load_scaled(logits_ptr, token, vocab_size, scale, threshold)
     blocks = tl.arange(0, BLOCK_S)
@@ -120,7 +118,7 @@ def token_logprobs_kernel(
     tl.store(packed_ptr, logprob_bits(own, largest, log_sum_exp))
     tl.store(packed_ptr + 1, tl.sum(num_at_or_above.to(tl.int32)))
 
-    if HAS_TOP:
+    if group_max_ptr is not None:
         empty = -(2**31)  # below the key of -inf: no logit of the group is left
         no_id = 2**31 - 1
         groups = tl.arange(0, BLOCK_G)
@@ -151,12 +149,9 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
     num_groups = triton.cdiv(vocab_size, _GROUP) if num_top > 0 else 1
     packed = torch.empty((num_rows, 2 + 2 * num_top), dtype=torch.int32, device=logits.device)
     stats = torch.empty((num_rows, num_blocks, 3), dtype=torch.float32, device=logits.device)
-    group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
-    row_inputs = logits, tokens, stats if scales is None else scales, stats if thresholds is None else thresholds
-    options = dict(
-        HAS_SCALES=scales is not None, HAS_THRESHOLDS=thresholds is not None, HAS_TOP=num_top > 0, GROUP=_GROUP,
-        num_warps=4, **launch_options(logits.device),
-    )  # fmt: skip
+    group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device) if num_top > 0 else None
+    row_inputs = logits, tokens, scales, thresholds
+    options = dict(GROUP=_GROUP, num_warps=4, **launch_options(logits.device))
     launch(
         block_stats_kernel, (num_rows, num_blocks),
         *row_inputs, stats, group_max, vocab_size, num_groups, logits.stride(0), BLOCK=_BLOCK, **options,
