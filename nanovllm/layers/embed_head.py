@@ -6,7 +6,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.layers.weight_loader import row_loader
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -22,10 +22,7 @@ class VocabParallelEmbedding(nn.Module):
         self.ops = kernels.select()
         self.vocab_start = tp.rank * (vocab_size // tp.size)
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, hidden_size), requires_grad=False)
-        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
+        self.weight.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         vocab_start = None if self.tp.size == 1 else self.vocab_start

@@ -7,6 +7,7 @@ dtype. A tensor is lazy: only the part that is indexed is read from disk. The la
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -92,12 +93,16 @@ def grouped_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointT
     num_groups = loaded.shape[0] // total
     loaded.fit([num_groups * total, *loaded.shape[1:]])
 
+    @cache  # every part reads the same groups
+    def groups(first: int, last: int) -> torch.Tensor:
+        return loaded.read((slice(first * total, last * total),)).unflatten(0, (-1, total))
+
     def part(offset: int, size: int) -> CheckpointTensor:
         def read(index: tuple[slice, ...]) -> torch.Tensor:
             start, stop, _ = index[0].indices(num_groups * size)
             assert start % size == stop % size == 0
-            groups = loaded.read((slice(start // size * total, stop // size * total), *index[1:]))
-            return groups.unflatten(0, (-1, total))[:, offset : offset + size].flatten(0, 1)
+            rows = groups(start // size, stop // size)[:, offset : offset + size].flatten(0, 1)
+            return rows[(slice(None), *index[1:])]
 
         return CheckpointTensor(loaded.name, [num_groups * size, *loaded.shape[1:]], read)
 
@@ -167,7 +172,7 @@ class Shards(dict[Any, Shard]):
         """Rows of each part."""
         return [shard.num_rows for shard in self.values()]
 
-    def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any) -> None:
+    def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         """Copy this rank's rows of a part, or of the parts that ``loaded`` holds."""
         names, num_groups = self.joined.get(shard_id, ((shard_id,), 0))
         tensors = [loaded]

@@ -20,7 +20,7 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_shard, row_loader, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
 
 
@@ -101,9 +101,7 @@ class GatedDeltaNet(nn.Module):
         N, W = sum(self.conv_sizes), param.shape[1]
         loaded.fit([N, 1, W])
         flat = CheckpointTensor(loaded.name, [N, W], lambda index: loaded.read(index[:1]).squeeze(1))
-        rows = param.split([size // self.tp.size for size in self.conv_sizes])
-        for target, tensor in zip(rows, split_rows(flat, self.conv_sizes), strict=True):
-            copy_shard(target, tensor, 0, self.tp.rank, self.tp.size)
+        Shards.of(self.conv_sizes, self.tp.rank, self.tp.size).load(param, flat)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + mixer(norm(residual)), [T, C] or [N, C]."""

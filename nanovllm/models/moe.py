@@ -22,7 +22,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_bias, copy_shard, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 
 
@@ -67,6 +67,9 @@ class Experts(nn.Module):
         super().__init__()
         self.tp, self.may_be_transposed, self.is_gpt_oss = tp, moe.may_be_transposed, moe.is_gpt_oss
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
+        shard = Shard(I, tp.rank, tp.size)
+        in_turns = {None: ((0, 1), moe.expert_size)} if moe.is_gpt_oss else None
+        self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
         keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
             if keeps_mxfp4:
@@ -85,21 +88,12 @@ class Experts(nn.Module):
             param.is_merged = moe.is_gpt_oss  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
-        """``shard_id``: expert, and 0 for its gate, 1 for up, None for both, gate rows before up rows."""
+        """``shard_id``: expert, and 0 for its gate, 1 for up, None for both."""
         expert, part = shard_id
-        if part is not None:
-            n = param.shape[1] // 2
-            copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
-            return
-        rows, loaded = self.of_expert(param[expert], loaded, 1)
-        if self.is_gpt_oss:
-            in_turns = torch.empty_like(rows)
-            copy_shard(in_turns, loaded, 0, self.tp.rank, self.tp.size)
-            rows.copy_(torch.cat((in_turns[::2], in_turns[1::2])))
-            return
-        parts = split_rows(loaded, [len(rows) * self.tp.size // 2] * 2)
-        for target, of_part in zip(rows.chunk(2), parts, strict=True):
-            copy_shard(target, of_part, 0, self.tp.rank, self.tp.size)
+        rows = param[expert]
+        if part is None:
+            rows, loaded = self.of_expert(rows, loaded, 1)
+        self.gate_up_shards.load(rows, loaded, part)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
         rows, loaded = self.of_expert(param[shard_id[0]], loaded, 0)
