@@ -13,38 +13,28 @@ from nanovllm.models.rope import RopeScaling
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts of the sparse layers.
+    """The mixture of experts of the sparse layers; ``Family`` has the rest.
 
     Attributes:
         num_experts: routed experts of a layer.
         top_k: experts of a token.
         expert_size: intermediate size of an expert.
-        scoring: "softmax" over all experts, or "sigmoid".
         renormalize: the weights of the chosen experts sum to 1.
         routed_scale: a factor of all weights.
         num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
-        has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        may_be_transposed: the checkpoint's tensors of all experts may be transposed, [E, C, 2I] and [E, I, C].
-        is_gpt_oss: see ``Family.gpt_oss_experts``.
         swiglu_limit: of the clamped SwiGLU; 0: the model's own activation.
         is_mxfp4: the checkpoint has the experts in MXFP4.
         shared_size: intermediate size of the shared expert, which every token passes; 0: none.
-        has_shared_gate: a sigmoid gate scales the shared expert.
     """
 
     num_experts: int
     top_k: int
     expert_size: int
-    scoring: str = "softmax"
     renormalize: bool = True
     routed_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    has_correction_bias: bool = False
     shared_size: int = 0
-    has_shared_gate: bool = False
-    may_be_transposed: bool = False
-    is_gpt_oss: bool = False
     swiglu_limit: float = 0.0
     is_mxfp4: bool = False
 
@@ -170,7 +160,7 @@ class ModelConfig:
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
-        if self.moe and self.moe.is_gpt_oss:
+        if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."

@@ -315,13 +315,11 @@ def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
     if family.gpt_oss_experts and given["swiglu_limit"] is None:
         raise CheckpointError("config.json: swiglu_limit=None must be a number > 0 for this architecture.")
     shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
+    limit = given["swiglu_limit"] if family.gpt_oss_experts else 0.0
     return MoEConfig(
-        num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
-        given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
-        shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-        may_be_transposed=family.experts_transposed, is_gpt_oss=family.gpt_oss_experts,
-        swiglu_limit=given["swiglu_limit"] if family.gpt_oss_experts else 0.0, is_mxfp4=is_mxfp4,
-    )  # fmt: skip
+        num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
+        groups, top_groups, shared, limit, is_mxfp4,
+    )
 
 
 def _delta(given: dict[str, Any]) -> DeltaConfig:

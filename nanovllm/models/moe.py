@@ -24,6 +24,7 @@ from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.families import Family
 
 
 class Router(nn.Module):
@@ -31,13 +32,14 @@ class Router(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, moe: MoEConfig, hidden_size: int):
+    def __init__(self, family: Family, num_experts: int, hidden_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
-        self.register_parameter("bias", new_bias(moe.num_experts) if moe.is_gpt_oss else None)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.register_parameter("bias", new_bias(num_experts) if family.gpt_oss_experts else None)
         self.register_parameter("e_score_correction_bias", None)
-        if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
-            bias = torch.empty(moe.num_experts, dtype=torch.float32)
+        if family.has_correction_bias:
+            # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
+            bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
             self.e_score_correction_bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
 
@@ -65,10 +67,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.tp, self.may_be_transposed, self.is_gpt_oss = tp, moe.may_be_transposed, moe.is_gpt_oss
+        self.tp, self.family, is_gpt_oss = tp, config.family, config.family.gpt_oss_experts
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
         shard = Shard(I, tp.rank, tp.size)
-        in_turns = {None: ((0, 1), moe.expert_size)} if moe.is_gpt_oss else None
+        in_turns = {None: ((0, 1), moe.expert_size)} if is_gpt_oss else None
         self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
         keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
@@ -79,13 +81,13 @@ class Experts(nn.Module):
                 weight, scale = new_weight(num_features, num_channels, block, E)
             self.register_parameter(name, weight)
             self.register_parameter(f"{name}_scale", scale)
-            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if moe.is_gpt_oss else None)
+            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
             param.weight_loader = load  # type: ignore[attr-defined]
             same_dim = 1 if name.startswith("gate_up") else 0
             param.in_rows = partial(self.in_rows, param.shape[1:], same_dim)  # type: ignore[attr-defined]
-            param.is_merged = moe.is_gpt_oss  # type: ignore[attr-defined]
+            param.is_merged = is_gpt_oss  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
         """``shard_id``: expert, and 0 for its gate, 1 for up, None for both."""
@@ -114,8 +116,10 @@ class Experts(nn.Module):
     def in_rows(self, shape: torch.Size, same_dim: int, loaded: CheckpointTensor) -> CheckpointTensor:
         """An expert's tensor as [output features, input channels]. Dimension ``same_dim`` of its ``shape`` here is the
         same on all ranks, which shows whether a tensor is transposed."""
-        is_transposed = self.is_gpt_oss or (self.may_be_transposed and loaded.shape[same_dim] != shape[same_dim])
-        return loaded.transposed() if is_transposed and len(shape) > 1 else loaded
+        if len(shape) == 1:
+            return loaded
+        may_be = self.family.experts_transposed and loaded.shape[same_dim] != shape[same_dim]
+        return loaded.transposed() if may_be or self.family.gpt_oss_experts else loaded
 
     def weights(self) -> tuple[Weight, Weight]:
         """Of the products with gate and up, and with down."""
@@ -145,17 +149,18 @@ class SparseMoE(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         assert config.moe is not None
-        moe, C = config.moe, config.hidden_size
+        family, moe, C = config.family, config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()
         self.act, self.limit = config.act, moe.swiglu_limit
         self.routing = Routing(
-            moe.top_k, moe.scoring, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
+            moe.top_k, family.experts, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
         )
-        self.gate = Router(moe, C)
+        self.gate = Router(family, moe.num_experts, C)
         self.experts = Experts(config, moe, layer, tp)
         self.shared_expert = SharedExpert(config, moe, layer, tp) if moe.shared_size else None
-        self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if moe.has_shared_gate else None
+        has_gate = family.has_shared_gate and moe.shared_size
+        self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if has_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + moe(norm(residual)), [T, C]."""
