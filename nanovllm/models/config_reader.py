@@ -14,7 +14,7 @@ from nanovllm.models import MODELS
 from nanovllm.models.config import DeltaConfig, LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
-from nanovllm.models.quantization_config import read_fp8, read_mxfp4
+from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
@@ -128,7 +128,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
-    fp8, fp8_linears = read_fp8(raw, family)
+    fp8, fp8_linears, is_mxfp4 = read_quantization(raw, family)
     layers = _layers(raw, given, family, fp8_linears)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope in ropes:
@@ -162,7 +162,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         "residual_scale": given["residual_multiplier"],
         "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
-        "moe": _moe(given, family, read_mxfp4(raw, family)) if family.experts else None,
+        "moe": _moe(given, family, is_mxfp4) if family.experts else None,
         "has_lm_head": has_lm_head,
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
