@@ -211,51 +211,47 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
-    windows = _windows(given, family)
-    mixers = ["attention"] * len(windows)
-    if family.recurrent:
-        interval = given["full_attention_interval"]
-        kinds = given["layer_types"] or [("linear" if (i + 1) % interval else "full") + "_attention"
-                                         for i in range(len(windows))]
-        mixers = [family.recurrent if kind == "linear_attention" else "attention" for kind in kinds]
-        if family.recurrent not in MIXERS:
-            raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
-    elif "linear_attention" in (given["layer_types"] or ()):
-        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
-    ropes = _ropes(raw, given, family, windows)
+    window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
+    kinds = _kinds(given, family, window)
+    if family.recurrent and family.recurrent not in MIXERS:
+        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
     assert not (family.experts and family.post_norm), "experts add the residual themselves"
-    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(windows))]
-    ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
-    return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, mlps, fp8_linears, strict=True))
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    ropes = _ropes(raw, given, family, windows)
+    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
+    return tuple(
+        LayerConfig(family.recurrent, 0, None, mlp, fp8) if kind == "linear_attention"
+        else LayerConfig("attention", of_layer, rope, mlp, fp8)
+        for kind, of_layer, rope, mlp, fp8 in zip(kinds, windows, ropes, mlps, fp8_linears, strict=True)
+    )  # fmt: skip
 
 
-def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """The window of each layer, 0 without one."""
-    num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
-    if given["use_sliding_window"] is False:
-        window = 0
+def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...]:
+    """The ``layer_types``, as given or by the rule of the family."""
+    num_layers, pattern = given["num_hidden_layers"], given["sliding_window_pattern"]
     for name in ("layer_types", "no_rope_layers"):
         if given[name] and len(given[name]) != num_layers:
             raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
-    pattern = given["sliding_window_pattern"]
-    has_window = {
-        "": lambda i: False,
-        "all": lambda i: True,
-        "late": lambda i: i >= given["max_window_layers"],
-        "pattern": lambda i: pattern[i % len(pattern)] == "L",
-        "unrotated": lambda i: not _is_rotated(given, i),
+    is_special = {
+        "": lambda i: family.recurrent and (i + 1) % given["full_attention_interval"],
+        "all": lambda i: window,
+        "late": lambda i: window and i >= given["max_window_layers"],
+        "pattern": lambda i: window and pattern[i % len(pattern)] == "L",
+        "unrotated": lambda i: window and not _is_rotated(given, i),
     }[family.windows]
-    slides = [window > 0 and has_window(i) for i in range(num_layers)]
-    if kinds:
-        slides_by_kind = [kind == "sliding_attention" for kind in kinds]
-        if any(slides_by_kind) and not window:
-            raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
-        if family.windows in ("", "all") and slides != slides_by_kind:
-            raise CheckpointError(
-                f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
-            )
-        slides = slides_by_kind
-    return tuple(window if slides_here else 0 for slides_here in slides)
+    special = "linear_attention" if family.recurrent else "sliding_attention"
+    by_rule = tuple(special if is_special(i) else "full_attention" for i in range(num_layers))
+    kinds = given["layer_types"] or by_rule
+    if "linear_attention" in kinds and not family.recurrent:
+        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
+    if "sliding_attention" in kinds and not window:
+        raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
+    slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
+    if family.windows in ("", "all") and slides != by_rule_slides:
+        raise CheckpointError(
+            f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
+        )
+    return kinds
 
 
 def _is_sparse(given: dict[str, Any], layer: int) -> bool:

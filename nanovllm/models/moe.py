@@ -8,7 +8,6 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,11 +18,12 @@ from nanovllm.kernels.linear.reference import Weight
 from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.decoder import MLP
 from nanovllm.models.families import Family
 
 
@@ -126,23 +126,6 @@ class Experts(nn.Module):
         return Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
 
 
-class SharedExpert(nn.Module):
-    """An MLP that every token passes. Its result, without the residual, is this rank's partial sum."""
-
-    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
-        super().__init__()
-        C, I = config.hidden_size, moe.shared_size
-        fp8 = [config.fp8_block(layer, f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], tp=tp, fp8_block=fp8[0])
-        self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, tp=tp, fp8_block=fp8[1])
-
-    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(residual, norm, self.act))
-
-
 class SparseMoE(nn.Module):
     """Each token passes ``top_k`` of the experts, chosen by the router, and the shared expert."""
 
@@ -158,8 +141,8 @@ class SparseMoE(nn.Module):
         )
         self.gate = Router(family, moe.num_experts, C)
         self.experts = Experts(config, moe, layer, tp)
-        self.shared_expert = SharedExpert(config, moe, layer, tp) if moe.shared_size else None
-        has_gate = family.has_shared_gate and moe.shared_size
+        self.shared_expert = MLP(config, layer, tp, "mlp.shared_expert", moe.shared_size) if moe.shared_size else None
+        has_gate = self.shared_expert is not None and family.has_shared_gate
         self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if has_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
@@ -170,10 +153,9 @@ class SparseMoE(nn.Module):
         base, is_first = None, self.tp.rank == 0
         merged = self.shared_to_merge(len(residual))
         if self.shared_expert is not None and merged is None:
-            shared = self.shared_expert(residual, norm)
+            shared = self.shared_expert(residual, norm, context)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
-            gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
-            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, gate, is_first)
+            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, self.shared_gate(), is_first)
         return self.ops.fused_moe(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
@@ -189,8 +171,10 @@ class SparseMoE(nn.Module):
         of_gate_up, of_down = shared.gate_up_proj.as_weight(), shared.down_proj.as_weight()
         if not self.ops.takes_shared_expert(num_tokens, gate_up, of_gate_up, self.routing):
             return None
-        gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
-        return Shared(of_gate_up, of_down, gate)
+        return Shared(of_gate_up, of_down, self.shared_gate())
+
+    def shared_gate(self) -> torch.Tensor | None:
+        return None if self.shared_expert_gate is None else self.shared_expert_gate.weight
 
     def biases(self) -> Biases | None:
         router, gate_up, down = self.gate.bias, self.experts.gate_up_proj_bias, self.experts.down_proj_bias
