@@ -7,8 +7,8 @@ from nanovllm.contrib.beam_search import BeamSearchOutput, BeamSearchParams, bea
 from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.chat import Chat

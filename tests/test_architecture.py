@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SPINE = ("core.py", "engine/llm_engine.py", "engine/scheduler.py", "engine/block_manager.py", "runner/model_runner.py",
          "runner/inputs.py", "runner/request_state.py")  # fmt: skip
 FEATURE_WORDS = re.compile(
-    r"draft|specul|verify|snapshot|recurrent|state_moves|state_rows|statemoves|staterows|cascade|shared_prefix|groups"
+    r"draft|specul|verify|snapshot|recurrent|state_moves|recurrent_rows|statemoves|staterows|cascade|shared_prefix|groups"
     r"|micro_batch|pooled|pooling|targets?\b|target_|scored|lora|fp8|mxfp4|beginning|prefix_cop|tails?\b|reserv"
     r"|missed_tokens|image|vision|pixel|int4|awq|gptq", re.I,
 )  # fmt: skip

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
-from nanovllm.engine import tokenizer
+from nanovllm.engine.text import tokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 128, "quiet": True}

@@ -1,6 +1,6 @@
 """Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits and greedy tokens.
 
-Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_delta.py`` has the kernels,
+Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` has the kernels,
 ``engine/test_snapshots.py`` the prefix cache of states.
 """
 

@@ -62,7 +62,7 @@ def small_groups(monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(cascade, name, value)
     seen = []
-    prepare = cascade.SharedPrefixes.prepare
+    prepare = cascade.Cascade.prepare
 
     def recorded(self, batch, arrays):
         prepare(self, batch, arrays)
@@ -71,7 +71,7 @@ def small_groups(monkeypatch):
         sizes = cascade.columns_of(self._on_device, len(self._tables)).sizes
         seen.append([] if self.groups is None else sizes[sizes > 0].tolist())
 
-    monkeypatch.setattr(cascade.SharedPrefixes, "prepare", recorded)
+    monkeypatch.setattr(cascade.Cascade, "prepare", recorded)
     return seen
 
 
@@ -220,9 +220,9 @@ def test_on_a_gpu(make_checkpoint, make_llm, monkeypatch, device, eager, num_ran
     options = {"device": device, "dtype": "float32", "kvcache_block_size": 128, "max_num_seqs": 64,
                "max_num_batched_tokens": 4096, "enforce_eager": eager, "tensor_parallel_size": num_ranks}  # fmt: skip
     llm, grouped = make_llm(**options), []
-    find = cascade.SharedPrefixes._find
+    find = cascade.Cascade._find
     with monkeypatch.context() as patch:
-        patch.setattr(cascade.SharedPrefixes, "_find", lambda *args: grouped.append(find(*args)) or grouped[-1])
+        patch.setattr(cascade.Cascade, "_find", lambda *args: grouped.append(find(*args)) or grouped[-1])
         tokens = generate(llm, prompts, params)
     assert max(map(len, grouped)) >= 2 and min(map(len, grouped)) == 0
     # on all ranks, each of which finds the groups itself: without the cache no two sequences have a block in common

@@ -33,12 +33,13 @@ FEATURES = {
         r"SpeculativeScheduler|\bDrafts\b", ("test_speculation.py",),
     ),
     "hybrids": Feature(
-        ("engine/hybrid", "messages/states.py", "runner/recurrent.py", "models/gated_delta_net.py", "kernels/delta"),
+        ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/gated_delta_net.py",
+         "kernels/gated_delta"),
         r"HybridBlockManager|RecurrentStates|gated_delta_net",
-        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_delta.py"),
+        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py"),
     ),
     "cascade": Feature(
-        ("runner/cascade.py",), r"SharedPrefixes", ("test_shared_prefixes.py", "runner/test_cascade.py"),
+        ("runner/cascade.py",), r"\bCascade\b", ("test_shared_prefixes.py", "runner/test_cascade.py"),
     ),
     "prompt_logprobs": Feature(
         ("readouts/prompt_logprobs.py", "runner/readers/prompt_logprobs.py", "verbs/scoring.py"),

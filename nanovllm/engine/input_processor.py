@@ -12,10 +12,10 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.checks import Checks
-from nanovllm.engine.prompts import Prompt, as_list, as_token_ids, split_prompt
 from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_prompt
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import READOUTS
 from nanovllm.errors import RequestError
 from nanovllm.readouts import Readout

@@ -19,11 +19,11 @@ from nanovllm.engine.callers import DROPPED, Caller, collect
 from nanovllm.engine.guard import Guard, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.prompts import Prompt, as_prompts
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.text.prompts import Prompt, as_prompts
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput

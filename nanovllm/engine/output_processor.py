@@ -16,8 +16,8 @@ from nanovllm.core import Batch, Sequence, SequenceStatus
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.readouts import Readout
 
 logger = logging.getLogger("nanovllm")

@@ -10,8 +10,8 @@ import numpy as np
 
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor
-from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams

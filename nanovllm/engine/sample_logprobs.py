@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import logprobs_at, trimmed

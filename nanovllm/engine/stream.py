@@ -1,7 +1,7 @@
 """The tokens of one request as they arrive: each output holds the new ones."""
 
-from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.detokenizer import IncrementalDetokenizer
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 

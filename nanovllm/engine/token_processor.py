@@ -13,9 +13,9 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.sample_logprobs import SampleLogprobs
-from nanovllm.engine.stop_strings import StopStrings
-from nanovllm.engine.structured import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
-from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.text.stop_strings import StopStrings
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams

@@ -39,7 +39,7 @@ OPS = {
 def select(device_type: str | None = None, folder: str = "") -> SimpleNamespace:
     """The operations for a device type; None is torch's default device.
 
-    ``folder``: take the operations of a folder that has its own table ``OPS``, such as "delta".
+    ``folder``: take the operations of a folder that has its own table ``OPS``, such as "gated_delta".
 
     ``beside(module)`` among them gives the functions of a module of references, such as "nanovllm.sampling.filters":
     itself, or for CUDA the module of kernels with the same names, kernels/sampling/filters.py.

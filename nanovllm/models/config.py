@@ -40,7 +40,7 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class GatedDeltaConfig:
     """The gated delta net of the recurrent layers.
 
     Attributes:
@@ -96,7 +96,7 @@ class ModelConfig:
         num_labels: of a classification head; 0 without one.
         activation: of its logits: "softmax", "sigmoid" or "" for none.
         label_tokens: of a reranker, the tokens whose logits are its head, the answer "no" first.
-        delta: None without recurrent layers.
+        gated_delta: None without recurrent layers.
         num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
         fp8: None: no weight is FP8.
     """
@@ -128,7 +128,7 @@ class ModelConfig:
     num_labels: int
     activation: str
     label_tokens: tuple[str, ...]
-    delta: DeltaConfig | None
+    gated_delta: GatedDeltaConfig | None
     num_nextn_predict_layers: int
     fp8: FP8Weights | None
     dtype: str
@@ -165,7 +165,7 @@ class ModelConfig:
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.delta is not None))
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
 
@@ -215,7 +215,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
-            ("key heads of linear attention", self.delta.num_key_heads if self.delta else 0),
+            ("key heads of linear attention", self.gated_delta.num_key_heads if self.gated_delta else 0),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")

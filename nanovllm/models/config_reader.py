@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import DeltaConfig, LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
 from nanovllm.models.quantization_config import read_quantization
@@ -167,7 +167,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
-        "delta": _delta(given) if family.recurrent else None,
+        "gated_delta": _gated_delta(given) if family.recurrent else None,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],
     }
@@ -318,9 +318,9 @@ def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
     )
 
 
-def _delta(given: dict[str, Any]) -> DeltaConfig:
+def _gated_delta(given: dict[str, Any]) -> GatedDeltaConfig:
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = DeltaConfig(*(given[f"linear_{name}"] for name in names))
+    delta = GatedDeltaConfig(*(given[f"linear_{name}"] for name in names))
     if delta.num_value_heads % delta.num_key_heads:
         raise CheckpointError(
             f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "

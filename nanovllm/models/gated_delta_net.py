@@ -1,7 +1,7 @@
 """The mixer of recurrent layers: a gated delta net, whose memory of a sequence is one row of states.
 
 Owns its weights, how they are sharded (by key heads, each with its value heads), and the layer's views of the states.
-``kernels/delta/reference.py`` defines the computation; ``runner/recurrent.py`` has the rows.
+``kernels/gated_delta/reference.py`` defines the computation; ``runner/recurrent.py`` has the rows.
 
 Legend: T packed tokens, C hidden size, HK key heads of K, HV value heads of V (of this rank).
 """
@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.delta.reference import Chunks, DeltaStates, DeltaWeights
+from nanovllm.kernels.gated_delta.reference import Chunks, GatedDeltaStates, GatedDeltaWeights
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
@@ -58,9 +58,9 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        delta, C = config.delta, config.hidden_size
+        delta, C = config.gated_delta, config.hidden_size
         assert delta is not None
-        self.tp, self.ops = tp, kernels.select(folder="delta")
+        self.tp, self.ops = tp, kernels.select(folder="gated_delta")
         if not self.ops.takes_delta_heads(delta.key_dim, delta.value_dim):
             raise ConfigError(
                 f"linear attention has key heads of {delta.key_dim} and value heads of {delta.value_dim}; the GPU's "
@@ -84,11 +84,11 @@ class GatedDeltaNet(nn.Module):
             param.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
         self.norm = RMSNorm(delta.value_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear(value_size, C, tp=tp, fp8_block=fp8[1])
-        self.weights = DeltaWeights(
+        self.weights = GatedDeltaWeights(
             self.conv_weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps, delta.num_key_heads // tp.size
         )
         self.packed_modules_mapping = packed_modules(config)
-        self.states: DeltaStates | None = None
+        self.states: GatedDeltaStates | None = None
 
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of a row of the convolution's ring, and of the delta states."""

@@ -83,7 +83,7 @@ def _columns(max_num_seqs: int) -> list[tuple[int, int]]:
     return list(zip(starts, sizes, strict=False))
 
 
-class SharedPrefixes(Part):
+class Cascade(Part):
     """The groups of the decode batch, on one rank.
 
     Args:
@@ -96,7 +96,7 @@ class SharedPrefixes(Part):
     """
 
     @classmethod
-    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "SharedPrefixes | None":
+    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "Cascade | None":
         config = rank.config
         if not rank.backend.shares_prefixes or all(config.model_config.windows):
             return None
@@ -166,7 +166,7 @@ class SharedPrefixes(Part):
 class CascadeLauncher(DecodeLauncher):
     """Decode steps with groups; a graph is captured when a batch waits for it."""
 
-    def __init__(self, groups: SharedPrefixes, decode: DecodeLauncher):
+    def __init__(self, groups: Cascade, decode: DecodeLauncher):
         super().__init__(decode.inputs, decode.sampler, cascade_sizes(decode.sizes))
         self._groups = groups
 

@@ -9,7 +9,7 @@ from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.attention_backends import select_backend
-from nanovllm.runner.cascade import SharedPrefixes
+from nanovllm.runner.cascade import Cascade
 from nanovllm.runner.cuda_graphs import decode_sizes
 from nanovllm.runner.device import select_device, select_dtype, with_fitting_launches
 from nanovllm.runner.drafts import Drafts
@@ -32,7 +32,7 @@ from nanovllm.sampling.sampler import Sampler
 PARTS: tuple[type[Part], ...] = (
     BlockCopies,
     Drafts,
-    SharedPrefixes,
+    Cascade,
     RecurrentStates,
     PrefixCopies,
 )

@@ -13,8 +13,8 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
-from nanovllm.kernels.delta.reference import CHUNK, CHUNK_ARRAYS, DeltaStates
-from nanovllm.messages.states import StateMoves, StateRows
+from nanovllm.kernels.gated_delta.reference import CHUNK, CHUNK_ARRAYS, GatedDeltaStates
+from nanovllm.messages.recurrent import RecurrentMoves, RecurrentRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gated_delta_net import GatedDeltaNet
 from nanovllm.runner.device import model_defaults
@@ -37,7 +37,7 @@ class RecurrentStates(Part):
         states: None while no memory is allocated.
     """
 
-    states: DeltaStates | None = None
+    states: GatedDeltaStates | None = None
 
     def __init__(self, rank: Rank):
         self._rank, self._num_slots = rank, rank.config.max_num_seqs
@@ -46,7 +46,7 @@ class RecurrentStates(Part):
     def fitted(cls, rank: Rank) -> Config:
         """With fewer request slots than ``max_num_seqs`` where their states have no room, the same on every rank."""
         config = rank.config
-        if config.model_config.delta is None or rank.device.type == "cpu" or config.num_kvcache_blocks != -1:
+        if config.model_config.gated_delta is None or rank.device.type == "cpu" or config.num_kvcache_blocks != -1:
             return config
         with model_defaults(rank.dtype, torch.device("meta")):
             model = CausalLM(config.model_config, rank.backend, rank.tp)
@@ -62,13 +62,13 @@ class RecurrentStates(Part):
 
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "RecurrentStates | None":
-        return None if rank.config.model_config.delta is None else cls(rank)
+        return None if rank.config.model_config.gated_delta is None else cls(rank)
 
     # ---------------------------------------------------------------- a step
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         if isinstance(batch, PrefillBatch):
-            assert isinstance(batch.moves, StateMoves)
+            assert isinstance(batch.moves, RecurrentMoves)
             arrays |= chunk_arrays(batch, batch.moves)
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
@@ -104,7 +104,7 @@ class RecurrentStates(Part):
             layer.states = None
 
     def facts(self) -> dict[str, Any]:
-        return {"state_rows": StateRows(self.num_rows, CHUNK)}
+        return {"recurrent_rows": RecurrentRows(self.num_rows, CHUNK)}
 
     def describe(self) -> str:
         if self.states is None:
@@ -156,20 +156,20 @@ def row_bytes(model: nn.Module, dtype: torch.dtype, state_dtype: torch.dtype) ->
 
 
 def allocate_states(model: nn.Module, num_rows: int, dtype: torch.dtype, state_dtype: torch.dtype,
-                    device: torch.device) -> DeltaStates | None:
+                    device: torch.device) -> GatedDeltaStates | None:
     """Zeroed states [layers, num_rows, ...]; each recurrent layer gets its views. None without recurrent layers."""
     layers = recurrent_layers(model)
     if not layers:
         return None
     (shapes,) = {layer.state_shapes() for layer in layers}
     kinds = zip(shapes, (dtype, state_dtype), strict=True)
-    states = DeltaStates(*(zeros((len(layers), num_rows, *shape), kind, device) for shape, kind in kinds))
+    states = GatedDeltaStates(*(zeros((len(layers), num_rows, *shape), kind, device) for shape, kind in kinds))
     for layer, *views in zip(layers, *states, strict=True):
-        layer.states = DeltaStates(*views)
+        layer.states = GatedDeltaStates(*views)
     return states
 
 
-def copy_rows(states: DeltaStates, rows_from: torch.Tensor, rows_to: torch.Tensor) -> None:
+def copy_rows(states: GatedDeltaStates, rows_from: torch.Tensor, rows_to: torch.Tensor) -> None:
     """In every layer, row rows_to[i] becomes a copy of row rows_from[i]; int64 [n] each, no row in both."""
     for start in range(0, len(rows_to), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
@@ -177,7 +177,7 @@ def copy_rows(states: DeltaStates, rows_from: torch.Tensor, rows_to: torch.Tenso
             tensor.index_copy_(1, rows_to[chunk], tensor.index_select(1, rows_from[chunk]))
 
 
-def chunk_arrays(batch: PrefillBatch, moves: StateMoves) -> Arrays:
+def chunk_arrays(batch: PrefillBatch, moves: RecurrentMoves) -> Arrays:
     """``Chunks`` of a prefill's sequences, and where forked completions copy their states."""
     starts, stops = batch.starts, batch.stops
     first_grid, last_grid = starts // CHUNK, -(-stops // CHUNK)

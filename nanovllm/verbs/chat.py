@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt, as_list
+from nanovllm.engine.text.prompts import Prompt, as_list
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS

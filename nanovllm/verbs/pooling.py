@@ -14,8 +14,8 @@ from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt, as_list, as_prompts, as_token_ids
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.prompts import Prompt, as_list, as_prompts, as_token_ids
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 from nanovllm.readouts.pooled_state import PooledState

@@ -10,8 +10,8 @@ from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import as_list, as_token_ids
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.prompts import as_list, as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import Score
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs

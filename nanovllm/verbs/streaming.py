@@ -8,9 +8,9 @@ from nanovllm.engine.callers import run
 from nanovllm.engine.futures import RequestFuture, Submitted
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import NON_SEQUENCES, Prompt, is_one_prompt
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
+from nanovllm.engine.text.prompts import NON_SEQUENCES, Prompt, is_one_prompt
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

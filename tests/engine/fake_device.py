@@ -26,7 +26,7 @@ from nanovllm.sampling.feature import Sampled
 from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
-Drafts, SharedPrefixes = optional("runner.drafts", "Drafts"), optional("runner.cascade", "SharedPrefixes")
+Drafts, Cascade = optional("runner.drafts", "Drafts"), optional("runner.cascade", "Cascade")
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
 STOP_TEXT = "the stop string"
@@ -111,7 +111,7 @@ class FakeDevice:
 
     prepare, write = ModelRunner.prepare, ModelRunner.write
 
-    def __init__(self, config, max_in_flight, requests, graphs, state_rows=None):
+    def __init__(self, config, max_in_flight, requests, graphs, recurrent_rows=None):
         self.config, self.max_in_flight, self.requests = config, max_in_flight, requests
         self.block_size, cpu = config.kvcache_block_size, torch.device("cpu")
         max_blocks = -(-config.max_model_len // self.block_size)
@@ -121,13 +121,13 @@ class FakeDevice:
         self.features = make_features(state, config.max_model_len, VOCAB)
         self.sampler = Sampler(state, SINGLE_RANK, self.features)
         self.drafts = Drafts and Drafts(state, num_drafted)
-        self.shared_prefixes = SharedPrefixes and SharedPrefixes(state.block_table_mirror, self.block_size, cpu)
-        self.parts = [part for part in (self.shared_prefixes, self.drafts) if part is not None]
+        self.cascade = Cascade and Cascade(state.block_table_mirror, self.block_size, cpu)
+        self.parts = [part for part in (self.cascade, self.drafts) if part is not None]
         self.kv = np.zeros(config.num_kvcache_blocks * self.block_size, np.int64)
-        self.state_rows, self.states = state_rows, None  # hashes, by row: request slots, padding, snapshots
-        if state_rows is not None:
-            self.states = np.zeros(config.max_num_seqs + 1 + state_rows.num_snapshots, np.int64)
-            self.grain = lcm(state_rows.chunk, self.block_size)
+        self.recurrent_rows, self.states = recurrent_rows, None  # hashes, by row: request slots, padding, snapshots
+        if recurrent_rows is not None:
+            self.states = np.zeros(config.max_num_seqs + 1 + recurrent_rows.num_snapshots, np.int64)
+            self.grain = lcm(recurrent_rows.chunk, self.block_size)
         # numpy views of the device's memory: torch would dominate the time of 2,000 histories
         self.last_token, self.length = state.last_token.numpy(), state.length.numpy()
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
@@ -242,9 +242,9 @@ class FakeDevice:
         """(owner, tokens) of each of the ``size`` sequences of a decode batch, as the two halves of attention find
         them."""
         shared = [(0, 0)] * size
-        if self.shared_prefixes is None or self.shared_prefixes.groups is None:
+        if self.cascade is None or self.cascade.groups is None:
             return shared
-        groups = [column.tolist() for column in self.shared_prefixes.groups]
+        groups = [column.tolist() for column in self.cascade.groups]
         shared_lens, members = groups[:2]
         used = [group for group in zip(*groups[2:], strict=True) if group[1]]
         assert used and not any(shared_lens[size:])
@@ -343,7 +343,7 @@ class FakeDevice:
         for i, (request, own, start, stop) in enumerate(chunks):
             self.states[own] = request.states[stop - 1]
             if i not in batch.sampled_from and request.params.max_tokens:  # cut: where the kernels' chunks end
-                assert stop % self.state_rows.chunk == 0 or stop - stop % self.state_rows.chunk <= start
+                assert stop % self.recurrent_rows.chunk == 0 or stop - stop % self.recurrent_rows.chunk <= start
         sampled = dict(zip(batch.req_indices.tolist(), batch.sampled_from.tolist(), strict=True))
         assert copies == [[own_rows[i], row] for row, i in sampled.items() if row != own_rows[i]]
         for source, target in copies:

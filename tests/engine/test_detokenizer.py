@@ -5,8 +5,8 @@ import random
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
-from nanovllm.engine.stop_strings import StopStrings
+from nanovllm.engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
+from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 WORDS = ["the", " the", "a", "b", "ab", "ba", " ", "  ", "\n", "\n\n", ".", "Question", ":"]

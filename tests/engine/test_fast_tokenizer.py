@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import fast_tokenizer
-from nanovllm.engine.detokenizer import decode
-from nanovllm.engine.fast_tokenizer import CLASSES, QWEN_SPLIT, FastTokenizer, load_fast
+from nanovllm.engine.text import fast_tokenizer
+from nanovllm.engine.text.detokenizer import decode
+from nanovllm.engine.text.fast_tokenizer import CLASSES, QWEN_SPLIT, FastTokenizer, load_fast
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 2024, isn't it? We've 1234 of 56,789 'quoted' things.",

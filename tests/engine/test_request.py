@@ -15,8 +15,8 @@ from nanovllm.engine.callers import Caller, run
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduler import SequenceTable
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
 
 
 def refuses(text):

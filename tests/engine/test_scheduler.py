@@ -35,8 +35,8 @@ from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sample_logprobs import SampleLogprobs
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
 from nanovllm.engine.variants import make_scheduler
 from nanovllm.runner import prefill_graphs
 from nanovllm.validation import has_feature
@@ -45,7 +45,7 @@ FEATURE = "readouts.prompt_logprobs"
 SCORES = has_feature(FEATURE)
 HybridBlockManager = optional("engine.hybrid.block_manager", "HybridBlockManager")
 CopyingBlockManager = optional("engine.prefix_copies", "CopyingBlockManager")
-StateRows = optional("messages.states", "StateRows")
+RecurrentRows = optional("messages.recurrent", "RecurrentRows")
 SPECULATES, GROUPS = has_feature("engine.speculation"), has_feature("runner.cascade")
 
 
@@ -101,7 +101,7 @@ class Harness:
         max_num_batched_tokens=8,
         max_model_len=16,
         graphs=False,
-        state_rows=None,
+        recurrent_rows=None,
         method=None,
         min_copied_tokens=None,
     ):
@@ -116,19 +116,19 @@ class Harness:
             seed=0,
             tensor_parallel_size=1,
             max_logprobs=20,
-            speculates=method is not None and state_rows is None,
+            speculates=method is not None and recurrent_rows is None,
             speculative_config=method and SpeculativeConfig.of(DRAFTED),
         )
         self.requests, self.outputs = {}, {}  # by seq_id: what each must get, and those of finished requests
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
-        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs, state_rows)
+        self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs, recurrent_rows)
         self.device.num_kvcache_blocks = num_blocks
         self.engine = engine = LLMEngine.__new__(LLMEngine)
         engine.config, engine.model_runner = self.config, self.device
         engine._finalizer = weakref.finalize(engine, int)
         engine._finalizer.atexit = False
         engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
-        facts = {"state_rows": state_rows, "min_copied_tokens": min_copied_tokens}
+        facts = {"recurrent_rows": recurrent_rows, "min_copied_tokens": min_copied_tokens}
         facts = {name: fact for name, fact in facts.items() if fact is not None}
         engine._set_up(make_scheduler(self.config, num_blocks, [EOS], facts))
         token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
@@ -384,7 +384,7 @@ class Harness:
                 own = seq.block_table[(scheduled - 1) // config.kvcache_block_size :]
                 assert all(scheduler.block_manager.blocks[i].ref_count == 1 for i in own)
         histories = self.check_blocks(holders)
-        if StateRows and isinstance(scheduler.block_manager, HybridBlockManager):
+        if RecurrentRows and isinstance(scheduler.block_manager, HybridBlockManager):
             self.check_snapshots(histories)
 
     def check_blocks(self, holders):
@@ -447,7 +447,7 @@ class Harness:
         states, device = self.scheduler.block_manager, self.device
         snapshots, size = states.snapshots, self.config.kvcache_block_size
         held = [*snapshots.probation.items(), *snapshots.protected.items()]
-        num_rows = device.state_rows.num_snapshots if self.config.enable_prefix_caching else 0
+        num_rows = device.recurrent_rows.num_snapshots if self.config.enable_prefix_caching else 0
         first = self.config.max_num_seqs + 1
         assert sorted([*snapshots.free_rows, *(row for _, row in held)]) == list(range(first, first + num_rows))
         assert len(snapshots.protected) <= num_rows * 3 / 4
@@ -570,7 +570,7 @@ BETWEEN_STEPS = [("running",), ("in flight", "unsampled")]
 STATES = {"loaded snapshot"}
 DRAFTS = {"draft", "draft in another block", "one row beside drafts", "draft cut for want of blocks",
           *(f"{n} accepted" for n in range(7))}  # fmt: skip
-state_rows = st.builds(StateRows or tuple, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
+recurrent_rows = st.builds(RecurrentRows or tuple, st.sampled_from([5, 2, 1, 0]), st.sampled_from([1, 2]))
 methods = st.sampled_from(["suffix", "knowing"])
 longer = st.tuples(  # fewer prefixes end at a snapshot
     st.sampled_from([1, 2, 4]), st.integers(5, 20), st.integers(1, 5), st.integers(3, 12), st.integers(10, 20)
@@ -579,7 +579,7 @@ wider = st.tuples(  # launches have room for drafts
     st.integers(1, 4), st.integers(5, 20), st.integers(1, 5), st.integers(8, 40), st.integers(10, 20)
 )
 KINDS = {"plain": (st.none(), limits, st.none())}
-KINDS |= {"recurrent": (state_rows, longer, st.none())} if StateRows else {}
+KINDS |= {"recurrent": (recurrent_rows, longer, st.none())} if RecurrentRows else {}
 KINDS |= {"drafts": (st.none(), wider, methods)} if SPECULATES else {}
 KINDS |= {"copies": (st.none(), limits, st.none())} if CopyingBlockManager else {}
 
@@ -627,7 +627,7 @@ def test_random_histories(max_in_flight, kind):
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 @histories(150)
-@given(limits=limits | wider, rows=st.none() | state_rows if StateRows else st.none(),
+@given(limits=limits | wider, rows=st.none() | recurrent_rows if RecurrentRows else st.none(),
        method=st.none() | methods if SPECULATES else st.none(),
        copies=st.booleans(), first=arrivals, second=arrivals, fail_at=st.integers(1, 25),
        before=st.integers(0, 20))  # fmt: skip
@@ -635,7 +635,7 @@ def test_random_histories_with_an_abort(max_in_flight, limits, rows, method, cop
     """A launch fails in the middle, or the caller gives up between two steps; what follows is a normal history."""
     min_copied_tokens = 1 if copies and rows is None and CopyingBlockManager else None
     harness = Harness(
-        max_in_flight, True, *limits, state_rows=rows, method=method, min_copied_tokens=min_copied_tokens
+        max_in_flight, True, *limits, recurrent_rows=rows, method=method, min_copied_tokens=min_copied_tokens
     )
     harness.device.fail_at = fail_at
     try:
@@ -681,7 +681,7 @@ class Interrupt:
 def test_interrupted_at_any_line(max_in_flight, kind):
     """Ctrl-C strikes between any two lines, such as after a block left the free list and before it is in a table."""
     options = {"method": "knowing"} if kind == "drafts" and SPECULATES else {}
-    options |= {"state_rows": StateRows(2, chunk=2)} if kind == "states" and StateRows else {}
+    options |= {"recurrent_rows": RecurrentRows(2, chunk=2)} if kind == "states" and RecurrentRows else {}
     first = [
         Arrival(0, 7, 1, 6, 1, 0),
         Arrival(0, 7, 1, 6, 1, 0, n=3, stop_after=2, prompt_logprobs=1),

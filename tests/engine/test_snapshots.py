@@ -17,7 +17,7 @@ from nanovllm.core import PrefillBatch, Sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.hybrid.snapshots import Snapshots
-from nanovllm.messages.states import StateRows
+from nanovllm.messages.recurrent import RecurrentRows
 
 
 class NaiveSnapshots:
@@ -101,7 +101,7 @@ def test_against_a_naive_model(num_rows, actions):
 
 def make(num_snapshots=8, block_size=4, chunk=4, **options):
     options = {"num_blocks": 64, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 60, **options}
-    return Harness(block_size=block_size, state_rows=StateRows(num_snapshots, chunk), **options)
+    return Harness(block_size=block_size, recurrent_rows=RecurrentRows(num_snapshots, chunk), **options)
 
 
 def cached(harness):

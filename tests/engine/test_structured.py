@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import Sequence
-from nanovllm.engine import structured
-from nanovllm.engine.structured import BadWords, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.structured_outputs import token_masks
+from nanovllm.engine.structured_outputs.token_masks import BadWords, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
@@ -356,7 +356,7 @@ def test_compiled_copies_are_independent(compiler, tokenizer):
 
 
 def test_cache_keeps_the_last_used(tokenizer, monkeypatch):
-    monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
+    monkeypatch.setattr(token_masks, "MAX_CACHED_GRAMMARS", 2)
     compiler, compiled = GrammarCompiler(tokenizer, VOCAB, EOS), []
     compiler.compile(Params(regex="a"))
     library = compiler._llguidance
@@ -565,6 +565,6 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
 
 
 def test_llguidance_is_imported_on_first_use():
-    code = "import sys, nanovllm.engine.structured as s; s.GrammarCompiler(None, 8, [1]); " \
+    code = "import sys, nanovllm.engine.structured_outputs.token_masks as s; s.GrammarCompiler(None, 8, [1]); " \
         "sys.exit(bool({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

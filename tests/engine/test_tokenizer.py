@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
-from nanovllm.engine.tokenizer import AsyncTokenizer
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 NONE = SamplingParams(max_tokens=0)

@@ -184,11 +184,11 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("max_chunks, vocab_start", [(99, 5), (1, 0)])
+@pytest.mark.parametrize("max_segments, vocab_start", [(99, 5), (1, 0)])
 @pytest.mark.parametrize("kind", LOGITS)
-def test_draws_of_unusual_logits(kind, max_chunks, vocab_start, monkeypatch):
-    """One and two tiles per chunk, at temperatures from nearly greedy to uniform."""
-    monkeypatch.setattr(gumbel, "_MAX_CHUNKS", max_chunks)
+def test_draws_of_unusual_logits(kind, max_segments, vocab_start, monkeypatch):
+    """One and two tiles per segment, at temperatures from nearly greedy to uniform."""
+    monkeypatch.setattr(gumbel, "_MAX_SEGMENTS", max_segments)
     state = make_state(7, temperature=[0.0, 2.0**-16, 0.25, 1.0, 4.0, 1e30, 1.0], length=range(1, 8))
     logits = LOGITS[kind]((7, 1800)).to(torch.bfloat16).to(DEVICE)
     logits[6] = -torch.inf

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm.core import DecodeBatch
 from nanovllm.runner import cascade
-from nanovllm.runner.cascade import SharedPrefixes, columns_of, find_groups, num_words
+from nanovllm.runner.cascade import Cascade, columns_of, find_groups, num_words
 from nanovllm.runner.inputs import to_device
 
 BLOCK = 4
@@ -90,7 +90,7 @@ def test_groups_are_sound_and_no_single_group_saves_more(chains):
         assert saved >= (alone - 1) * len(prefix) * BLOCK
 
 
-class Groups(SharedPrefixes):
+class Groups(Cascade):
     """Host and device side together; ``sent`` counts words."""
 
     def __init__(self, max_num_seqs=6, max_blocks=5, **options):
@@ -175,7 +175,7 @@ def test_blocks_that_were_appended_are_shared_too():
 def test_without_a_kernel_for_groups_there_is_no_part(shares_prefixes, windows):
     config = SimpleNamespace(model_config=SimpleNamespace(windows=windows), kvcache_block_size=BLOCK)
     rank = SimpleNamespace(config=config, backend=SimpleNamespace(shares_prefixes=shares_prefixes))
-    assert SharedPrefixes.make(rank, None, None) is None
+    assert Cascade.make(rank, None, None) is None
 
 
 def test_reset_sends_everything_again():

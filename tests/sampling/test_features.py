@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.structured import mask_of
+from nanovllm.engine.structured_outputs.token_masks import mask_of
 from nanovllm.sampling.feature import INT32_MAX, Sampled
 from nanovllm.sampling.penalties import BIAS_ONLY, entries
 from nanovllm.sampling_params import MAX_LOGIT_BIAS, StructuredOutputsParams

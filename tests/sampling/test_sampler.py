@@ -10,7 +10,7 @@ from helpers import FEATURES, Slots, running
 
 from nanovllm import SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
-from nanovllm.engine.structured import mask_of
+from nanovllm.engine.structured_outputs.token_masks import mask_of
 from nanovllm.sampling.feature import Feature
 
 R, V = 10, 40

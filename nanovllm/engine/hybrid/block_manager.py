@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.snapshots import Snapshots
-from nanovllm.messages.states import StateMoves
+from nanovllm.messages.recurrent import RecurrentMoves
 
 
 class HybridBlockManager(BlockManager):
@@ -19,16 +19,16 @@ class HybridBlockManager(BlockManager):
 
     Args:
         snapshots: none are taken if it has no rows.
-        chunk: of ``StateRows``.
+        chunk: of ``RecurrentRows``.
     """
 
     @classmethod
     def of(cls, config: Config, num_blocks: int, facts: dict[str, Any]) -> "HybridBlockManager | None":
         """None for models without recurrent layers."""
-        if "state_rows" not in facts:
+        if "recurrent_rows" not in facts:
             return None
         size, caching = config.kvcache_block_size, config.enable_prefix_caching
-        num_snapshots, chunk = facts["state_rows"]
+        num_snapshots, chunk = facts["recurrent_rows"]
         snapshots = Snapshots(caching * num_snapshots, config.max_num_seqs + 1, lcm(size, chunk))
         return cls(num_blocks, size, snapshots, chunk, caching)
 
@@ -43,7 +43,7 @@ class HybridBlockManager(BlockManager):
 
     def _begin(self) -> None:
         self.snapshots.used.clear()
-        self._loads: dict[int, int] = {}  # see StateMoves.of
+        self._loads: dict[int, int] = {}  # see RecurrentMoves.of
         self._saves: dict[int, list[tuple[int, int]]] = {}
         self._forked: list[tuple[Sequence, Sequence]] = []
 
@@ -118,9 +118,9 @@ class HybridBlockManager(BlockManager):
         super().fork(seq, child)
         self._forked.append((seq, child))
 
-    def take_moves(self, seqs: list[Sequence]) -> StateMoves:
+    def take_moves(self, seqs: list[Sequence]) -> RecurrentMoves:
         copies = [(seq.req_idx, child.req_idx) for seq, child in self._forked]
-        moves = StateMoves.of(super().take_moves(seqs), seqs, self._loads, self._saves, copies)
+        moves = RecurrentMoves.of(super().take_moves(seqs), seqs, self._loads, self._saves, copies)
         self._begin()
         return moves
 

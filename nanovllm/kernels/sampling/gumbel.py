@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
-_MAX_CHUNKS = 4096  # of all sequences together: about as many programs as the largest GPUs run at once
+_MAX_SEGMENTS = 4096  # of all sequences together: about as many programs as the largest GPUs run at once
 _BLOCK = 1024  # ids per iteration
 
 
@@ -77,20 +77,20 @@ def gumbel_noise(bits, COMPILED: tl.constexpr):
     return -fast_log(tl.where(is_lower & (tail < 0.03125), series, exponential), COMPILED)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles_per_chunk"])
+@triton.jit(do_not_specialize_on_alignment=["tiles_per_segment"])
 def gumbel_argmax_kernel(
     logits_ptr,  # [B, V], written by the LM head
     req_indices_ptr,  # i32[B]
     temperature_ptr, seed_ptr, length_ptr,  # sampling columns [R], with their strides
     thresholds_ptr,  # f32[B], written by filter_thresholds, or -inf
-    values_ptr, tokens_ptr,  # f32, i32[B, chunks], written here: best score of each chunk, its id
-    vocab_start, vocab_size, tiles_per_chunk, logits_stride, temperature_stride, seed_stride, length_stride,
+    values_ptr, tokens_ptr,  # f32, i32[B, segments], written here: best score of each segment, its id
+    vocab_start, vocab_size, tiles_per_segment, logits_stride, temperature_stride, seed_stride, length_stride,
     BLOCK: tl.constexpr, COMPILED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, B): one chunk of ids of one sequence, in tiles of BLOCK; (-inf, 2**31 - 1) if none is allowed."""
+    """Grid (segments, B): a segment of the ids of a sequence, in tiles of BLOCK; (-inf, 2**31 - 1) if none is allowed."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
-    chunk = tl.program_id(0)
+    segment = tl.program_id(0)
     sequence = tl.program_id(1)
     req_idx = tl.load(req_indices_ptr + sequence).to(tl.int64)
     length = tl.load(length_ptr + req_idx * length_stride)
@@ -102,8 +102,8 @@ def gumbel_argmax_kernel(
         logits_ptr += sequence.to(tl.int64) * logits_stride
         is_random = temperature > 0.0
         scale = 1.0 / tl.where(is_random, temperature, 1.0)
-        first_id = (vocab_start // 8) * 8 + chunk * tiles_per_chunk * BLOCK  # vocab_start may lie inside an octet
-        last_id = first_id + tiles_per_chunk * BLOCK
+        first_id = (vocab_start // 8) * 8 + segment * tiles_per_segment * BLOCK  # vocab_start may lie inside an octet
+        last_id = first_id + tiles_per_segment * BLOCK
         best = tl.full((BLOCK,), -float("inf"), tl.float32)
         best_id = tl.full((BLOCK,), 2**31 - 1, tl.int32)
         for first in range(first_id, last_id, BLOCK):
@@ -120,24 +120,24 @@ def gumbel_argmax_kernel(
             best_id = tl.where(better, ids, best_id)
         value = tl.max(best)
         token = tl.min(tl.where(best == value, best_id, 2**31 - 1))
-        num_chunks = tl.num_programs(0)
-        tl.store(values_ptr + sequence * num_chunks + chunk, value)
-        tl.store(tokens_ptr + sequence * num_chunks + chunk, token)
+        num_segments = tl.num_programs(0)
+        tl.store(values_ptr + sequence * num_segments + segment, value)
+        tl.store(tokens_ptr + sequence * num_segments + segment, token)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ptr"])
-def combine_chunks_kernel(
-    values_ptr, tokens_ptr,  # f32, i32[B, chunks], written by gumbel_argmax_kernel
+def combine_segments_kernel(
+    values_ptr, tokens_ptr,  # f32, i32[B, segments], written by gumbel_argmax_kernel
     req_indices_ptr,  # i32[B]
     length_ptr,  # i32[R] strided
     value_ptr, token_ptr,  # f32, i32[B], written here
     last_token_ptr,  # i32[R] strided, like the next two written here with ADVANCE
     new_length_ptr,  # i32[R] strided, incremented
     sampled_tokens_ptr,  # i32[R], pinned host memory
-    vocab_start, num_chunks, length_stride, last_token_stride, new_length_stride,
+    vocab_start, num_segments, length_stride, last_token_stride, new_length_stride,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,): the best chunk of each sequence; with ADVANCE also `advance_requests`."""
+    """Grid (B,): the best segment of each sequence; with ADVANCE also `advance_requests`."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     sequence = tl.program_id(0)
@@ -146,9 +146,9 @@ def combine_chunks_kernel(
     token = 0
     if tl.load(length_ptr + req_idx * length_stride) > 0:
         offs = tl.arange(0, BLOCK)
-        mask = offs < num_chunks
-        values = tl.load(values_ptr + sequence * num_chunks + offs, mask=mask, other=-float("inf"))
-        tokens = tl.load(tokens_ptr + sequence * num_chunks + offs, mask=mask, other=2**31 - 1)
+        mask = offs < num_segments
+        values = tl.load(values_ptr + sequence * num_segments + offs, mask=mask, other=-float("inf"))
+        tokens = tl.load(tokens_ptr + sequence * num_segments + offs, mask=mask, other=2**31 - 1)
         value = tl.max(values)
         token = tl.min(tl.where(values == value, tokens, 2**31 - 1))
         # No allowed id (all NaN or -inf): the first one, whose embedding can be looked up; the host gets -1.
@@ -175,23 +175,23 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     if batch_size == 0:
         return value, token
     num_tiles = triton.cdiv(vocab_size + vocab_start % 8, _BLOCK)
-    tiles_per_chunk = triton.cdiv(batch_size * num_tiles, _MAX_CHUNKS)
-    num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
-    values = torch.empty((batch_size, num_chunks), dtype=torch.float32, device=device)
-    tokens = torch.empty((batch_size, num_chunks), dtype=torch.int32, device=device)
+    tiles_per_segment = triton.cdiv(batch_size * num_tiles, _MAX_SEGMENTS)
+    num_segments = triton.cdiv(num_tiles, tiles_per_segment)
+    values = torch.empty((batch_size, num_segments), dtype=torch.float32, device=device)
+    tokens = torch.empty((batch_size, num_segments), dtype=torch.int32, device=device)
     options = launch_options(device)
     launch(
-        gumbel_argmax_kernel, (num_chunks, batch_size),
+        gumbel_argmax_kernel, (num_segments, batch_size),
         logits, req_indices, state.temperature, state.seed, state.length, thresholds, values, tokens,
-        vocab_start, vocab_size, tiles_per_chunk,
+        vocab_start, vocab_size, tiles_per_segment,
         logits.stride(0), state.temperature.stride(0), state.seed.stride(0), state.length.stride(0),
         BLOCK=_BLOCK, COMPILED=device.type == "cuda", num_warps=4, **options,
     )  # fmt: skip
     last_token, new_length, sampled_tokens = advance if advance is not None else (state.length, state.length, tokens)
     launch(
-        combine_chunks_kernel, (batch_size,),
+        combine_segments_kernel, (batch_size,),
         values, tokens, req_indices, state.length, value, token, last_token, new_length, sampled_tokens,
-        vocab_start, num_chunks,
+        vocab_start, num_segments,
         state.length.stride(0), last_token.stride(0), new_length.stride(0),
         ADVANCE=advance is not None, BLOCK=triton.next_power_of_2(num_tiles), num_warps=1, **options,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Text to token ids and back, on a thread of its own.
 
 Owns the tokenizer. Detokenizing thousands of outputs takes seconds, which the device should not wait for. transformers
-is imported for chats, for whoever asks for its tokenizer, and for checkpoints that ``engine/fast_tokenizer.py`` is not
-certain of.
+is imported for chats, for whoever asks for its tokenizer, and for checkpoints that ``fast_tokenizer.py`` is not certain
+of.
 """
 
 import re
@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from nanovllm.engine.detokenizer import decode, decode_tokens
-from nanovllm.engine.fast_tokenizer import FastTokenizer, load_fast
+from nanovllm.engine.text.detokenizer import decode, decode_tokens
+from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit

@@ -7,8 +7,8 @@ import pytest
 import torch
 from histories import at_night
 
-from nanovllm.kernels.delta import decode, prefill, reference
-from nanovllm.kernels.delta.reference import CHUNK, Chunks, DeltaStates, DeltaWeights
+from nanovllm.kernels.gated_delta import decode, prefill, reference
+from nanovllm.kernels.gated_delta.reference import CHUNK, Chunks, GatedDeltaStates, GatedDeltaWeights
 
 from . import DEVICE
 
@@ -19,7 +19,7 @@ PADDING = 7  # a row of the states
 
 def make_layer(num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32, taps=4, dtype=torch.float32):
     channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
-    return DeltaWeights(
+    return GatedDeltaWeights(
         (torch.randn(channels, taps, device=DEVICE) / 2).to(dtype),
         torch.linspace(-5, 1, num_value_heads, device=DEVICE),  # slow and fast decays
         torch.randn(num_value_heads, device=DEVICE),
@@ -30,7 +30,7 @@ def make_layer(num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32, tap
 def make_states(weights, dtype=torch.float32, num_rows=PADDING + 1):
     channels, taps = weights.conv.shape
     _, num_value_heads, key_dim, value_dim = weights.sizes
-    return DeltaStates(
+    return GatedDeltaStates(
         torch.randn(num_rows, taps, channels, device=DEVICE).to(weights.conv.dtype),
         torch.randn(num_rows, num_value_heads, value_dim, key_dim, device=DEVICE).to(dtype),
     )
@@ -68,7 +68,7 @@ def make_chunks(sequences, saved=None, num_empty=2):
 
 
 def clone(states):
-    return DeltaStates(states.conv.clone(), states.delta.clone())
+    return GatedDeltaStates(states.conv.clone(), states.delta.clone())
 
 
 def assert_close(actual, expected, dtype):

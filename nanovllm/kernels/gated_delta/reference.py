@@ -22,7 +22,7 @@ CHUNK = 64  # tokens that prefill computes at once; chunks end at multiples of i
 L2_EPS = 1e-6
 
 
-class DeltaWeights(NamedTuple):
+class GatedDeltaWeights(NamedTuple):
     """This rank's weights of a layer, and its shape."""
 
     conv: torch.Tensor  # [channels, W] of q, k and v, channels = 2 HK K + HV V; the last column is the token's own
@@ -40,7 +40,7 @@ class DeltaWeights(NamedTuple):
         return self.num_key_heads, num_value_heads, key_channels // self.num_key_heads, value_dim
 
 
-class DeltaStates(NamedTuple):
+class GatedDeltaStates(NamedTuple):
     """A layer's states: a row for each request slot, one for padding, and one for each snapshot."""
 
     conv: torch.Tensor  # [rows, W, channels], a ring: the input of position p is in slot p % W

@@ -12,7 +12,7 @@ import numpy as np
 from nanovllm.core import Moves, Sequence, pairs
 
 
-class StateRows(NamedTuple):
+class RecurrentRows(NamedTuple):
     """Sizes of the devices' tables of states, as the engine must know them."""
 
     num_snapshots: int
@@ -20,7 +20,7 @@ class StateRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StateMoves(Moves):
+class RecurrentMoves(Moves):
     """Initial states of the S sequences of a prefill, and the rows where it saves further copies of them."""
 
     load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
@@ -29,7 +29,7 @@ class StateMoves(Moves):
 
     @classmethod
     def of(cls, moves: Moves, seqs: ListLike[Sequence], loads: dict[int, int],
-           saves: dict[int, list[tuple[int, int]]], copies: list[tuple[int, int]]) -> "StateMoves":
+           saves: dict[int, list[tuple[int, int]]], copies: list[tuple[int, int]]) -> "RecurrentMoves":
         """``seqs``: in the order of the batch. ``loads`` and ``saves`` (tokens, row) by seq_id."""
         flat = [(i, *save) for i, seq in enumerate(seqs) for save in saves.get(seq.seq_id, ())]
         load_rows = np.array([loads[seq.seq_id] for seq in seqs], np.int32)

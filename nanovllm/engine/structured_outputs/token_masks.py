@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.grammars import to_grammar
+from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputsParams
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.engine.detokenizer import IncrementalDetokenizer
+from nanovllm.engine.text.detokenizer import IncrementalDetokenizer
 from nanovllm.sampling_params import SamplingParams
 
 
