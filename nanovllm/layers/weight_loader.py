@@ -19,16 +19,11 @@ from nanovllm.kernels.fp8 import E4M3
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A lazy tensor under its name in the checkpoint.
-
-    Attributes:
-        shape: of the whole tensor.
-        read: the part that an index selects: a slice for each of the first dimensions; or ``...``.
-    """
+    """A lazy tensor under its name in the checkpoint."""
 
     name: str
-    shape: list[int]
-    read: Callable[[Any], torch.Tensor]
+    shape: list[int]  # of the whole tensor
+    read: Callable[[Any], torch.Tensor]  # the part that an index selects: slices of the first dimensions, or ``...``
 
     @classmethod
     def of(cls, name: str, source: Any) -> "CheckpointTensor":

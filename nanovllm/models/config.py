@@ -13,66 +13,40 @@ from nanovllm.models.rope import RopeScaling
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts of the sparse layers; ``Family`` has the rest.
+    """The mixture of experts of the sparse layers; ``Family`` has the rest."""
 
-    Attributes:
-        num_experts: routed experts of a layer.
-        top_k: experts of a token.
-        expert_size: intermediate size of an expert.
-        renormalize: the weights of the chosen experts sum to 1.
-        routed_scale: a factor of all weights.
-        num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
-        swiglu_limit: of the clamped SwiGLU; 0: the model's own activation.
-        is_mxfp4: the checkpoint has the experts in MXFP4.
-        shared_size: intermediate size of the shared expert, which every token passes; 0: none.
-    """
-
-    num_experts: int
-    top_k: int
-    expert_size: int
-    renormalize: bool = True
-    routed_scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    shared_size: int = 0
-    swiglu_limit: float = 0.0
-    is_mxfp4: bool = False
+    num_experts: int  # routed ones of a layer
+    top_k: int  # experts of a token
+    expert_size: int  # intermediate size of an expert
+    renormalize: bool = True  # the weights of the chosen experts sum to 1
+    routed_scale: float = 1.0  # a factor of all weights
+    num_groups: int = 1  # equal ones, of neighbouring experts
+    top_groups: int = 1  # the best ones, from which experts are chosen
+    shared_size: int = 0  # intermediate size of the shared expert, which every token passes; 0: none
+    swiglu_limit: float = 0.0  # of the clamped SwiGLU; 0: the model's own activation
+    is_mxfp4: bool = False  # the experts of the checkpoint are MXFP4
 
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
-    """The gated delta net of the recurrent layers.
-
-    Attributes:
-        num_key_heads, num_value_heads: the second is a multiple of the first.
-        key_dim, value_dim: sizes of a head.
-        conv_size: tokens that the convolution before it sees.
-    """
+    """The gated delta net of the recurrent layers."""
 
     num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_size: int
+    num_value_heads: int  # a multiple of ``num_key_heads``
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # tokens that the convolution before it sees
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The switches of one decoder layer.
+    """The switches of one decoder layer."""
 
-    Attributes:
-        mixer: lets tokens see others, a key of ``MIXERS``.
-        window: the tokens that a token attends, itself included; 0: all before it.
-        rope: None: positions are not rotated (NoPE).
-        mlp: a key of ``MLPS``.
-        fp8_linears: keys of ``linears``: its FP8 layers.
-    """
-
-    mixer: str = "attention"
-    window: int = 0
-    rope: RopeScaling | None = None
-    mlp: str = "dense"
-    fp8_linears: frozenset[str] = frozenset()
+    mixer: str = "attention"  # lets tokens see others, a key of ``MIXERS``
+    window: int = 0  # the tokens that a token attends, itself included; 0: all before it
+    rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
+    mlp: str = "dense"  # a key of ``MLPS``
+    fp8_linears: frozenset[str] = frozenset()  # keys of ``linears``: its FP8 layers
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
@@ -82,24 +56,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and switches of a decoder; names as in ``config.json`` where it has them.
-
-    Attributes:
-        act: gated activation of the MLP, "silu" or "gelu_tanh".
-        qk_norm: see ``Family``.
-        attention_scale: of the scores before the softmax.
-        attention_softcap, logit_softcap: scores and logits x are cap * tanh(x / cap); 0: as they are.
-        embed_scale, residual_scale, logit_scale: of the embeddings, of the results of attention and MLP, of the logits.
-        layers: of the decoder, from the first to the last.
-        moe: None in a dense model.
-        has_lm_head: otherwise it generates nothing.
-        num_labels: of a classification head; 0 without one.
-        activation: of its logits: "softmax", "sigmoid" or "" for none.
-        label_tokens: of a reranker, the tokens whose logits are its head, the answer "no" first.
-        gated_delta: None without recurrent layers.
-        num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
-        fp8: None: no weight is FP8.
-    """
+    """Shape and switches of a decoder; names as in ``config.json`` where it has them."""
 
     family: Family
     vocab_size: int
@@ -114,23 +71,23 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    act: str
-    qk_norm: str
-    attention_scale: float
-    attention_softcap: float
-    logit_softcap: float
-    embed_scale: float
-    residual_scale: float
-    logit_scale: float
-    layers: tuple[LayerConfig, ...]
-    moe: MoEConfig | None
-    has_lm_head: bool
-    num_labels: int
-    activation: str
-    label_tokens: tuple[str, ...]
-    gated_delta: GatedDeltaConfig | None
-    num_nextn_predict_layers: int
-    fp8: FP8Weights | None
+    act: str  # gated activation of the MLP, "silu" or "gelu_tanh"
+    qk_norm: str  # see ``Family``
+    attention_scale: float  # of the scores before the softmax
+    attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
+    logit_softcap: float  # the same for logits
+    embed_scale: float  # a factor of the embeddings
+    residual_scale: float  # a factor of the results of attention and MLP
+    logit_scale: float  # a factor of the logits
+    layers: tuple[LayerConfig, ...]  # of the decoder, from the first to the last
+    moe: MoEConfig | None  # None in a dense model
+    has_lm_head: bool  # otherwise it generates nothing
+    num_labels: int  # of a classification head; 0 without one
+    activation: str  # of its logits: "softmax", "sigmoid" or "" for none
+    label_tokens: tuple[str, ...]  # of a reranker: the tokens whose logits are its head, the answer "no" first
+    gated_delta: GatedDeltaConfig | None  # None without recurrent layers
+    num_nextn_predict_layers: int  # layers for speculation, which the checkpoint has behind the others
+    fp8: FP8Weights | None  # None: no weight is FP8
     dtype: str
     eos_token_ids: tuple[int, ...]
 

@@ -203,8 +203,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     for switch, neutral in SWITCHES.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
-        if switch not in family.reads and value not in neutral and not is_off:
-            allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+        if switch not in family.reads and value not in (None, *neutral) and not is_off:
+            allowed = " or ".join(["absent", *map(repr, neutral)])
             raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
     return family, raw
 

@@ -83,17 +83,11 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
 
 @dataclass(frozen=True)
 class FP8Weights:
-    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it.
+    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it."""
 
-    Attributes:
-        block: width and height of the square of weights that share a scale; 0: a scale for each output feature.
-        in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
-        method: ``quant_method`` of the checkpoint.
-    """
-
-    block: int = 0
-    in_checkpoint: bool = False
-    method: str | None = None
+    block: int = 0  # width and height of the square of weights that share a scale; 0: a scale for each output feature
+    in_checkpoint: bool = False  # the checkpoint has them in FP8; else they are quantized as they load
+    method: str | None = None  # ``quant_method`` of the checkpoint
 
 
 def read_quantization(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, list[frozenset[str]], bool]:
