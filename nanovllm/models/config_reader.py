@@ -15,7 +15,7 @@ from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, M
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
 from nanovllm.models.quantization_config import read_quantization
-from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
@@ -24,11 +24,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
 LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
-
-
-def _supported(*allowed: Any) -> Rule:
-    rule = choice(*allowed)
-    return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
 
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
@@ -61,7 +56,7 @@ LAYER_TYPES = list_of(
 
 RULES = by_field(
     ("layer_types", LAYER_TYPES),
-    ("hidden_act", _supported(*ACTIVATIONS)),
+    ("hidden_act", supported(*ACTIVATIONS)),
     ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
     ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
@@ -72,7 +67,7 @@ RULES = by_field(
     ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
-    ("dtype", _supported(*DTYPES)),
+    ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
     ("rope_parameters rope_scaling", OBJECT),
     ("sliding_window_pattern", PATTERN),

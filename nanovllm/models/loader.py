@@ -38,11 +38,6 @@ class WeightFiller:
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
         only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
-
-    Attributes:
-        adapted: checkpoint tensors that the adapter changes, by their names here.
-        missing: tensors not given yet.
-        filled: tensors given.
     """
 
     def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
@@ -68,6 +63,7 @@ class WeightFiller:
         self.device = str(next(iter(self._params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._parts_of(name)}
+        # checkpoint tensors, by their names here, that the adapter changes; that are not given yet; that are given
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)
         self._only = None if only is None else only | self.adapted
         self._halves: dict[str, dict[str, CheckpointTensor]] = {}  # of MXFP4 tensors that are to be dequantized

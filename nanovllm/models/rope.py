@@ -46,6 +46,11 @@ UNREAD = {  # rope_type -> fields that files have beside it, and transformers do
 }
 
 
+def supported(*allowed: Any) -> Rule:
+    rule = choice(*allowed)
+    return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary positions and their scaling."""
@@ -84,11 +89,9 @@ class RopeScaling:
             )
         defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": None}
         rope = {**{name: raw.get(name, default) for name, default in defaults.items()}, **rope}
-        kinds = choice(*ROPE_RULES)
-        kinds = kinds._replace(allowed=f"{kinds.allowed} (others are not supported)")
         for field in ("mrope_section", "mrope_interleaved"):  # time, height and width of a text's token are the same
             rope.pop(field, None)
-        kind = check("config.json", "rope_type", rope.pop("rope_type"), kinds, CheckpointError)
+        kind = check("config.json", "rope_type", rope.pop("rope_type"), supported(*ROPE_RULES), CheckpointError)
         if kind in UNREAD:
             rope = {name: value for name, value in rope.items() if name not in UNREAD[kind]}
         rules = ROPE_RULES[kind]
