@@ -84,7 +84,7 @@ def our_layer(family, block, merged=True, tp=TPGroup()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, dtype=dtype: torch.full(shape, torch.nan, dtype=dtype))
         config = SimpleNamespace(hidden_size=C, act="silu", moe=moe, family=row, fp8_block=lambda *_: None,
-                                 mlp_bias=False, residual_scale=1.0)  # fmt: skip
+                                 mlp_bias=False, residual_scale=1.0, quant_method=None)  # fmt: skip
         layer = SparseMoE(config, LayerConfig(), tp)
     weights = {name.replace("shared_experts", "shared_expert"): t for name, t in block.state_dict().items()}
     for name, param in layer.named_parameters():

@@ -176,7 +176,7 @@ PUBLISHED = {
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}),
         dict(quant_method="mxfp4", head_dim=64, windows=(128, 0) * 12, qkv_bias=True, o_bias=True,
         rope=rope(150_000.0, 4096, "yarn", factor=32.0, truncate=False),
-        moe=moe(32, 4, 2880, swiglu_limit=7.0, is_mxfp4=True))),
+        moe=moe(32, 4, 2880, swiglu_limit=7.0))),
     "OLMo-2-1124-7B": ("Olmo2ForCausalLM", shape(4096, 11008, 32, 32, 32, 100352, 4096, 1e-6, rope_theta=500000,
         rope_scaling=None, attention_bias=False, tie_word_embeddings=False, eos_token_id=100257), dict(head_dim=128,
         rope=rope(5e5, 4096))),
@@ -319,7 +319,6 @@ PUBLISHED = {
 }  # fmt: skip
 PLAIN_MOE = {
     "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1, "shared_size": 0, "swiglu_limit": 0.0,
-    "is_mxfp4": False,
 }  # fmt: skip
 
 

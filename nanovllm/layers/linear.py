@@ -19,10 +19,11 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
 from nanovllm.layers.precision import new_bias, new_weight, shared_rows
-from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard, scale_loaded
+from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard
 
 
 class ReplicatedLinear(nn.Module):
@@ -128,4 +129,5 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        scale_loaded(param, self.scale)
+        if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale is multiplied
+            param.mul_(self.scale)

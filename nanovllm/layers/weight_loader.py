@@ -196,12 +196,6 @@ def copy_bias(param: torch.Tensor, loaded: CheckpointTensor, rank: int) -> None:
         param.zero_()
 
 
-def scale_loaded(param: torch.Tensor, scale: float) -> None:
-    """Multiply a parameter by a factor that is folded into it: of an FP8 weight, its scale."""
-    if scale != 1 and param.dtype != E4M3:
-        param.mul_(scale)
-
-
 def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,
                order: list[int] | None = None) -> None:
     """Copy part ``part`` of the ``total`` equal parts that ``loaded`` has along ``dim`` into ``param``.

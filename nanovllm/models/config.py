@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
-from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, linears
+from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, linears
 from nanovllm.models.rope import RopeScaling
 
 
@@ -24,7 +24,6 @@ class MoEConfig:
     top_groups: int = 1  # the best ones, from which experts are chosen
     shared_size: int = 0  # intermediate size of the shared expert, which every token passes; 0: none
     swiglu_limit: float = 0.0  # of the clamped SwiGLU; 0: the model's own activation
-    is_mxfp4: bool = False  # the experts of the checkpoint are MXFP4
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,10 @@ class ModelConfig:
     label_tokens: tuple[str, ...]  # of a reranker: the tokens whose logits are its head, the answer "no" first
     gated_delta: GatedDeltaConfig | None  # None without recurrent layers
     num_nextn_predict_layers: int  # layers for speculation, which the checkpoint has behind the others
-    fp8: FP8Weights | None  # None: no weight is FP8
+    quant_method: str | None  # of the checkpoint; None: it is not quantized. "mxfp4": its experts are MXFP4
+    # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
+    # weight is FP8. ``LayerConfig.fp8_linears`` says which weights are.
+    fp8: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
 
@@ -104,13 +106,6 @@ class ModelConfig:
         """Of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
-    @property
-    def quant_method(self) -> str | None:
-        """Of the checkpoint; None if it is not quantized."""
-        if self.moe and self.moe.is_mxfp4:
-            return "mxfp4"
-        return self.fp8.method if self.fp8 else None
-
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
@@ -124,11 +119,11 @@ class ModelConfig:
             )
         names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
-        return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
+        return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
     def fp8_block(self, layer: LayerConfig, name: str) -> int | None:
-        """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
-        return self.fp8.block if self.fp8 and name in layer.fp8_linears else None
+        """``fp8`` of a linear layer of a decoder layer; None: this one is not."""
+        return self.fp8 if name in layer.fp8_linears else None
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -158,7 +153,7 @@ class ModelConfig:
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
-        if self.fp8 and self.fp8.block and any(name.startswith("self_attn.") for name in fp8_linears):
+        if self.fp8 and any(name.startswith("self_attn.") for name in fp8_linears):
             raise ConfigError(
                 f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
                 "gives it a scale for each output feature), or use device='cpu', which pads nothing."
@@ -176,7 +171,7 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
-        if self.moe and self.moe.is_mxfp4 and self.moe.expert_size // size % MXFP4_GROUP:
+        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % MXFP4_GROUP:
             raise ConfigError(
                 f"tensor_parallel_size={size} must leave each rank a multiple of {MXFP4_GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."

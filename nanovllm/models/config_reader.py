@@ -123,7 +123,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
-    fp8, fp8_linears, is_mxfp4 = read_quantization(raw, family)
+    quant_method, fp8, fp8_linears = read_quantization(raw, family)
     layers = _layers(raw, given, family, fp8_linears)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope in ropes:
@@ -157,12 +157,13 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         "residual_scale": given["residual_multiplier"],
         "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
-        "moe": _moe(given, family, is_mxfp4) if family.experts else None,
+        "moe": _moe(given, family) if family.experts else None,
         "has_lm_head": has_lm_head,
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
         "gated_delta": _gated_delta(given) if family.recurrent else None,
+        "quant_method": quant_method,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],
     }
@@ -290,7 +291,7 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     )
 
 
-def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
+def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
     if given["scoring_func"] not in (None, family.experts):
         raise CheckpointError(
             f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
@@ -309,7 +310,7 @@ def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
     limit = given["swiglu_limit"] if family.gpt_oss_experts else 0.0
     return MoEConfig(
         num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
-        groups, top_groups, shared, limit, is_mxfp4,
+        groups, top_groups, shared, limit,
     )
 
 

@@ -33,7 +33,7 @@ def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
         of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
     else:
         of_qkvz, of_ba = {"in_proj_qkv": "qkv", "in_proj_z": "z"}, {"in_proj_b": "b", "in_proj_a": "a"}
-    merged = "in_proj_ba" if config.fp8 else "in_proj"
+    merged = "in_proj" if config.fp8 is None else "in_proj_ba"
     return {name: ("in_proj", parts) for name, parts in of_qkvz.items()} | {
         name: (merged, parts) for name, parts in of_ba.items()
     }
@@ -70,8 +70,8 @@ class GatedDeltaNet(nn.Module):
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
         of_ba = dict.fromkeys("ba", delta.num_value_heads)
         fp8 = [config.fp8_block(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
-        self.in_proj_ba = delta_projection(C, of_ba, tp, None, delta.num_key_heads) if config.fp8 else None
-        sizes |= {} if config.fp8 else of_ba
+        self.in_proj_ba = None if config.fp8 is None else delta_projection(C, of_ba, tp, None, delta.num_key_heads)
+        sizes |= of_ba if config.fp8 is None else {}
         self.in_proj = delta_projection(C, sizes, tp, fp8[0], delta.num_key_heads)
         self.num_gates = 2 * delta.num_value_heads // tp.size
         self.conv_sizes = [key_size, key_size, value_size]

@@ -228,8 +228,7 @@ def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    fp8 = model.config.fp8
-    filler = WeightFiller(model, fp8 is None or not fp8.in_checkpoint, adapter)
+    filler = WeightFiller(model, model.config.quant_method is None, adapter)
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted

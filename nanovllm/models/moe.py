@@ -72,7 +72,7 @@ class Experts(nn.Module):
         shard = Shard(I, tp.rank, tp.size)
         in_turns = {None: ((0, 1), moe.expert_size)} if is_gpt_oss else None
         self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
-        keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
+        keeps_mxfp4 = config.quant_method == "mxfp4" and kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
             if keeps_mxfp4:
                 weight, scale = new_mxfp4_weight(num_features, num_channels, E)

@@ -6,7 +6,6 @@ numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
@@ -81,18 +80,8 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
     return names
 
 
-@dataclass(frozen=True)
-class FP8Weights:
-    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it."""
-
-    block: int = 0  # width and height of the square of weights that share a scale; 0: a scale for each output feature
-    in_checkpoint: bool = False  # the checkpoint has them in FP8; else they are quantized as they load
-    method: str | None = None  # ``quant_method`` of the checkpoint
-
-
-def read_quantization(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, list[frozenset[str]], bool]:
-    """The FP8 weights of a ``config.json``, None without any; the FP8 linear layers of each decoder layer; and whether
-    the experts are MXFP4.
+def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, int | None, list[frozenset[str]]]:
+    """``quant_method`` and ``fp8`` of a ``ModelConfig``, and the FP8 linear layers of each decoder layer.
 
     Raises:
         CheckpointError: it has a ``quantization_config``, but not of ``SUPPORTED``.
@@ -102,7 +91,7 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[FP8Weights |
     if not isinstance(quantization, dict):
         raise _refusal(f"{quantization!r:.100}")
     if not quantization:
-        return None, no_linears, False
+        return None, None, no_linears
     method = quantization.get("quant_method")
     if method not in tuple(FORMS) or (method == "mxfp4" and not family.gpt_oss_experts):
         raise _refusal(f"quant_method={method!r:.100}")
@@ -112,7 +101,7 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[FP8Weights |
         names = [f"model.layers.{i}.mlp.experts" for i in range(num_layers)]
         for name in filter(is_skipped, names):
             raise _refusal(f"leaving out {name}")
-        return None, no_linears, True
+        return method, None, no_linears
     in_blocks = quantization.get("weight_block_size")
     if method == "compressed-tensors":
         in_blocks = _read_group(quantization) == "block"
@@ -121,7 +110,7 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[FP8Weights |
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
-    return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers, False
+    return method, BLOCK if in_blocks else 0, layers
 
 
 def _skipped(quantization: dict[str, Any], family: Family) -> Callable[[str], bool]:
