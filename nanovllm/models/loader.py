@@ -63,12 +63,12 @@ class WeightFiller:
         self.device = str(next(iter(self._params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._parts_of(name)}
-        # checkpoint tensors, by their names here, that the adapter changes; that are not given yet; that are given
-        self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)
+        # Checkpoint tensors, by their names here:
+        self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
         self._halves: dict[str, dict[str, CheckpointTensor]] = {}  # of MXFP4 tensors that are to be dequantized
-        self.missing = set(self._targets) if self._only is None else set(self._only)
-        self.filled: set[str] = set()
+        self.missing = set(self._targets) if self._only is None else set(self._only)  # not given yet
+        self.filled: set[str] = set()  # given
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""

@@ -39,6 +39,7 @@ ROPE_RULES = {  # rope_type -> its fields
     "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
 
+MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width of a text's token are the same
 UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
     "default": ("original_max_position_embeddings",),
     "yarn": ("max_position_embeddings",),
@@ -88,13 +89,10 @@ class RopeScaling:
                 f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
             )
         defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": None}
-        rope = {**{name: raw.get(name, default) for name, default in defaults.items()}, **rope}
-        for field in ("mrope_section", "mrope_interleaved"):  # time, height and width of a text's token are the same
-            rope.pop(field, None)
+        rope = {name: raw.get(name, default) for name, default in defaults.items()} | rope
         kind = check("config.json", "rope_type", rope.pop("rope_type"), supported(*ROPE_RULES), CheckpointError)
-        if kind in UNREAD:
-            rope = {name: value for name, value in rope.items() if name not in UNREAD[kind]}
-        rules = ROPE_RULES[kind]
+        rules, unread = ROPE_RULES[kind], MROPE + UNREAD.get(kind, ())
+        rope = {name: value for name, value in rope.items() if name not in unread}
         unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
         if unknown:
             raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")
