@@ -129,15 +129,12 @@ class Shard(NamedTuple):
 
 
 class Shards(dict[Any, Shard]):
-    """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter.
-
-    Attributes:
-        joined: shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The
-            parts' rows take turns, group by group (head by head); 0 groups: one part after the other.
-    """
+    """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter."""
 
     def __init__(self, shards: dict[Any, Shard], joined: dict[Any, tuple[tuple, int]] | None = None):
         super().__init__(shards)
+        # Shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The parts'
+        # rows take turns, group by group (head by head); 0 groups: one part after the other.
         self.joined = {None: (tuple(shards), 0)} | (joined or {})
 
     @classmethod
