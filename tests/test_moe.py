@@ -22,6 +22,7 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.weight_loader import CheckpointTensor
+from nanovllm.models import MODELS
 from nanovllm.models.config import LayerConfig, MoEConfig
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
@@ -31,30 +32,31 @@ from nanovllm.models.moe import SparseMoE
 E, C = 8, 32
 FIELDS = {"hidden_size": C, "num_attention_heads": 2, "num_key_value_heads": 1}
 NAMED = {"num_experts": E, "num_experts_per_tok": 3}
-# family -> (transformers' module, block, config, fields of it, our MoEConfig)
+# family -> (transformers' block, config, fields of it, our MoEConfig, our Family)
 BLOCKS = {
     "qwen3_moe": (
         "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {**NAMED, "moe_intermediate_size": 16, "norm_topk_prob": True},
-        MoEConfig(E, 3, 16),
+        MoEConfig(E, 3, 16), MODELS["Qwen3MoeForCausalLM"],
     ),
     "mixtral": (
         "MixtralSparseMoeBlock", "MixtralConfig",
         {"num_local_experts": E, "num_experts_per_tok": 2, "intermediate_size": 24}, MoEConfig(E, 2, 24),
+        MODELS["MixtralForCausalLM"],
     ),
     "olmoe": (
-        "OlmoeSparseMoeBlock", "OlmoeConfig", {**NAMED, "intermediate_size": 20}, MoEConfig(E, 3, 20, renormalize=False)
+        "OlmoeSparseMoeBlock", "OlmoeConfig", {**NAMED, "intermediate_size": 20},
+        MoEConfig(E, 3, 20, renormalize=False), MODELS["OlmoeForCausalLM"],
     ),
     "qwen2_moe": (
         "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig",
         {**NAMED, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 28},
-        MoEConfig(E, 3, 16, renormalize=False, shared_size=28, has_shared_gate=True),
+        MoEConfig(E, 3, 16, renormalize=False, shared_size=28), MODELS["Qwen2MoeForCausalLM"],
     ),
     "glm4_moe": (
         "Glm4MoeMoE", "Glm4MoeConfig",
         {"n_routed_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
          "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7},
-        MoEConfig(E, 2, 16, scoring="sigmoid", routed_scale=1.7, num_groups=4, top_groups=2, has_correction_bias=True,
-                  shared_size=32),
+        MoEConfig(E, 2, 16, routed_scale=1.7, num_groups=4, top_groups=2, shared_size=32), MODELS["Glm4MoeForCausalLM"],
     ),
 }  # fmt: skip
 
@@ -64,7 +66,7 @@ def load(param, tensor, shard_id=None):
 
 
 def hf_block(family, dtype=torch.float32):
-    block_name, config_name, fields, moe = BLOCKS[family]
+    block_name, config_name, fields, moe, _ = BLOCKS[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config = getattr(importlib.import_module("transformers"), config_name)(**FIELDS, **fields)
     config._experts_implementation = "eager"
@@ -78,10 +80,11 @@ def hf_block(family, dtype=torch.float32):
 def our_layer(family, block, merged=True, tp=TPGroup()):
     """The layer with the block's weights, loaded as the loader would: gate and up of an expert at once, or one by one.
     """
-    moe, dtype = BLOCKS[family][3], block.experts.down_proj.dtype
+    (*_, moe, row), dtype = BLOCKS[family], block.experts.down_proj.dtype
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, dtype=dtype: torch.full(shape, torch.nan, dtype=dtype))
-        config = SimpleNamespace(hidden_size=C, act="silu", moe=moe, fp8_block=lambda *_: None)
+        config = SimpleNamespace(hidden_size=C, act="silu", moe=moe, family=row, fp8_block=lambda *_: None,
+                                 mlp_bias=False, residual_scale=1.0, quant_method=None)  # fmt: skip
         layer = SparseMoE(config, LayerConfig(), tp)
     weights = {name.replace("shared_experts", "shared_expert"): t for name, t in block.state_dict().items()}
     for name, param in layer.named_parameters():

@@ -19,10 +19,11 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
+from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
 from nanovllm.layers.precision import new_bias, new_weight, shared_rows
-from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard, scale_loaded
+from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard
 
 
 class ReplicatedLinear(nn.Module):
@@ -63,24 +64,13 @@ class ReplicatedLinear(nn.Module):
         return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
 
 
-class ColumnParallelLinear(ReplicatedLinear):
-    """Output features sharded over ranks: this rank holds ``output_size / size`` of them."""
-
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 fp8_block: int | None = None):
-        super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
-
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
-        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
-
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers of one input as a single product; ``shard_id`` is the layer's index."""
+class MergedColumnParallelLinear(ReplicatedLinear):
+    """Several layers of one input as a single product, output features sharded; ``shard_id`` is the layer's index."""
 
     def __init__(self, input_size: int, output_sizes: list[int] | Shards, bias: bool = False,
                  tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None):
         self.shards = Shards.of(output_sizes, tp.rank, tp.size)
-        super().__init__(input_size, sum(self.shards.sizes) * tp.size, bias, tp, fp8_block)
+        super().__init__(input_size, sum(self.shards.sizes), bias, tp, fp8_block)
         self.block_n = shared_rows(fp8_block, self.shards.sizes)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
@@ -139,4 +129,5 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        scale_loaded(param, self.scale)
+        if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale is multiplied
+            param.mul_(self.scale)

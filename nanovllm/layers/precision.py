@@ -18,7 +18,7 @@ from nanovllm.kernels.fp8 import E4M3
 
 def new_weight(output_size: int, input_size: int, block: int | None,
                *experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Data and scale of a linear layer; ``block`` as in ``FP8Weights``, None: 16 bits, and no scale.
+    """Data and scale of a linear layer; ``block`` as in ``ModelConfig.fp8``, None: 16 bits, and no scale.
 
     ``data.scale`` is the scale, ``scale.block`` the block. ``scale.group_size`` is the number of channels of a scale,
     the largest that divides both a block and this rank's channels; 0: all of them.
@@ -53,6 +53,6 @@ def shared_rows(block: int | None, parts: list[int]) -> int:
     Known before the weights are, since kernels are chosen and CUDA graphs captured by it.
 
     ``parts``: rows of this rank of each checkpoint tensor that the weight has one after the other; a shard begins at a
-    multiple of them. ``block`` as in ``FP8Weights``.
+    multiple of them. ``block`` as in ``ModelConfig.fp8``.
     """
     return math.gcd(block, *parts) if block else 1

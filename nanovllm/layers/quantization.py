@@ -130,15 +130,11 @@ class Scales(CheckpointTensor):
 
     One is that of the whole tensor; or they are of each row, [N] or [N, 1]; or, with blocks, [ceil(N / block),
     ceil(C / block)], where the last block may be partial.
-
-    Attributes:
-        group_size, block: see ``new_weight``.
-        part: (start, count, total): of rows ``[start : start + count]`` of ``total``; None: of all rows.
     """
 
-    group_size: int = 0
+    group_size: int = 0  # see ``new_weight``, as for ``block``
     block: int = 0
-    part: tuple[int, int, int] | None = None
+    part: tuple[int, int, int] | None = None  # of the ``count`` rows from ``start`` on, of ``total``; None: of all rows
 
     @classmethod
     def of_param(cls, param: Any, loaded: CheckpointTensor) -> "Scales":

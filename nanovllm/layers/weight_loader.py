@@ -7,6 +7,7 @@ dtype. A tensor is lazy: only the part that is indexed is read from disk. The la
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,16 +19,11 @@ from nanovllm.kernels.fp8 import E4M3
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A lazy tensor under its name in the checkpoint.
-
-    Attributes:
-        shape: of the whole tensor.
-        read: the part that an index selects: a slice for each of the first dimensions; or ``...``.
-    """
+    """A lazy tensor under its name in the checkpoint."""
 
     name: str
-    shape: list[int]
-    read: Callable[[Any], torch.Tensor]
+    shape: list[int]  # of the whole tensor
+    read: Callable[[Any], torch.Tensor]  # the part that an index selects: slices of the first dimensions, or ``...``
 
     @classmethod
     def of(cls, name: str, source: Any) -> "CheckpointTensor":
@@ -92,12 +88,16 @@ def grouped_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointT
     num_groups = loaded.shape[0] // total
     loaded.fit([num_groups * total, *loaded.shape[1:]])
 
+    @cache  # every part reads the same groups
+    def groups(first: int, last: int) -> torch.Tensor:
+        return loaded.read((slice(first * total, last * total),)).unflatten(0, (-1, total))
+
     def part(offset: int, size: int) -> CheckpointTensor:
         def read(index: tuple[slice, ...]) -> torch.Tensor:
             start, stop, _ = index[0].indices(num_groups * size)
             assert start % size == stop % size == 0
-            groups = loaded.read((slice(start // size * total, stop // size * total), *index[1:]))
-            return groups.unflatten(0, (-1, total))[:, offset : offset + size].flatten(0, 1)
+            rows = groups(start // size, stop // size)[:, offset : offset + size].flatten(0, 1)
+            return rows[(slice(None), *index[1:])]
 
         return CheckpointTensor(loaded.name, [num_groups * size, *loaded.shape[1:]], read)
 
@@ -129,15 +129,12 @@ class Shard(NamedTuple):
 
 
 class Shards(dict[Any, Shard]):
-    """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter.
-
-    Attributes:
-        joined: shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The
-            parts' rows take turns, group by group (head by head); 0 groups: one part after the other.
-    """
+    """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter."""
 
     def __init__(self, shards: dict[Any, Shard], joined: dict[Any, tuple[tuple, int]] | None = None):
         super().__init__(shards)
+        # Shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The parts'
+        # rows take turns, group by group (head by head); 0 groups: one part after the other.
         self.joined = {None: (tuple(shards), 0)} | (joined or {})
 
     @classmethod
@@ -167,7 +164,7 @@ class Shards(dict[Any, Shard]):
         """Rows of each part."""
         return [shard.num_rows for shard in self.values()]
 
-    def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any) -> None:
+    def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         """Copy this rank's rows of a part, or of the parts that ``loaded`` holds."""
         names, num_groups = self.joined.get(shard_id, ((shard_id,), 0))
         tensors = [loaded]
@@ -194,12 +191,6 @@ def copy_bias(param: torch.Tensor, loaded: CheckpointTensor, rank: int) -> None:
     copy_shard(param, loaded)
     if rank > 0:
         param.zero_()
-
-
-def scale_loaded(param: torch.Tensor, scale: float) -> None:
-    """Multiply a parameter by a factor that is folded into it: of an FP8 weight, its scale."""
-    if scale != 1 and param.dtype != E4M3:
-        param.mul_(scale)
 
 
 def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part: int = 0, total: int = 1,

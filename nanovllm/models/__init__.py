@@ -1,27 +1,71 @@
 """The supported architectures: ``MODELS``, a row for each name that ``architectures`` of a ``config.json`` may have.
 
 ``decoder.py`` is the model of them all; a row names the differences, and the fields that published files leave out.
+``families.py`` describes its columns. First come the parts that several rows share.
 ``config_reader.py`` reads ``config.json`` by it. Imports no torch.
 """
 
-from nanovllm.models.families import (
-    CORRECTION,
-    EPS,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GPT_OSS,
-    MINISTRAL3,
-    MIXTRAL,
-    OLMO2,
-    POST,
-    QWEN,
-    QWEN3_5,
-    QWEN3_NEXT,
-    QWEN3_NEXT_MOE,
-    VISION,
-    Family,
+from typing import Any
+
+from nanovllm.models.families import Family
+
+QWEN: dict[str, Any] = {
+    "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
+    "defaults": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000,
+    "eos_token_id": 1, "max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA_NORMS = (
+    ("post_attention_layernorm", "mixer_post_norm"),
+    ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    ("post_feedforward_layernorm", "mlp_post_norm"),
+)
+GEMMA3 = Family(
+    qk_norm="head", post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern", plain_window_rope=True,
+    reads=("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
+    defaults=GEMMA | {
+        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    renamed=GEMMA_NORMS,
+)  # fmt: skip
+POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
+EPS = {"rms_norm_eps": 1e-5}
+OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
+VISION: dict[str, Any] = {
+    "renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*",
+}  # fmt: skip
+MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+CORRECTION = ".mlp.gate.e_score_correction_bias"
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MINISTRAL3 = Family(
+    windows="all", reads=("sliding_window", "llama_4_scaling_beta"),
+    defaults=EPS | {"head_dim": 128, "rope_parameters": MINISTRAL3_ROPE, "max_position_embeddings": 262_144,
+                    "eos_token_id": 2},
+)
+QWEN3_NEXT = Family(
+    qk_norm="head", norm_offset=1.0, recurrent="gated_delta_net", groups_delta_inputs=True, output_gate=True,
+    reads=("partial_rotary_factor", "attn_output_gate"),
+    defaults={
+        "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    renamed=((".conv1d.weight", ".conv_weight"), ("in_proj_qkvz", "in_proj")), skipped=r"mtp\..*",
+)
+QWEN3_NEXT_MOE: dict[str, Any] = {
+    "experts": "softmax", "has_shared_gate": True,
+    "defaults": QWEN3_NEXT.defaults | {"shared_expert_intermediate_size": 512},
+}  # fmt: skip
+QWEN3_5 = QWEN3_NEXT._replace(
+    groups_delta_inputs=False,
+    renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*|model\.visual\..*"
 )
 
 MODELS = {
@@ -63,11 +107,20 @@ MODELS = {
     ),
     "Glm4ForCausalLM": Family(
         o_bias=False, post_norm=True, interleaved=True, reads=("partial_rotary_factor",),
-        defaults=GLM | {"attention_bias": True, "rms_norm_eps": 1.5625e-7, "eos_token_id": [151329, 151336, 151338]},
+        defaults={"partial_rotary_factor": 0.5, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
+                  "eos_token_id": [151329, 151336, 151338]},
         renamed=(("post_self_attn_layernorm", "mixer_post_norm"), ("post_mlp_layernorm", "mlp_post_norm")),
     ),
     "GemmaForCausalLM": Family(norm_offset=1.0, embed_scaled=True, defaults=GEMMA),
-    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma2ForCausalLM": Family(
+        post_norm=True, norm_offset=1.0, embed_scaled=True, windows="pattern",
+        reads=("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        defaults=GEMMA | {
+            "sliding_window": 4096, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4,
+        },
+        renamed=GEMMA_NORMS,
+    ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(
         renamed=(("language_model.", ""), *GEMMA3.renamed), skipped=r".*(vision_tower|multi_modal_projector)\..*"
@@ -126,7 +179,17 @@ MODELS = {
         renamed=((".gate.moe_statics.", ".gate."), (".moe_statics.", ".gate."),
                  (".shared_experts.", ".shared_expert.")),
     ),
-    "GptOssForCausalLM": GPT_OSS,
+    "GptOssForCausalLM": Family(
+        sinks=True, windows="pattern", experts="softmax", gpt_oss_experts=True,
+        reads=("sliding_window", "swiglu_limit"),
+        defaults=EPS | {
+            "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
+            "max_position_embeddings": 131_072, "swiglu_limit": 7.0,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0,
+                                "original_max_position_embeddings": 4096, "truncate": False},
+        },
+        renamed=((".mlp.router.", ".mlp.gate."),),
+    ),
     "Qwen3NextForCausalLM": QWEN3_NEXT._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,

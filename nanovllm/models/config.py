@@ -7,82 +7,45 @@ from dataclasses import dataclass, replace
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
-from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, FP8Weights, linears
+from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, linears
 from nanovllm.models.rope import RopeScaling
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts of the sparse layers.
+    """The mixture of experts of the sparse layers; ``Family`` has the rest."""
 
-    Attributes:
-        num_experts: routed experts of a layer.
-        top_k: experts of a token.
-        expert_size: intermediate size of an expert.
-        scoring: "softmax" over all experts, or "sigmoid".
-        renormalize: the weights of the chosen experts sum to 1.
-        routed_scale: a factor of all weights.
-        num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups.
-        has_correction_bias: a bias per expert counts for the choice, and not for the weight.
-        may_be_transposed: the checkpoint's tensors of all experts may be transposed, [E, C, 2I] and [E, I, C].
-        is_gpt_oss: see ``Family.gpt_oss_experts``.
-        swiglu_limit: of the clamped SwiGLU; 0: the model's own activation.
-        is_mxfp4: the checkpoint has the experts in MXFP4.
-        shared_size: intermediate size of the shared expert, which every token passes; 0: none.
-        has_shared_gate: a sigmoid gate scales the shared expert.
-    """
-
-    num_experts: int
-    top_k: int
-    expert_size: int
-    scoring: str = "softmax"
-    renormalize: bool = True
-    routed_scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    has_correction_bias: bool = False
-    shared_size: int = 0
-    has_shared_gate: bool = False
-    may_be_transposed: bool = False
-    is_gpt_oss: bool = False
-    swiglu_limit: float = 0.0
-    is_mxfp4: bool = False
+    num_experts: int  # routed ones of a layer
+    top_k: int  # experts of a token
+    expert_size: int  # intermediate size of an expert
+    renormalize: bool = True  # the weights of the chosen experts sum to 1
+    routed_scale: float = 1.0  # a factor of all weights
+    num_groups: int = 1  # equal ones, of neighbouring experts
+    top_groups: int = 1  # the best ones, from which experts are chosen
+    shared_size: int = 0  # intermediate size of the shared expert, which every token passes; 0: none
+    swiglu_limit: float = 0.0  # of the clamped SwiGLU; 0: the model's own activation
 
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
-    """The gated delta net of the recurrent layers.
-
-    Attributes:
-        num_key_heads, num_value_heads: the second is a multiple of the first.
-        key_dim, value_dim: sizes of a head.
-        conv_size: tokens that the convolution before it sees.
-    """
+    """The gated delta net of the recurrent layers."""
 
     num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_size: int
+    num_value_heads: int  # a multiple of ``num_key_heads``
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # tokens that the convolution before it sees
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The switches of one decoder layer.
+    """The switches of one decoder layer."""
 
-    Attributes:
-        mixer: lets tokens see others, a key of ``MIXERS``.
-        window: the tokens that a token attends, itself included; 0: all before it.
-        rope: None: positions are not rotated (NoPE).
-        mlp: a key of ``MLPS``.
-        fp8_linears: keys of ``linears``: its FP8 layers.
-    """
-
-    mixer: str = "attention"
-    window: int = 0
-    rope: RopeScaling | None = None
-    mlp: str = "dense"
-    fp8_linears: frozenset[str] = frozenset()
+    mixer: str = "attention"  # lets tokens see others, a key of ``MIXERS``
+    window: int = 0  # the tokens that a token attends, itself included; 0: all before it
+    rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
+    mlp: str = "dense"  # a key of ``MLPS``
+    fp8_linears: frozenset[str] = frozenset()  # keys of ``linears``: its FP8 layers
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
@@ -92,24 +55,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and switches of a decoder; names as in ``config.json`` where it has them.
-
-    Attributes:
-        act: gated activation of the MLP, "silu" or "gelu_tanh".
-        qk_norm: see ``Family``.
-        attention_scale: of the scores before the softmax.
-        attention_softcap, logit_softcap: scores and logits x are cap * tanh(x / cap); 0: as they are.
-        embed_scale, residual_scale, logit_scale: of the embeddings, of the results of attention and MLP, of the logits.
-        layers: of the decoder, from the first to the last.
-        moe: None in a dense model.
-        has_lm_head: otherwise it generates nothing.
-        num_labels: of a classification head; 0 without one.
-        activation: of its logits: "softmax", "sigmoid" or "" for none.
-        label_tokens: of a reranker, the tokens whose logits are its head, the answer "no" first.
-        gated_delta: None without recurrent layers.
-        num_nextn_predict_layers: layers for speculation, which the checkpoint has behind the others.
-        fp8: None: no weight is FP8.
-    """
+    """Shape and switches of a decoder; names as in ``config.json`` where it has them."""
 
     family: Family
     vocab_size: int
@@ -124,23 +70,26 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    act: str
-    qk_norm: str
-    attention_scale: float
-    attention_softcap: float
-    logit_softcap: float
-    embed_scale: float
-    residual_scale: float
-    logit_scale: float
-    layers: tuple[LayerConfig, ...]
-    moe: MoEConfig | None
-    has_lm_head: bool
-    num_labels: int
-    activation: str
-    label_tokens: tuple[str, ...]
-    gated_delta: GatedDeltaConfig | None
-    num_nextn_predict_layers: int
-    fp8: FP8Weights | None
+    act: str  # gated activation of the MLP, "silu" or "gelu_tanh"
+    qk_norm: str  # see ``Family``
+    attention_scale: float  # of the scores before the softmax
+    attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
+    logit_softcap: float  # the same for logits
+    embed_scale: float  # a factor of the embeddings
+    residual_scale: float  # a factor of the results of attention and MLP
+    logit_scale: float  # a factor of the logits
+    layers: tuple[LayerConfig, ...]  # of the decoder, from the first to the last
+    moe: MoEConfig | None  # None in a dense model
+    has_lm_head: bool  # otherwise it generates nothing
+    num_labels: int  # of a classification head; 0 without one
+    activation: str  # of its logits: "softmax", "sigmoid" or "" for none
+    label_tokens: tuple[str, ...]  # of a reranker: the tokens whose logits are its head, the answer "no" first
+    gated_delta: GatedDeltaConfig | None  # None without recurrent layers
+    num_nextn_predict_layers: int  # layers for speculation, which the checkpoint has behind the others
+    quant_method: str | None  # of the checkpoint; None: it is not quantized. "mxfp4": its experts are MXFP4
+    # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
+    # weight is FP8. ``LayerConfig.fp8_linears`` says which weights are.
+    fp8: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
 
@@ -157,31 +106,24 @@ class ModelConfig:
         """Of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
-    @property
-    def quant_method(self) -> str | None:
-        """Of the checkpoint; None if it is not quantized."""
-        if self.moe and self.moe.is_mxfp4:
-            return "mxfp4"
-        return self.fp8.method if self.fp8 else None
-
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """For requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
-        if self.moe and self.moe.is_gpt_oss:
+        if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."
             )
         names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
-        return self if self.fp8 else replace(self, layers=layers, fp8=FP8Weights())
+        return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
     def fp8_block(self, layer: LayerConfig, name: str) -> int | None:
-        """``FP8Weights.block`` of a linear layer of a decoder layer; None: not FP8."""
-        return self.fp8.block if self.fp8 and name in layer.fp8_linears else None
+        """``fp8`` of a linear layer of a decoder layer; None: this one is not."""
+        return self.fp8 if name in layer.fp8_linears else None
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -211,7 +153,7 @@ class ModelConfig:
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
-        if self.fp8 and self.fp8.block and any(name.startswith("self_attn.") for name in fp8_linears):
+        if self.fp8 and any(name.startswith("self_attn.") for name in fp8_linears):
             raise ConfigError(
                 f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
                 "gives it a scale for each output feature), or use device='cpu', which pads nothing."
@@ -229,7 +171,7 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
-        if self.moe and self.moe.is_mxfp4 and self.moe.expert_size // size % MXFP4_GROUP:
+        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % MXFP4_GROUP:
             raise ConfigError(
                 f"tensor_parallel_size={size} must leave each rank a multiple of {MXFP4_GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."

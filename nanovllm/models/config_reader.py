@@ -14,8 +14,8 @@ from nanovllm.models import MODELS
 from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
-from nanovllm.models.quantization_config import read_fp8, read_mxfp4
-from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling
+from nanovllm.models.quantization_config import read_quantization
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
@@ -24,11 +24,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
 LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
-
-
-def _supported(*allowed: Any) -> Rule:
-    rule = choice(*allowed)
-    return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
 
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
@@ -61,7 +56,7 @@ LAYER_TYPES = list_of(
 
 RULES = by_field(
     ("layer_types", LAYER_TYPES),
-    ("hidden_act", _supported(*ACTIVATIONS)),
+    ("hidden_act", supported(*ACTIVATIONS)),
     ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
     ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
@@ -72,7 +67,7 @@ RULES = by_field(
     ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
-    ("dtype", _supported(*DTYPES)),
+    ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
     ("rope_parameters rope_scaling", OBJECT),
     ("sliding_window_pattern", PATTERN),
@@ -128,7 +123,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
-    fp8, fp8_linears = read_fp8(raw, family)
+    quant_method, fp8, fp8_linears = read_quantization(raw, family)
     layers = _layers(raw, given, family, fp8_linears)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope in ropes:
@@ -162,12 +157,13 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         "residual_scale": given["residual_multiplier"],
         "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
-        "moe": _moe(given, family, read_mxfp4(raw, family)) if family.experts else None,
+        "moe": _moe(given, family) if family.experts else None,
         "has_lm_head": has_lm_head,
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
         "gated_delta": _gated_delta(given) if family.recurrent else None,
+        "quant_method": quant_method,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],
     }
@@ -203,59 +199,55 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     for switch, neutral in SWITCHES.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
-        if switch not in family.reads and value not in neutral and not is_off:
-            allowed = " or ".join(["absent", *(repr(x) for x in neutral if x is not None)])
+        if switch not in family.reads and value not in (None, *neutral) and not is_off:
+            allowed = " or ".join(["absent", *map(repr, neutral)])
             raise CheckpointError(f"config.json: {switch}={value!r:.300} must be {allowed} for {name}.")
     return family, raw
 
 
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
-    windows = _windows(given, family)
-    mixers = ["attention"] * len(windows)
-    if family.recurrent:
-        interval = given["full_attention_interval"]
-        kinds = given["layer_types"] or [("linear" if (i + 1) % interval else "full") + "_attention"
-                                         for i in range(len(windows))]
-        mixers = [family.recurrent if kind == "linear_attention" else "attention" for kind in kinds]
-        if family.recurrent not in MIXERS:
-            raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
-    elif "linear_attention" in (given["layer_types"] or ()):
-        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
-    ropes = _ropes(raw, given, family, windows)
+    window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
+    kinds = _kinds(given, family, window)
+    if family.recurrent and family.recurrent not in MIXERS:
+        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
     assert not (family.experts and family.post_norm), "experts add the residual themselves"
-    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(windows))]
-    ropes = tuple(rope if mixer == "attention" else None for mixer, rope in zip(mixers, ropes, strict=True))
-    return tuple(LayerConfig(*of_layer) for of_layer in zip(mixers, windows, ropes, mlps, fp8_linears, strict=True))
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    ropes = _ropes(raw, given, family, windows)
+    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
+    return tuple(
+        LayerConfig(family.recurrent, 0, None, mlp, fp8) if kind == "linear_attention"
+        else LayerConfig("attention", of_layer, rope, mlp, fp8)
+        for kind, of_layer, rope, mlp, fp8 in zip(kinds, windows, ropes, mlps, fp8_linears, strict=True)
+    )  # fmt: skip
 
 
-def _windows(given: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """The window of each layer, 0 without one."""
-    num_layers, window, kinds = given["num_hidden_layers"], given["sliding_window"], given["layer_types"]
-    if given["use_sliding_window"] is False:
-        window = 0
+def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...]:
+    """The ``layer_types``, as given or by the rule of the family."""
+    num_layers, pattern = given["num_hidden_layers"], given["sliding_window_pattern"]
     for name in ("layer_types", "no_rope_layers"):
         if given[name] and len(given[name]) != num_layers:
             raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
-    pattern = given["sliding_window_pattern"]
-    has_window = {
-        "": lambda i: False,
-        "all": lambda i: True,
-        "late": lambda i: i >= given["max_window_layers"],
-        "pattern": lambda i: pattern[i % len(pattern)] == "L",
-        "unrotated": lambda i: not _is_rotated(given, i),
+    is_special = {
+        "": lambda i: family.recurrent and (i + 1) % given["full_attention_interval"],
+        "all": lambda i: window,
+        "late": lambda i: window and i >= given["max_window_layers"],
+        "pattern": lambda i: window and pattern[i % len(pattern)] == "L",
+        "unrotated": lambda i: window and not _is_rotated(given, i),
     }[family.windows]
-    slides = [window > 0 and has_window(i) for i in range(num_layers)]
-    if kinds:
-        slides_by_kind = [kind == "sliding_attention" for kind in kinds]
-        if any(slides_by_kind) and not window:
-            raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
-        if family.windows in ("", "all") and slides != slides_by_kind:
-            raise CheckpointError(
-                f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
-            )
-        slides = slides_by_kind
-    return tuple(window if slides_here else 0 for slides_here in slides)
+    special = "linear_attention" if family.recurrent else "sliding_attention"
+    by_rule = tuple(special if is_special(i) else "full_attention" for i in range(num_layers))
+    kinds = given["layer_types"] or by_rule
+    if "linear_attention" in kinds and not family.recurrent:
+        raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
+    if "sliding_attention" in kinds and not window:
+        raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
+    slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
+    if family.windows in ("", "all") and slides != by_rule_slides:
+        raise CheckpointError(
+            f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
+        )
+    return kinds
 
 
 def _is_sparse(given: dict[str, Any], layer: int) -> bool:
@@ -299,7 +291,7 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     )
 
 
-def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
+def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
     if given["scoring_func"] not in (None, family.experts):
         raise CheckpointError(
             f"config.json: scoring_func={given['scoring_func']!r}, but this architecture has {family.experts!r}."
@@ -315,13 +307,11 @@ def _moe(given: dict[str, Any], family: Family, is_mxfp4: bool) -> MoEConfig:
     if family.gpt_oss_experts and given["swiglu_limit"] is None:
         raise CheckpointError("config.json: swiglu_limit=None must be a number > 0 for this architecture.")
     shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
+    limit = given["swiglu_limit"] if family.gpt_oss_experts else 0.0
     return MoEConfig(
-        num_experts, top_k, given["moe_intermediate_size"], family.experts, given["norm_topk_prob"],
-        given["routed_scaling_factor"], groups, top_groups, has_correction_bias=family.has_correction_bias,
-        shared_size=shared, has_shared_gate=family.has_shared_gate and shared > 0,
-        may_be_transposed=family.experts_transposed, is_gpt_oss=family.gpt_oss_experts,
-        swiglu_limit=given["swiglu_limit"] if family.gpt_oss_experts else 0.0, is_mxfp4=is_mxfp4,
-    )  # fmt: skip
+        num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
+        groups, top_groups, shared, limit,
+    )
 
 
 def _gated_delta(given: dict[str, Any]) -> GatedDeltaConfig:

@@ -96,18 +96,18 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated: down(act(gate(x)) * up(x))."""
+    """Gated: down(act(gate(x)) * up(x)). A shared expert has a ``size`` and no bias, and leaves the residual out."""
 
     packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
-        C, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        fp8 = [config.fp8_block(layer, name) for name in ("mlp.gate_up_proj", "mlp.down_proj")]
+        C, I, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias and not size
+        fp8 = [config.fp8_block(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
         self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, fp8[0])
         self.act = config.act
         self.down_proj = RowParallelLinear(I, C, bias, tp, fp8[1], config.residual_scale)
-        self.adds_residual = not config.family.post_norm
+        self.adds_residual = not (size or config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""

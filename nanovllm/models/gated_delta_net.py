@@ -20,7 +20,7 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_shard, row_loader, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
 
 
@@ -33,7 +33,7 @@ def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
         of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
     else:
         of_qkvz, of_ba = {"in_proj_qkv": "qkv", "in_proj_z": "z"}, {"in_proj_b": "b", "in_proj_a": "a"}
-    merged = "in_proj_ba" if config.fp8 else "in_proj"
+    merged = "in_proj" if config.fp8 is None else "in_proj_ba"
     return {name: ("in_proj", parts) for name, parts in of_qkvz.items()} | {
         name: (merged, parts) for name, parts in of_ba.items()
     }
@@ -70,8 +70,8 @@ class GatedDeltaNet(nn.Module):
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
         of_ba = dict.fromkeys("ba", delta.num_value_heads)
         fp8 = [config.fp8_block(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
-        self.in_proj_ba = delta_projection(C, of_ba, tp, None, delta.num_key_heads) if config.fp8 else None
-        sizes |= {} if config.fp8 else of_ba
+        self.in_proj_ba = None if config.fp8 is None else delta_projection(C, of_ba, tp, None, delta.num_key_heads)
+        sizes |= of_ba if config.fp8 is None else {}
         self.in_proj = delta_projection(C, sizes, tp, fp8[0], delta.num_key_heads)
         self.num_gates = 2 * delta.num_value_heads // tp.size
         self.conv_sizes = [key_size, key_size, value_size]
@@ -101,9 +101,7 @@ class GatedDeltaNet(nn.Module):
         N, W = sum(self.conv_sizes), param.shape[1]
         loaded.fit([N, 1, W])
         flat = CheckpointTensor(loaded.name, [N, W], lambda index: loaded.read(index[:1]).squeeze(1))
-        rows = param.split([size // self.tp.size for size in self.conv_sizes])
-        for target, tensor in zip(rows, split_rows(flat, self.conv_sizes), strict=True):
-            copy_shard(target, tensor, 0, self.tp.rank, self.tp.size)
+        Shards.of(self.conv_sizes, self.tp.rank, self.tp.size).load(param, flat)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + mixer(norm(residual)), [T, C] or [N, C]."""

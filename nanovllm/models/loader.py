@@ -38,41 +38,41 @@ class WeightFiller:
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
         only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
-
-    Attributes:
-        adapted: checkpoint tensors that the adapter changes, by their names here.
-        missing: tensors not given yet.
-        filled: tensors given.
     """
 
     def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
         config = model.config
         self._quantizes, self._renamed = quantizes, config.renamed_tensors()
         self._unused = re.compile(config.unused_tensors())
-        self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        params: dict[str, nn.Parameter] = dict(model.named_parameters())
         packed: dict[str, tuple[str, Any]] = {}
         for module in model.modules():
             packed |= getattr(module, "packed_modules_mapping", {})
-        self._parts = {name: _parts(name, param, packed) for name, param in self._params.items()}
-        # checkpoint tensor -> its parameter, and the shard id in there
-        self._targets = {part: (name, shard_id) for name, parts in self._parts.items() for part, shard_id in parts}
+        # checkpoint tensor -> its parameter, the shard id in there, its own name or, merged as it is here, its parts'
+        self._targets: dict[str, tuple[Any, Any, list[str]]] = {}
+        for name, param in params.items():
+            parts = _parts(name, param, packed)
+            self._targets.setdefault(name, (param, None, [part for part, _ in parts]))
+            self._targets |= {part: (param, shard_id, [part]) for part, shard_id in parts}
         self._attentions = {
             name.removesuffix(".attn"): module for name, module in model.named_modules()
             if hasattr(module, "set_kv_scale")
         }  # fmt: skip
         # of the decoder: checkpoints of a decoder alone have them at the top
-        self._parts_of_decoder = {name.split(".")[1] for name in self._params if name.startswith("model.")}
+        self._parts_of_decoder = {name.split(".")[1] for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
         self._head_rows: torch.Tensor | None = None
-        self.device = str(next(iter(self._params.values())).device)
+        self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
-        names = {part for name in self._changes for part in self._parts_of(name)}
-        self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)
+        names = {part for name in self._changes for part in self._targets[name][2]}
+        # Checkpoint tensors, by their names here:
+        self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
         self._halves: dict[str, dict[str, CheckpointTensor]] = {}  # of MXFP4 tensors that are to be dequantized
-        self.missing = set(self._targets) if self._only is None else set(self._only)
-        self.filled: set[str] = set()
+        every = {part for _, _, parts in self._targets.values() for part in parts}
+        self.missing = every if self._only is None else set(self._only)  # not given yet
+        self.filled: set[str] = set()  # given
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
@@ -93,13 +93,11 @@ class WeightFiller:
             scales = read_kv_scales(tensor, attention.num_kv_heads * total)
             attention.set_kv_scale(match[2] or match[3], scales.chunk(total)[part])
             return
-        parts = self._parts_of(name)
+        param, shard_id, parts = self._targets.get(name, (None, None, []))
         if self._only is not None and parts and self._only.isdisjoint(parts):
             return
         if name in self._changes:
             tensor = self._changes.pop(name)(tensor)
-        name, shard_id = self._targets.get(name, (name, None))
-        param: Any = self._params.get(name)
         is_scale = hasattr(param, "group_size")
         quantizes = param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8()
         if quantizes:
@@ -126,7 +124,7 @@ class WeightFiller:
         dequantized; None before the second has come, which may be in another file.
         """
         name, _, kind = name.rpartition("_")
-        param = self._params.get(name)
+        param, _, _ = self._targets.get(name, (None, None, []))
         if param is None or not param.is_floating_point():
             return (name if kind == "blocks" else f"{name}_scale"), tensor
         halves = self._halves.setdefault(name, {})
@@ -147,20 +145,16 @@ class WeightFiller:
             name = name.replace(old, new)
         return name
 
-    def _parts_of(self, name: str) -> list[str]:
-        """A checkpoint tensor's name, or its parts' if it is merged as it is here; none if it is unknown."""
-        return [name] if name in self._targets else [part for part, _ in self._parts.get(name, [])]
-
     def _read_adapter(self, path: str) -> dict[str, Change]:
         """An adapter's changes by the names of tensors here."""
         changes = {self._name_here(name): change for name, change in read_adapter(path, self.device).items()}
         tied = {"lm_head.weight", "model.embed_tokens.weight"} & changes.keys()
-        if tied and "lm_head.weight" not in self._params:
+        if tied and "lm_head.weight" not in self._targets:
             raise CheckpointError(
                 f"{path} changes {' and '.join(sorted(tied))}, which are one tensor in this model. Train the adapter "
                 "without them, or merge it by PEFT and save a model whose embeddings are not tied."
             )
-        known = {name: change for name, change in changes.items() if self._parts_of(name)}
+        known = {name: change for name, change in changes.items() if name in self._targets}
         self._check_used({name for name in changes.keys() - known.keys() if not self._unused.fullmatch(name)}, path)
         return known
 
@@ -232,8 +226,7 @@ def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    fp8 = model.config.fp8
-    filler = WeightFiller(model, fp8 is None or not fp8.in_checkpoint, adapter)
+    filler = WeightFiller(model, model.config.quant_method is None, adapter)
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted

@@ -70,7 +70,7 @@ def read_adapter(path: str, device: str) -> dict[str, Change]:
         a, b = pair["A"], pair["B"]
         scale = scale_of(config, module, a.shape[0])
         if is_embedding:  # its weight [V, C] += (B A)^T
-            a, b = _transposed(b), _transposed(a)
+            a, b = b.transposed(), a.transposed()
         name = f"{module}.weight"
         changes[name] = partial(_merged, a, b, scale, changes.get(name))
     return changes
@@ -123,11 +123,3 @@ def _merged(a: CheckpointTensor, b: CheckpointTensor, scale: float, replacement:
 
 def _replaced(by: CheckpointTensor, base: CheckpointTensor) -> CheckpointTensor:
     return by.fit(base.shape)
-
-
-def _transposed(tensor: CheckpointTensor) -> CheckpointTensor:
-    def read(index: tuple[slice, ...]) -> torch.Tensor:
-        rows, columns = (*index, slice(None))[:2]
-        return tensor.read((columns, rows)).t()
-
-    return CheckpointTensor(tensor.name, tensor.shape[::-1], read)

@@ -8,7 +8,6 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,11 +18,13 @@ from nanovllm.kernels.linear.reference import Weight
 from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_bias, copy_shard, split_rows
+from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.decoder import MLP
+from nanovllm.models.families import Family
 
 
 class Router(nn.Module):
@@ -31,13 +32,14 @@ class Router(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, moe: MoEConfig, hidden_size: int):
+    def __init__(self, family: Family, num_experts: int, hidden_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
-        self.register_parameter("bias", new_bias(moe.num_experts) if moe.is_gpt_oss else None)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.register_parameter("bias", new_bias(num_experts) if family.gpt_oss_experts else None)
         self.register_parameter("e_score_correction_bias", None)
-        if moe.has_correction_bias:  # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
-            bias = torch.empty(moe.num_experts, dtype=torch.float32)
+        if family.has_correction_bias:
+            # fp32 in any model: it decides between scores that differ by less than a bf16 ulp
+            bias = torch.empty(num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
             self.e_score_correction_bias.weight_loader = self.load_bias  # type: ignore[attr-defined]
 
@@ -65,9 +67,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
-        self.tp, self.may_be_transposed, self.is_gpt_oss = tp, moe.may_be_transposed, moe.is_gpt_oss
+        self.tp, self.family, is_gpt_oss = tp, config.family, config.family.gpt_oss_experts
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
-        keeps_mxfp4 = moe.is_mxfp4 and kernels.select().takes_mxfp4()
+        shard = Shard(I, tp.rank, tp.size)
+        in_turns = {None: ((0, 1), moe.expert_size)} if is_gpt_oss else None
+        self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
+        keeps_mxfp4 = config.quant_method == "mxfp4" and kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
             if keeps_mxfp4:
                 weight, scale = new_mxfp4_weight(num_features, num_channels, E)
@@ -76,30 +81,21 @@ class Experts(nn.Module):
                 weight, scale = new_weight(num_features, num_channels, block, E)
             self.register_parameter(name, weight)
             self.register_parameter(f"{name}_scale", scale)
-            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if moe.is_gpt_oss else None)
+            self.register_parameter(f"{name}_bias", new_bias(E, num_features) if is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
             param.weight_loader = load  # type: ignore[attr-defined]
             same_dim = 1 if name.startswith("gate_up") else 0
             param.in_rows = partial(self.in_rows, param.shape[1:], same_dim)  # type: ignore[attr-defined]
-            param.is_merged = moe.is_gpt_oss  # type: ignore[attr-defined]
+            param.is_merged = is_gpt_oss  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
-        """``shard_id``: expert, and 0 for its gate, 1 for up, None for both, gate rows before up rows."""
+        """``shard_id``: expert, and 0 for its gate, 1 for up, None for both."""
         expert, part = shard_id
-        if part is not None:
-            n = param.shape[1] // 2
-            copy_shard(param[expert, part * n : (part + 1) * n], loaded, 0, self.tp.rank, self.tp.size)
-            return
-        rows, loaded = self.of_expert(param[expert], loaded, 1)
-        if self.is_gpt_oss:
-            in_turns = torch.empty_like(rows)
-            copy_shard(in_turns, loaded, 0, self.tp.rank, self.tp.size)
-            rows.copy_(torch.cat((in_turns[::2], in_turns[1::2])))
-            return
-        parts = split_rows(loaded, [len(rows) * self.tp.size // 2] * 2)
-        for target, of_part in zip(rows.chunk(2), parts, strict=True):
-            copy_shard(target, of_part, 0, self.tp.rank, self.tp.size)
+        rows = param[expert]
+        if part is None:
+            rows, loaded = self.of_expert(rows, loaded, 1)
+        self.gate_up_shards.load(rows, loaded, part)
 
     def load_down(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
         rows, loaded = self.of_expert(param[shard_id[0]], loaded, 0)
@@ -120,29 +116,14 @@ class Experts(nn.Module):
     def in_rows(self, shape: torch.Size, same_dim: int, loaded: CheckpointTensor) -> CheckpointTensor:
         """An expert's tensor as [output features, input channels]. Dimension ``same_dim`` of its ``shape`` here is the
         same on all ranks, which shows whether a tensor is transposed."""
-        is_transposed = self.is_gpt_oss or (self.may_be_transposed and loaded.shape[same_dim] != shape[same_dim])
-        return loaded.transposed() if is_transposed and len(shape) > 1 else loaded
+        if len(shape) == 1:
+            return loaded
+        may_be = self.family.experts_transposed and loaded.shape[same_dim] != shape[same_dim]
+        return loaded.transposed() if may_be or self.family.gpt_oss_experts else loaded
 
     def weights(self) -> tuple[Weight, Weight]:
         """Of the products with gate and up, and with down."""
         return Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
-
-
-class SharedExpert(nn.Module):
-    """An MLP that every token passes. Its result, without the residual, is this rank's partial sum."""
-
-    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, tp: TPGroup):
-        super().__init__()
-        C, I = config.hidden_size, moe.shared_size
-        fp8 = [config.fp8_block(layer, f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], tp=tp, fp8_block=fp8[0])
-        self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, tp=tp, fp8_block=fp8[1])
-
-    def forward(self, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(residual, norm, self.act))
 
 
 class SparseMoE(nn.Module):
@@ -151,17 +132,18 @@ class SparseMoE(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
         super().__init__()
         assert config.moe is not None
-        moe, C = config.moe, config.hidden_size
+        family, moe, C = config.family, config.moe, config.hidden_size
         self.tp = tp
         self.ops = kernels.select()
         self.act, self.limit = config.act, moe.swiglu_limit
         self.routing = Routing(
-            moe.top_k, moe.scoring, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
+            moe.top_k, family.experts, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
         )
-        self.gate = Router(moe, C)
+        self.gate = Router(family, moe.num_experts, C)
         self.experts = Experts(config, moe, layer, tp)
-        self.shared_expert = SharedExpert(config, moe, layer, tp) if moe.shared_size else None
-        self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if moe.has_shared_gate else None
+        self.shared_expert = MLP(config, layer, tp, "mlp.shared_expert", moe.shared_size) if moe.shared_size else None
+        has_gate = self.shared_expert is not None and family.has_shared_gate
+        self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if has_gate else None
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + moe(norm(residual)), [T, C]."""
@@ -171,10 +153,9 @@ class SparseMoE(nn.Module):
         base, is_first = None, self.tp.rank == 0
         merged = self.shared_to_merge(len(residual))
         if self.shared_expert is not None and merged is None:
-            shared = self.shared_expert(residual, norm)
+            shared = self.shared_expert(residual, norm, context)
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
-            gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
-            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, gate, is_first)
+            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, self.shared_gate(), is_first)
         return self.ops.fused_moe(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
@@ -190,8 +171,10 @@ class SparseMoE(nn.Module):
         of_gate_up, of_down = shared.gate_up_proj.as_weight(), shared.down_proj.as_weight()
         if not self.ops.takes_shared_expert(num_tokens, gate_up, of_gate_up, self.routing):
             return None
-        gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
-        return Shared(of_gate_up, of_down, gate)
+        return Shared(of_gate_up, of_down, self.shared_gate())
+
+    def shared_gate(self) -> torch.Tensor | None:
+        return None if self.shared_expert_gate is None else self.shared_expert_gate.weight
 
     def biases(self) -> Biases | None:
         router, gate_up, down = self.gate.bias, self.experts.gate_up_proj_bias, self.experts.down_proj_bias

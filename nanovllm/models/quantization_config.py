@@ -6,7 +6,6 @@ numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
@@ -27,7 +26,8 @@ SUPPORTED = (
     "checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
 )
 # Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
-# llm-compressor's, and of NVIDIA's. ANY: read elsewhere, or without effect on the numbers.
+# llm-compressor's, of NVIDIA's, and of gpt-oss's. ANY: read elsewhere, or without effect on the numbers. A table: of an
+# object's fields, or absent.
 ANY = ...
 E4M3 = {"num_bits": (8,), "type": ("float",)}
 FORMATS = "float-quantized", "naive-quantized"
@@ -39,19 +39,23 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "compressed-tensors": {
         "quant_method": ANY, "format": FORMATS, "quantization_status": (None, "compressed", "frozen"),
-        "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": ANY, "global_compression_ratio": ANY, "version": ANY,
-        "sparsity_config": ANY,
+        "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": E4M3, "global_compression_ratio": ANY, "version": ANY,
+        "sparsity_config": {"format": (None, "dense")},
     },
     "modelopt": {
         "quant_method": ANY, "quant_algo": ("FP8",), "kv_cache_quant_algo": (None, "FP8"), "exclude_modules": ANY,
-        "ignore": ANY, "config_groups": ANY, "kv_cache_scheme": ANY, "producer": ANY,
+        "ignore": ANY, "config_groups": ANY, "kv_cache_scheme": E4M3, "producer": ANY,
     },
+    "mxfp4": {"quant_method": ANY, "modules_to_not_convert": ANY, "dequantize": ANY},
 }  # fmt: skip
-MXFP4 = {"quant_method": ANY, "modules_to_not_convert": ANY, "dequantize": ANY}
 MXFP4_GROUP = 32  # channels of a scale
-GROUP = {"targets": (["Linear"],), "weights": ANY, "input_activations": ANY, "format": (None, *FORMATS)}
-WEIGHTS = {"strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,),
-           "group_size": (None,)}  # fmt: skip
+SYMMETRIC = E4M3 | {"symmetric": (None, True)}
+GROUP = {  # without input_activations weights alone are FP8
+    "targets": (["Linear"],), "weights": ANY, "input_activations": SYMMETRIC, "format": (None, *FORMATS),
+}  # fmt: skip
+WEIGHTS = SYMMETRIC | {
+    "strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,), "group_size": (None,),
+}  # fmt: skip
 SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
 
 
@@ -76,65 +80,37 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
     return names
 
 
-@dataclass(frozen=True)
-class FP8Weights:
-    """The form of FP8 weights; ``LayerConfig.fp8_linears`` says which weights have it.
-
-    Attributes:
-        block: width and height of the square of weights that share a scale; 0: a scale for each output feature.
-        in_checkpoint: the checkpoint has them in FP8; else they are quantized as they load.
-        method: ``quant_method`` of the checkpoint.
-    """
-
-    block: int = 0
-    in_checkpoint: bool = False
-    method: str | None = None
-
-
-def read_fp8(raw: dict[str, Any], family: Family) -> tuple[FP8Weights | None, list[frozenset[str]]]:
-    """The FP8 weights of a ``config.json``, None without any, and the FP8 linear layers of each decoder layer.
+def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, int | None, list[frozenset[str]]]:
+    """``quant_method`` and ``fp8`` of a ``ModelConfig``, and the FP8 linear layers of each decoder layer.
 
     Raises:
-        CheckpointError: it has a ``quantization_config``, but not of the FP8 weights of ``SUPPORTED``.
+        CheckpointError: it has a ``quantization_config``, but not of ``SUPPORTED``.
     """
-    quantization = raw.get("quantization_config") or raw.get("compression_config")  # the second in old files
-    num_layers = raw["num_hidden_layers"]
-    if not quantization:
-        return None, [frozenset()] * num_layers
+    quantization = raw.get("quantization_config") or raw.get("compression_config") or {}  # the second in old files
+    num_layers, no_linears = raw["num_hidden_layers"], [frozenset[str]()] * raw["num_hidden_layers"]
     if not isinstance(quantization, dict):
         raise _refusal(f"{quantization!r:.100}")
+    if not quantization:
+        return None, None, no_linears
     method = quantization.get("quant_method")
-    if method == "mxfp4" and family.gpt_oss_experts:
-        return None, [frozenset()] * num_layers
-    if method not in tuple(FORMS):
+    if method not in tuple(FORMS) or (method == "mxfp4" and not family.gpt_oss_experts):
         raise _refusal(f"quant_method={method!r:.100}")
     _check("", quantization, FORMS[method], is_closed=True)
-    if method != "fp8" and quantization.get("kv_cache_scheme") is not None:
-        _check("kv_cache_scheme.", quantization["kv_cache_scheme"], E4M3)
+    is_skipped = _skipped(quantization, family)
+    if method == "mxfp4":
+        names = [f"model.layers.{i}.mlp.experts" for i in range(num_layers)]
+        for name in filter(is_skipped, names):
+            raise _refusal(f"leaving out {name}")
+        return method, None, no_linears
     in_blocks = quantization.get("weight_block_size")
     if method == "compressed-tensors":
         in_blocks = _read_group(quantization) == "block"
-    is_skipped = _skipped(quantization, family)
     modules = linears(raw["num_experts"] if family.experts else 0, bool(family.recurrent)).items()
     layers = [
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
-    return FP8Weights(BLOCK if in_blocks else 0, in_checkpoint=True, method=method), layers
-
-
-def read_mxfp4(raw: dict[str, Any], family: Family) -> bool:
-    """Whether the experts are MXFP4; CheckpointError if only some are."""
-    quantization = raw.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
-        return False
-    _check("", quantization, MXFP4, is_closed=True)
-    is_skipped = _skipped(quantization, family)
-    names = [f"model.layers.{i}.mlp.experts" for i in range(raw["num_hidden_layers"])]
-    left_out = [name for name in names if is_skipped(name)]
-    if left_out:
-        raise _refusal(f"leaving out {left_out[0]}")
-    return True
+    return method, BLOCK if in_blocks else 0, layers
 
 
 def _skipped(quantization: dict[str, Any], family: Family) -> Callable[[str], bool]:
@@ -158,26 +134,28 @@ def _check(where: str, raw: Any, fields: dict[str, Any], is_closed: bool = False
     """
     if not isinstance(raw, dict):
         raise _refusal(f"{where[:-1]}={raw!r:.100}")
-    unknown = [name for name in raw if is_closed and name not in fields and raw[name] not in (None, False, {}, [])]
-    for name in [*unknown, *(name for name in fields if fields[name] is not ANY and raw.get(name) not in fields[name])]:
-        raise _refusal(f"{where}{name}={raw.get(name)!r:.100}")
+    others = {name: () for name in raw if is_closed and name not in fields and raw[name] not in (None, False, {}, [])}
+    for name, allowed in {**others, **fields}.items():
+        value = raw.get(name)
+        if isinstance(allowed, dict):
+            if value is not None:
+                _check(f"{where}{name}.", value, allowed)
+        elif allowed is not ANY and value not in allowed:
+            raise _refusal(f"{where}{name}={value!r:.100}")
 
 
 def _read_group(raw: dict[str, Any]) -> str:
     """The strategy of the weights in the files of llm-compressor: "tensor", "channel" or "block"."""
-    _check("sparsity_config.", raw.get("sparsity_config") or {}, {"format": (None, "dense")})
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal(f"config_groups={groups!r:.100} (not one group)")
     ((name, group),) = groups.items()
     where = f"config_groups.{name}."
     _check(where, group, GROUP, is_closed=True)
-    weights, symmetric = group.get("weights"), {"symmetric": (None, True)}
-    _check(f"{where}weights.", weights, E4M3 | symmetric | WEIGHTS)
+    weights = group.get("weights")
+    _check(f"{where}weights.", weights, WEIGHTS)
     in_blocks = weights["strategy"] == "block"
     _check(f"{where}weights.", weights, {"block_structure": ([BLOCK, BLOCK],) if in_blocks else (None,)})
-    if group.get("input_activations") is not None:  # else weights alone are FP8
-        _check(f"{where}input_activations.", group["input_activations"], E4M3 | symmetric)
     return weights["strategy"]
 
 

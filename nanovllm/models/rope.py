@@ -39,6 +39,7 @@ ROPE_RULES = {  # rope_type -> its fields
     "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
 
+MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width of a text's token are the same
 UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
     "default": ("original_max_position_embeddings",),
     "yarn": ("max_position_embeddings",),
@@ -46,47 +47,36 @@ UNREAD = {  # rope_type -> fields that files have beside it, and transformers do
 }
 
 
+def supported(*allowed: Any) -> Rule:
+    rule = choice(*allowed)
+    return rule._replace(allowed=f"{rule.allowed} (others are not supported)")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary positions and their scaling.
+    """Rotary positions and their scaling."""
 
-    Attributes:
-        kind: "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
-            (arXiv:2402.13753) or "dynamic" (``theta`` times alpha^(r / (r - 2)), r the rotated dimensions).
-        theta: base of the rotary frequencies.
-        factor: context length over ``original_max_position``.
-        original_max_position: context length of the training (llama3, yarn, longrope).
-        beta_fast, beta_slow: rotations within that context above which yarn keeps a frequency, and below which it
-            interpolates it fully.
-        attention_factor: scale of cosines and sines (yarn, longrope); None takes the method's own formula.
-        truncate: yarn rounds the borders of its ramp to whole dimensions.
-        mscale, mscale_all_dim: yarn's ``attention_factor`` is the ratio of its formula with the one and the other.
-        llama_4_scaling_beta: queries at position p are scaled by 1 + beta ln(1 + floor(p / original_max_position)).
-        low_freq_factor, high_freq_factor: llama3's borders, in rotations within the original context.
-        short_factor, long_factor: longrope's divisor of each frequency, for contexts up to the original length and for
-            longer ones.
-        partial_rotary_factor: the share of a head's dimensions, the first ones, that is rotated.
-        is_long: longrope takes ``long_factor``.
-    """
-
+    # "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
+    # (arXiv:2402.13753) or "dynamic" (``theta`` times alpha^(r / (r - 2)), r the rotated dimensions).
     kind: str = "default"
-    theta: float = 1_000_000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-    mscale: float = 0.0
+    theta: float = 1_000_000.0  # base of the rotary frequencies
+    factor: float = 1.0  # context length over ``original_max_position``
+    original_max_position: int = 0  # context length of the training (llama3, yarn, longrope)
+    beta_fast: float = 32.0  # rotations within that context above which yarn keeps a frequency
+    beta_slow: float = 1.0  # rotations below which it interpolates it fully
+    attention_factor: float | None = None  # scale of cosines and sines (yarn, longrope); None: the method's formula
+    truncate: bool = True  # yarn rounds the borders of its ramp to whole dimensions
+    mscale: float = 0.0  # with both, yarn's attention_factor is the ratio of its formula with the one and the other
     mscale_all_dim: float = 0.0
+    # Queries at position p are scaled by 1 + beta ln(1 + floor(p / original_max_position)).
     llama_4_scaling_beta: float = 0.0
     alpha: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3's borders: this one and the next, in rotations within the original context
     high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0
-    is_long: bool = False
+    short_factor: tuple[float, ...] = ()  # longrope's divisor of each frequency, up to the original length
+    long_factor: tuple[float, ...] = ()  # the divisors for longer contexts
+    partial_rotary_factor: float = 1.0  # the share of a head's dimensions, the first ones, that is rotated
+    is_long: bool = False  # longrope takes ``long_factor``
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
@@ -99,15 +89,10 @@ class RopeScaling:
                 f"config.json: rope_parameters={new} and rope_scaling={old} differ; write all into 'rope_parameters'."
             )
         defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": None}
-        rope = {**{name: raw.get(name, default) for name, default in defaults.items()}, **rope}
-        kinds = choice(*ROPE_RULES)
-        kinds = kinds._replace(allowed=f"{kinds.allowed} (others are not supported)")
-        for field in ("mrope_section", "mrope_interleaved"):  # time, height and width of a text's token are the same
-            rope.pop(field, None)
-        kind = check("config.json", "rope_type", rope.pop("rope_type"), kinds, CheckpointError)
-        if kind in UNREAD:
-            rope = {name: value for name, value in rope.items() if name not in UNREAD[kind]}
-        rules = ROPE_RULES[kind]
+        rope = {name: raw.get(name, default) for name, default in defaults.items()} | rope
+        kind = check("config.json", "rope_type", rope.pop("rope_type"), supported(*ROPE_RULES), CheckpointError)
+        rules, unread = ROPE_RULES[kind], MROPE + UNREAD.get(kind, ())
+        rope = {name: value for name, value in rope.items() if name not in unread}
         unknown = {name: value for name, value in rope.items() if name not in rules and value is not None}
         if unknown:
             raise CheckpointError(f"config.json: rope scaling {kind!r} with unsupported fields {unknown}.")

@@ -87,8 +87,8 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     else:
         why = f" (torch {torch.__version__} sees no CUDA device)" if config.device == "auto" else ""
         where = f"{times or 'the '}CPU{why}"
-    weights = " with FP8 weights" if config.model_config.fp8 else ""
-    if config.model_config.moe is not None and config.model_config.moe.is_mxfp4:
+    weights = "" if config.model_config.fp8 is None else " with FP8 weights"
+    if config.model_config.quant_method == "mxfp4":
         weights = " with MXFP4 experts" if device.type == "cuda" else " (MXFP4 experts dequantized)"
     model = "the demo model" if config.model is None else config.model
     adapter = "" if config.lora is None else f" with adapter {config.lora}"

@@ -35,21 +35,15 @@ BUCKET_BYTES = 512 << 20  # of tensors on their way to the other ranks
 
 
 class Weights:
-    """Sleep, wake-up and update of a rank's weights. Rank 0's is asked by the engine; its ``call`` runs all ranks'.
-
-    Attributes:
-        sleeping: tags of what is not in the device's memory.
-        missing: weights to be given before the engine can run, by their names in the checkpoint, and why. On rank 0.
-        changed: weights that are not the checkpoint's, by the same names. On rank 0.
-        lora: the adapter that is merged into them, as it was given, or None. On rank 0.
-    """
+    """Sleep, wake-up and update of a rank's weights. Rank 0's is asked by the engine; its ``call`` runs all ranks'."""
 
     def __init__(self, runner: "ModelRunner"):
         self._runner = weakref.proxy(runner)  # in a cycle a failed start would keep its memory until the next full GC
-        self.sleeping: set[str] = set()
-        self.missing: dict[str, str] = {}
-        self.changed: set[str] = set()
-        self.lora: str | None = None
+        self.sleeping: set[str] = set()  # tags of what is not in the device's memory
+        # On rank 0, by their names in the checkpoint:
+        self.missing: dict[str, str] = {}  # weights to be given before the engine can run, and why
+        self.changed: set[str] = set()  # weights that are not the checkpoint's
+        self.lora: str | None = None  # the adapter that is merged into them, as it was given
         self._is_unsettled = False
         # of parameters and buffers, by its address: storage, size in bytes, its bytes on the host (none if dropped)
         self._offloaded: dict[int, tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = {}

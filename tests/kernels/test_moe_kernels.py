@@ -22,6 +22,7 @@ from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_exper
 from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.config import LayerConfig, MoEConfig
+from nanovllm.models.families import Family
 from nanovllm.models.moe import SparseMoE
 
 from . import DEVICE, EPS, randn
@@ -603,8 +604,9 @@ def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
     experts' size, few tokens take it as one of them.
     """
     config = SimpleNamespace(
-        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size, has_shared_gate=True),
-        fp8_block=lambda *_: None,
+        hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size),
+        family=Family(experts="softmax", has_shared_gate=True), fp8_block=lambda *_: None,
+        mlp_bias=False, residual_scale=1.0, quant_method=None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))
     residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
