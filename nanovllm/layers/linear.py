@@ -64,13 +64,24 @@ class ReplicatedLinear(nn.Module):
         return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
 
 
-class MergedColumnParallelLinear(ReplicatedLinear):
-    """Several layers of one input as a single product, output features sharded; ``shard_id`` is the layer's index."""
+class ColumnParallelLinear(ReplicatedLinear):
+    """Output features sharded over ranks: this rank holds ``output_size / size`` of them."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
+                 fp8_block: int | None = None):
+        super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
+
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
+        copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel layers of one input as a single product; ``shard_id`` is the layer's index."""
 
     def __init__(self, input_size: int, output_sizes: list[int] | Shards, bias: bool = False,
                  tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None):
         self.shards = Shards.of(output_sizes, tp.rank, tp.size)
-        super().__init__(input_size, sum(self.shards.sizes), bias, tp, fp8_block)
+        super().__init__(input_size, sum(self.shards.sizes) * tp.size, bias, tp, fp8_block)
         self.block_n = shared_rows(fp8_block, self.shards.sizes)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
