@@ -127,6 +127,29 @@ def record_calls(target, method, argument=0):
     return calls
 
 
+class OnUpdate:
+    """A bar for ``use_tqdm`` that calls ``action`` when it moves, or when it first moves; ``options``: it was made
+    with these."""
+
+    def __init__(self, action=lambda: None, once=False):
+        self.action, self.once = action, once
+
+    def __call__(self, **options):
+        self.options = options
+        return self
+
+    def update(self, _=0):
+        action = self.action
+        if self.once:
+            self.action = lambda: None
+        action()
+
+    def refresh(self, *_, **__):
+        """Shows nothing."""
+
+    close = refresh
+
+
 def run_ahead(llm):
     """One step in flight, on the CPU too."""
     llm.model_runner.max_in_flight = 1

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from functools import partial
-from pathlib import Path
 
 import families
 import numpy as np
@@ -347,28 +346,6 @@ class FakeBar:
 # -------------------------------------------------------------------- errors
 
 
-def test_refused(qwen3, make_llm):
-    model, paths = qwen3
-    llm = make_llm(model=paths[""], max_model_len=150, num_kvcache_blocks=9)
-    long = prompt_of(151)
-    for call, said in (
-        (lambda: llm.embed([[5], []]), "prompt 1: the prompt is empty; it must hold at least one token."),
-        (lambda: llm.embed([[5], long]), "prompt 1: the prompt has 151 tokens; with max_model_len=150 at most 150"),
-        (lambda: llm.embed([long[:145]]), "prompt 0: the prompt has 145 tokens; the KV cache has 9 blocks of 16."),
-        (lambda: llm.embed([[5], [144]]), "prompt 1: token id 144 is outside the vocabulary [0, 144)."),
-        (lambda: llm.embed(["text"]), "text needs a tokenizer"),
-        (lambda: llm.embed([[5]], dimensions=0), "embed: dimensions=0 must be an integer from 1 to 80 or None."),
-        (lambda: llm.embed([[5]], dimensions=81), "embed: dimensions=81 must be an integer from 1 to 80 or None."),
-        (lambda: llm.embed([[5]], normalize=1), "embed: normalize=1 must be True or False or None."),
-        (lambda: llm.classify([[5]]), "classify: this model has no classification head"),
-    ):
-        with pytest.raises(RequestError, match=re.escape(said)):
-            call()
-        check_is_empty(llm)
-    assert llm.embed([]) == []
-    check(llm.embed([long[:144]]), model, [long[:144]])
-
-
 def test_rerank_refused():
     with LLM(device="cpu", quiet=True) as llm:
         for arguments, options, said in (
@@ -398,12 +375,3 @@ def test_pooling_that_is_not_supported(options, said, qwen3, make_llm, tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         llm.embed([[5]])
     assert generate(llm, [[5]], greedy(1))
-
-
-def test_bidirectional_models_are_refused(qwen3, make_llm, tmp_path):
-    """gte-Qwen2 has the name of a causal model and is none."""
-    path = Path(shutil.copytree(qwen3[1][""], tmp_path, dirs_exist_ok=True))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
-    with pytest.raises(CheckpointError, match="is_causal=False must be absent or True"):
-        make_llm(model=str(path))

@@ -184,14 +184,6 @@ def test_fields_that_change_the_numbers_are_refused(field, value, checkpoint, tm
         read_model_config(str(tmp_path))
 
 
-def test_linear_attention_in_another_family_is_refused(tmp_path):
-    families.make(tmp_path, "qwen3")
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "layer_types": ["linear_attention"] * 4}))
-    with pytest.raises(CheckpointError, match="linear_attention"):
-        read_model_config(str(tmp_path))
-
-
 def test_ranks_divide_the_key_heads(checkpoint, make_llm):
     with pytest.raises(ConfigError, match="must divide"):
         make_llm(model=checkpoint("qwen3.5")[0], tensor_parallel_size=4, **OPTIONS)

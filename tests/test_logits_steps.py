@@ -13,7 +13,7 @@ import pytest
 from helpers import DEVICES, Reference, generate, greedy, prompt_of
 from logits_twin import GreedyTwin, log_softmax
 
-from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 NUM_TOKENS = 32
@@ -265,46 +265,3 @@ def test_bad_words_and_allowed_tokens(worded, demo_twin, demo):
     assert set(tokens) <= set(ids) and not any(contains(tokens, sequence) for sequence in bad)
     params.ignore_eos, params.logit_bias = False, dict.fromkeys(demo.scheduler.eos_token_ids, 100.0)
     assert set(*generate(demo, [prompt], params)) <= set(ids)  # beside bad words its end was allowed
-
-
-# -------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(("given", "message"), (
-    ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be in [-2, 2]."),
-    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must be in [-2, 2]."),
-    ({"repetition_penalty": 0}, "repetition_penalty=0 must be > 0."),
-    ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be > 0."),
-    ({"logit_bias": {-1: 1.0}}, "logit_bias={-1: 1.0} must be a dict of at most 1024 token ids >= 0 to finite numbers, "
-                                "or None."),
-    ({"logit_bias": {1: float("nan")}}, "logit_bias={1: nan} must be a dict of at most 1024 token ids >= 0 to finite "
-                                        "numbers, or None."),
-    ({"allowed_token_ids": []}, "allowed_token_ids=[] must be a non-empty list of token ids >= 0, or None."),
-    ({"bad_words": [""]}, "bad_words=[''] must be a non-empty string or a list of them."),
-))  # fmt: skip
-def test_bad_values(given, message):
-    with pytest.raises(RequestError) as error:
-        SamplingParams(**given)
-    assert str(error.value) == f"SamplingParams: {message}"
-
-
-@pytest.mark.parametrize(("given", "message"), (
-    ({"logit_bias": {3: 1.0, 512: 1.0}}, "logit_bias: 512 is outside the vocabulary [0, 512)."),
-    ({"logit_bias": {2**40: 1.0}}, "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
-    ({"allowed_token_ids": [3, 512]}, "allowed_token_ids: 512 is outside the vocabulary [0, 512)."),
-    ({"bad_words": "word"}, "bad_words needs a tokenizer, but the engine was made with skip_tokenizer_init=True."),
-))  # fmt: skip
-def test_refused_requests(given, message, make_llm):
-    """Before anything is queued."""
-    llm = make_llm()
-    with pytest.raises(RequestError) as error:
-        llm.generate([[3], [3]], [greedy(2), greedy(2, **given)], use_tqdm=False)
-    assert str(error.value) == f"prompt 1: {message}"
-    assert llm.is_finished()
-
-
-def test_more_biases_than_there_is_room_for(make_llm):
-    many = {i: 1.0 for i in range(1025)}
-    with pytest.raises(RequestError, match="at most 1024 token ids"):
-        SamplingParams(logit_bias=many)
-    assert len(SamplingParams(logit_bias={i: 1.0 for i in range(1024)}).logit_bias) == 1024

@@ -222,18 +222,3 @@ def test_reasons(demo, forced, params, finish_reason, stop_reason):
     ends = finish_reason == "stop"
     assert len(completion.token_ids) == (1 if ends else params.get("max_tokens", 3))
     assert completion.text == "" or not ends
-
-
-def test_not_before_min_tokens(demo):
-    """The text is "\\n5", complete at the second token; a string completed earlier stops nothing later, either."""
-    free = one(demo, ignore_eos=True)
-    for min_tokens, stops in ((0, True), (1, True), (2, False), (5, False)):
-        completion = one(demo, stop=["\n5"], min_tokens=min_tokens, ignore_eos=True)
-        assert (completion.finish_reason == "stop") == stops
-        assert completion.token_ids == free.token_ids[: 2 if stops else None]
-
-
-def test_one_string_is_a_list_of_one(demo):
-    params = SamplingParams(temperature=0, max_tokens=8, stop="5")
-    outputs = run(demo, ["What is 2 + 3?"] * 2, [params, SamplingParams(temperature=0, max_tokens=8, stop=["5"])])
-    assert [(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs] == [("\n", "5")] * 2

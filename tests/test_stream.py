@@ -51,15 +51,6 @@ def test_forms_of_one_prompt(demo, prompt):
 # ---------------------------------------------------------------- several at a time
 
 
-def test_one_of_two_streams_is_closed(make_llm, reference):
-    llm = make_llm()
-    first, second = (llm.stream(prompt_of(n), greedy(12)) for n in (9, 20))
-    tokens = [*next(first)["token_ids"], *next(second)["token_ids"]][1:]
-    first.close()
-    assert tokens + [i for delta in second for i in delta["token_ids"]] == reference(prompt_of(20), 12)
-    check_is_empty(llm)
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_generate_within_the_loop_of_a_stream(make_llm, reference, in_flight):
     """It makes the stream's steps, too; the next delta has all of their tokens."""
@@ -96,15 +87,6 @@ def test_step_beside_a_stream(make_llm, reference):
     stepped.update(finish(llm))
     assert stepped == {early: reference(prompt_of(30), 2), late: reference(prompt_of(17), 25)}
     check_is_empty(llm)
-
-
-def test_the_stream_finishes_what_was_added(make_llm, reference):
-    """A request of add_request that ends during a stream is reported by the next ``step``."""
-    llm = make_llm()
-    request = llm.add_request(prompt_of(30), greedy(2))
-    list(llm.stream(prompt_of(9), greedy(12)))
-    assert not llm.is_finished()
-    assert finish(llm) == {request: reference(prompt_of(30), 2)}
 
 
 # ---------------------------------------------------------------- many prompts

@@ -283,23 +283,6 @@ def test_stop_strings_by_hand(text, stop, kept, kept_with, reason):
         assert found == (None if reason is None else (reason, expected, found[2]))
 
 
-def test_min_tokens():
-    """A string that ends in the first min_tokens tokens is passed over; one that begins there is found."""
-    tokenizer = byte_level()
-    ids = by_bytes(tokenizer, "ab cab cab")
-    late = "ab", "ab c", 6
-    for min_tokens, expected in ((1, ("ab", "", 2)), (2, late), (5, late), (10, None)):
-        assert search(tokenizer, ids, ["ab"], min_tokens=min_tokens) == expected
-
-
-def test_special_tokens_are_no_text():
-    """A special token as a stop string is found only in text that shows it."""
-    tokenizer = byte_level()
-    ids = [*by_bytes(tokenizer, "ab"), tokenizer.eos_token_id]
-    for skip, expected in ((True, None), (False, ("</s>", "ab", 3))):
-        assert search(tokenizer, ids, ["</s>"], skip=skip) == expected
-
-
 def test_byte_tokens_complete_a_string_within_their_run():
     tokenizer = sentencepiece()
     ids = tokenizer.convert_tokens_to_ids(["a", *(f"<0x{byte:02X}>" for byte in "中文".encode())])
