@@ -193,9 +193,6 @@ def test_processed_prompts_stay_raw(make_llm, tiny):
     check_request(tiny, output, params)
 
 
-# -------------------------------------------------------------------- with other features
-
-
 # -------------------------------------------------------------------- the objects
 
 
@@ -210,21 +207,6 @@ def test_decoded_tokens(demo):
     assert output.outputs[0].text == ""
     assert all(x.decoded_token is None for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:])
                for x in entry.values())  # fmt: skip
-
-
-def test_a_stop_string_keeps_all_entries(demo):
-    """Of every token up to the one that completes it, though the text is cut."""
-    (free,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0))
-    text = free.outputs[0].text
-    stop = text[len(text) // 2 :][:2]
-    (output,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0, stop=[stop]))
-    completion = output.outputs[0]
-    n = len(completion.token_ids)
-    assert completion.stop_reason == stop and completion.text == text[: text.index(stop)] and n < 12
-    assert completion.logprobs == free.outputs[0].logprobs[:n]
-    assert completion.cumulative_logprob == pytest.approx(sum(
-        entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)
-    ))  # fmt: skip
 
 
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):

@@ -219,12 +219,6 @@ def test_greedy(reference, make_llm):
     assert generate(make_llm(), [PROMPT] * len(params), params) == [reference(PROMPT, 12)] * len(params)
 
 
-def test_top_k_beyond_the_vocabulary_is_off(make_llm):
-    params = [SamplingParams(seed=1, top_k=top_k, **HOT) for top_k in (0, 10_000, -1)]
-    off, beyond, minus_one = generate(make_llm(), [PROMPT] * 3, params)
-    assert off == beyond == minus_one
-
-
 # -------------------------------------------------------------------- stop tokens and min_tokens
 
 
@@ -266,19 +260,3 @@ def test_end_of_sequence_beyond_the_vocabulary(beyond, reference, make_checkpoin
     llm = make_llm(model=make_checkpoint(eos_token_id=[beyond + tokens[1], 512, 100_000]))
     assert llm.scheduler.eos_token_ids == ({tokens[1]} if beyond == 0 else set())
     assert generate(llm, PROMPT, greedy(20, min_tokens=20, ignore_eos=beyond == 0)) == [tokens]
-
-
-def test_min_tokens_in_sampled_text(small, make_llm):
-    """One of 16 tokens is end-of-sequence: most texts are short, and with min_tokens none ends before its time."""
-    llm = make_llm(model=small[0], max_model_len=64, max_num_seqs=64)
-    free = generate(llm, [PROMPT] * 64, SamplingParams(max_tokens=40, temperature=2.0))
-    assert sum(len(ids) < 10 for ids in free) > 10
-    params = [SamplingParams(max_tokens=40, temperature=2.0, min_tokens=i % 30) for i in range(64)]
-    outputs = llm.generate([PROMPT] * 64, params, use_tqdm=False)
-    for i, output in enumerate(outputs):
-        ids = output["token_ids"]
-        assert len(ids) > i % 30
-        assert 1 not in ids[:-1]
-        assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
-    soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
-    assert 1 <= soonest < 20  # the very next token may end the text, and need not

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import Reference, generate, greedy, prompt_of, run_ahead
+from helpers import Reference, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
 from logits_twin import FP32_TOLERANCE, log_softmax
 
@@ -141,31 +141,6 @@ def test_what_stands_before_start_comes_from_the_cache(make_llm, tiny):
     launched.clear()
     check(tiny, choices, llm.score(choices, start=1), 1)
     assert sum(launched) == 3 * 64 + 2 + 0 + 8  # all give logits
-
-
-def test_generated_blocks_are_found(make_llm, tiny):
-    llm = make_llm(max_num_batched_tokens=256)
-    prompt = prompt_of(20)
-    (tokens,) = generate(llm, [prompt], greedy(30))
-    launched = count_launched(llm)
-    ids = [*prompt, *tokens, 5]
-    check(tiny, [ids], llm.score([ids], start=len(ids) - 1), len(ids) - 1)
-    assert launched == [len(ids) - 1 - 48]
-
-
-def test_without_a_cache_everything_is_computed(make_llm):
-    llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=256)
-    launched = count_launched(llm)
-    for _ in range(2):
-        llm.score([prompt_of(50)], start=49)
-    assert launched == [49, 49]
-
-
-def test_a_score_fills_the_cache_for_others(make_llm, reference):
-    llm = make_llm()
-    llm.score([[*prompt_of(40), 5]])
-    (output,) = llm.generate([prompt_of(40)], greedy(5), use_tqdm=False)
-    assert output.num_cached_tokens == 32 and output["token_ids"] == reference(prompt_of(40), 5)
 
 
 # -------------------------------------------------------------------- limits

@@ -1,13 +1,10 @@
 """Streams that are closed, aborted or interrupted: they take their own requests with them, and leave no trace."""
 
-import os
 import signal
-import subprocess
-import sys
 from itertools import count, product
 
 import pytest
-from helpers import ROOT, generate, greedy, prompt_of, run_ahead
+from helpers import generate, greedy, prompt_of, run_ahead
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError, SamplingParams
@@ -123,13 +120,13 @@ def test_finished_after_a_surplus_launch(make_llm, reference, use):
 # ---------------------------------------------------------------- interrupts, ranks
 
 
+@pytest.mark.usefixtures("heard_sigint")
 @pytest.mark.parametrize("use", [
     *(lambda llm, prompts=prompts: list(llm.stream(STREAMED[prompts](), greedy(20))) for prompts in ("one", "many")),
     lambda llm: llm.score([prompt_of(90), prompt_of(17)]),
 ])  # fmt: skip
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_keyboard_interrupt_in_a_step(make_llm, reference, monkeypatch, use, in_flight):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     llm = make_llm(max_num_batched_tokens=32)
     llm.model_runner.max_in_flight = in_flight
     original, calls = llm.model_runner.forward, count(1)
@@ -140,11 +137,8 @@ def test_keyboard_interrupt_in_a_step(make_llm, reference, monkeypatch, use, in_
         return original(batch)
 
     monkeypatch.setattr(llm.model_runner, "forward", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            use(llm)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        use(llm)
     monkeypatch.undo()
     check_is_empty(llm)
     assert generate(llm, [prompt_of(30)], greedy(5)) == [reference(prompt_of(30), 5)]
@@ -224,24 +218,11 @@ def test_interrupted_while_it_is_queued(make_llm, monkeypatch, use):
     assert not llm._outputs.unfinished
 
 
-ON_TWO_RANKS = """
-import sys
-from nanovllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, skip_tokenizer_init=True, kvcache_block_size=16,
-          max_num_seqs=4, max_model_len=512, num_kvcache_blocks=32, quiet=True)
-params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-for prompts in ([5, 6, 7], ([5 + i % 9] * 20 for i in range(10**9))):
-    for output in llm.stream(prompts, params):
-        break
-    assert llm.is_finished() and llm.scheduler.block_manager.num_available == 32
-print([i for delta in llm.stream([5, 6, 7], params) for i in delta["token_ids"]])
-print(llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"])
-"""
-
-
-def test_closed_early_on_two_ranks(make_checkpoint, reference):
-    done = subprocess.run(
-        [sys.executable, "-c", ON_TWO_RANKS, make_checkpoint()], cwd=ROOT, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [str(reference([5, 6, 7], 12))] * 2, done.stderr
+def test_closed_early_on_two_ranks(make_llm, reference):
+    llm, prompt = make_llm(tensor_parallel_size=2, max_num_seqs=4, num_kvcache_blocks=32), [5, 6, 7]
+    for prompts in (prompt, ([5 + i % 9] * 20 for i in count())):
+        for _ in llm.stream(prompts, greedy(12)):
+            break
+        check_is_empty(llm)
+    assert [i for delta in llm.stream(prompt, greedy(12)) for i in delta["token_ids"]] == reference(prompt, 12)
+    assert generate(llm, [prompt], greedy(12)) == [reference(prompt, 12)]

@@ -45,14 +45,9 @@ def is_person(text):
 
 GUIDES = {  # what the text must be, and whether it is
     "json": ({"json": SCHEMA, "disable_any_whitespace": True}, is_person),
-    "json text": ({"json": json.dumps(SCHEMA), "whitespace_pattern": "[ ]?"}, is_person),
     "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text)),
     "choice": ({"choice": CHOICE}, CHOICE.__contains__),
     "grammar": ({"grammar": GRAMMAR}, lambda text: re.fullmatch(r"\(*[1-9][0-9]? \+ [1-9][0-9]?\)*", text)),
-    "lists": (
-        {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}, "disable_any_whitespace": True},
-        lambda text: all(type(x) is bool for x in json.loads(text)),
-    ),
 }
 
 

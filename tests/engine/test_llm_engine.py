@@ -1,15 +1,13 @@
-"""The whole engine against transformers: limits, calls beside each other, preemption."""
+"""The whole engine against transformers: limits, calls beside each other, threads. Every way: ``test_ways.py``."""
 
 import threading
 
 import pytest
-from helpers import DEVICES, generate, gpu_param, greedy, needs, prompt_of, run_ahead, tokens_of
+from helpers import DEVICES, generate, greedy, needs, prompt_of, run_ahead, tokens_of
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError
 from nanovllm.engine.request import Request
-
-# ---------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -20,16 +18,6 @@ def test_growth_to_max_model_len(make_llm, reference, device):
     outputs = llm.generate(prompts, greedy(2**40), use_tqdm=False)
     assert tokens_of(outputs) == [reference(prompts[0], 38), reference(prompts[1], 1)]
     assert [output["finish_reason"] for output in outputs] == ["length"] * 2
-
-
-def test_max_tokens_zero_and_one(make_llm, reference):
-    """max_tokens=0 generated one token and max_tokens=1 two; or outputs came back in another order."""
-    llm, limits = make_llm(), (0, 1, 0, 3)
-    prompts = [prompt_of(n) for n in (4, 16, 17, 40)]
-    outputs = llm.generate(prompts, [greedy(n) for n in limits], use_tqdm=False)
-    assert tokens_of(outputs) == [reference(prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    assert [output["finish_reason"] for output in outputs] == ["length"] * 4
-    assert generate(llm, prompts, greedy(0)) == [[]] * 4
     assert llm.generate([], use_tqdm=False) == []
 
 
@@ -93,35 +81,6 @@ def test_from_another_thread(make_llm):
     llm.model_runner.forward = slow_run
     assert len(generate(llm, [[5]], greedy(1))[0]) == 1
     assert errors == ["this engine is in use by another thread; give each thread an LLM of its own."]
-
-
-# ---------------------------------------------------------------- preemption; every way: test_ways.py
-
-
-@pytest.mark.parametrize(
-    ("device", "max_in_flight", "enable_prefix_caching"),
-    [("cpu", 0, True), ("cpu", 1, False), gpu_param("cuda", 1, True), gpu_param("cuda", 1, False)],
-)
-@pytest.mark.parametrize(("lengths", "preempted_at"), [((251, 252), 258), ((251, 251), 257), ((256, 256), 257)])
-def test_preemption_at_257_tokens(
-    make_llm, reference, lengths, preempted_at, enable_prefix_caching, device, max_in_flight
-):
-    """The 257th token opens a second block of 256, and none is left: the sequence is recomputed from its prompt and the
-    tokens it has generated, which were lost, or counted as prompt."""
-    llm = make_llm(
-        device=device, kvcache_block_size=256, num_kvcache_blocks=3, max_num_batched_tokens=512, max_model_len=512,
-        enable_prefix_caching=enable_prefix_caching,
-    )  # fmt: skip
-    if max_in_flight:
-        run_ahead(llm)
-    preempt, preempted = llm.scheduler.preempt, []
-    llm.scheduler.preempt = lambda seq: (preempted.append(seq.num_tokens), preempt(seq))
-    prompts = [prompt_of(length, seed=i) for i, length in enumerate(lengths)]
-    outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
-    assert preempted == [preempted_at]
-    assert tokens_of(outputs) == [reference(prompt, 20) for prompt in prompts]
-    assert tuple(len(output.prompt_token_ids) for output in outputs) == lengths
-    assert [output.num_cached_tokens for output in outputs] == [0, 0]  # at its first admission
 
 
 def test_two_threads(make_llm, reference):

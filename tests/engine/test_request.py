@@ -1,25 +1,14 @@
 """The request layer: prompts, parameters and ids; results are joined by sequence id. Refusals: ``test_refusals.py``."""
 
-import re
 from array import array
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from helpers import refuses
 from leaks import finish
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.engine.callers import Caller
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.scheduler import SequenceTable
-from nanovllm.engine.token_processor import TokenProcessors
-from nanovllm.engine.tokenizer import AsyncTokenizer
-
-
-def refuses(text):
-    return pytest.raises(RequestError, match=re.escape(text))
 
 
 @pytest.mark.parametrize("prompt", [[], [512], 5, None, [1] * 128, {"prompt": "hi"}, "hi", {1, 2}])
@@ -77,36 +66,6 @@ def test_refused_requests_draw_nothing(make_llm):
         assert llm.add_request([5, 6]) == 2
     assert results[0] == results[1]
     assert results[0][0][1] != results[0][1][1]
-
-
-def test_a_request_of_two_sequences():
-    """Joined by sequence id, in the order of the request whichever ends first; complete when both are."""
-    config = SimpleNamespace(
-        max_model_len=64, kvcache_block_size=16, seed=0, max_logprobs=20,
-        model_config=SimpleNamespace(vocab_size=512, has_lm_head=True),
-    )
-    tokenizer, caller = AsyncTokenizer("", skip=True, trust_remote_code=False), Caller()
-    processors = TokenProcessors(config, tokenizer, (1,))
-    inputs, outputs = InputProcessor(config, 8, tokenizer, processors), OutputProcessor(tokenizer, processors)
-    prompt = {"prompt": "p", "prompt_token_ids": [5, 6]}
-    request = inputs.make(prompt, SamplingParams(max_tokens=1, n=2))
-    outputs.register(request, caller)
-    table = SequenceTable(2, 64)
-    inputs.make_completions(request)
-    for i, seq in enumerate(request.seqs):
-        table.add(seq)
-        table.tokens[seq.req_idx, 2], table.num_tokens[seq.req_idx] = 7 + i, 3
-        table.remove(seq)
-        seq.finish_reason = "length"
-    outputs.queued(request)
-    outputs.finish([request.seqs[1]])
-    assert list(caller.unfinished) == [0] and not caller.finished
-    outputs.finish([request.seqs[0]])
-    assert not caller.unfinished and list(caller.finished) == [request]
-    output = request.output()
-    assert [(c.index, c.token_ids) for c in output.outputs] == [(0, [7]), (1, [8])]
-    assert (output.request_id, output.prompt, output.prompt_token_ids) == ("0", "p", [5, 6])
-    assert inputs.make([5], SamplingParams()).request_id == 2
 
 
 def test_edited_after_submission(small_llm):

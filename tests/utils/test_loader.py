@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,17 +47,7 @@ def tensors_of(path):
 def copy_of(tmp_path):
     """copy_of(path, edit) -> a copy of a checkpoint whose tensors ``edit`` (dict -> None) has changed."""
 
-    def make(path, edit=lambda tensors: None):
-        copy = tmp_path / "copy"
-        shutil.copytree(path, copy)
-        tensors = tensors_of(copy)
-        edit(tensors)
-        for file in copy.glob("*.safetensors*"):
-            file.unlink()
-        save_file(tensors, copy / "model.safetensors")
-        return str(copy)
-
-    return make
+    return lambda path, edit=lambda tensors: None: families.copied(path, tmp_path, lambda tensors, _: edit(tensors))
 
 
 # -------------------------------------------------------------------- one rank
