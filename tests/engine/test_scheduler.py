@@ -967,6 +967,17 @@ def test_a_full_last_block_needs_no_copy():
 
 
 @needs(FEATURE)
+def test_preempted_sequence_is_not_scored_again():
+    """Its prompt is computed again, from the cache if it is there; its log-probabilities are known."""
+    harness = Harness(block_size=2, num_blocks=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=10)
+    for token in (1, 2):
+        harness.add([token, 2, 1], max_tokens=5, ignore_eos=True, prompt_logprobs=1)
+    harness.run_to_end()
+    assert harness.scheduler.num_preemptions == 1
+    assert [len(request.readout.chunks) for request in harness.made.values()] == [1, 1]
+
+
+@needs(FEATURE)
 def test_scores_beside_samples():
     """Sequences that are sampled come first in a launch, though one that is only scored came before them."""
     harness = Harness(block_size=4, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=16)
