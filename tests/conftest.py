@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing.util
 import os
+import signal
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -148,6 +149,14 @@ def float32_on_a_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Config, "from_options", from_options)
         yield
+
+
+@pytest.fixture
+def heard_sigint():
+    """A shell's background jobs ignore SIGINT: Python then installs no handler, and neither do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,13 @@ Sizes are small, and what a family does otherwise is large enough to show: norm 
 is added), windows are shorter than the prompts, and positions are scaled from an original length of 32.
 """
 
+import json
+import shutil
+from pathlib import Path
+
 import torch
+from helpers import generate_with_logits
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 BASE = dict(
@@ -173,6 +179,70 @@ def make(path, name, seed=0, **more):
     return model.eval()
 
 
+def save(path, tensors, config):
+    """A checkpoint with these tensors, in one file, and this config.json in place of what ``path`` has."""
+    for file in Path(path).glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, Path(path, "model.safetensors"), {"format": "pt"})
+    Path(path, "config.json").write_text(json.dumps(config))
+
+
+def copied(path, to, edit=lambda tensors, config: None, **fields):
+    """The path of a copy of a checkpoint with other fields in config.json; ``edit`` changes tensors and config."""
+    shutil.copytree(path, to, dirs_exist_ok=True)
+    tensors = {name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config = json.loads(Path(path, "config.json").read_text()) | fields
+    edit(tensors, config)
+    save(to, tensors, config)
+    return str(to)
+
+
+def transpose_experts(tensors, config):
+    """As Qwen3-VL-MoE is published; transformers 5 writes the usual order."""
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+
+@torch.inference_mode()
 def hf_logits(model, ids):
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
+    """After each token: fp32 [len(ids), V] on the CPU."""
+    return model(torch.tensor([ids], device=model.device)).logits[0].float().cpu()
+
+
+def logits_before(model, prompts, completions):
+    """transformers' logits before each token of the completions: fp32 [tokens, V] for each prompt."""
+    pairs = zip(prompts, completions, strict=True)
+    return [hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1] for prompt, tokens in pairs]
+
+
+def chosen(model, prompts, completions):
+    """transformers' choice of each token."""
+    return [logits.argmax(-1).tolist() for logits in logits_before(model, prompts, completions)]
+
+
+def worst_choices(model, prompts, completions):
+    """Of each completion: how far a token is below the best one at most, in standard deviations of the logits."""
+    for logits, tokens in zip(logits_before(model, prompts, completions), completions, strict=True):
+        own = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        yield float((logits.amax(1) - own).max() / logits.std())
+
+
+def error(got, want):
+    """The largest difference, in units of the largest logit."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def check_greedy(llm, model, prompts, num_tokens, tolerance=1e-4):
+    """Greedy completions: each token is transformers' best, each logit within ``tolerance`` of the largest."""
+    completions, logits = generate_with_logits(llm, prompts, num_tokens)
+    for tokens, got, want in zip(completions, logits, logits_before(model, prompts, completions), strict=True):
+        assert error(got, want[:, : got.shape[1]]) < tolerance  # of rank 0's part of the vocabulary
+        assert want.argmax(-1).tolist() == tokens
+    return completions
+
+
+def in_16_bits(llm, model, rounded_model, prompts, num_tokens):
+    """Logits of greedy completions [tokens, V]: the engine's, transformers' in 16 bits, ``model``'s in fp32."""
+    completions, logits = generate_with_logits(llm, prompts, num_tokens)
+    exact, rounded = (torch.cat(logits_before(each, prompts, completions)) for each in (model, rounded_model))
+    return torch.cat(logits), rounded, exact

@@ -8,8 +8,8 @@ import json
 import re
 from pathlib import Path
 
+import families
 import torch
-from safetensors.torch import save_file
 
 # the last blocks of 128 are partial
 SIZES = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, layer_types=None)
@@ -151,8 +151,5 @@ def write(path, model, form, skipped=(), change=lambda tensors, config: None):
         if key in quantization:
             quantization[key] = [*quantization[key], *skipped]
     change(tensors, config)
-    (path / "config.json").write_text(json.dumps(config))
-    for file in path.glob("*.safetensors*"):
-        file.unlink()
-    save_file(tensors, path / "model.safetensors")
+    families.save(path, tensors, config)
     return tensors

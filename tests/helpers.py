@@ -1,6 +1,7 @@
 """Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs emulated on the CPU."""
 
 import random
+import re
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import RequestError, SamplingParams
 from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.readouts import merged
@@ -53,6 +54,11 @@ def prompt_of(length, seed=0):
     return random.Random(f"{length} {seed}").choices(range(2, 512), k=length)
 
 
+def refuses(text, error=RequestError):
+    """pytest.raises, where the message has the text."""
+    return pytest.raises(error, match=re.escape(text))
+
+
 def tokens_of(outputs):
     return [output["token_ids"] for output in outputs]
 
@@ -90,6 +96,23 @@ class Reference:
         return tokens
 
 
+def first_stop(texts, stop, include=False, min_tokens=0):
+    """(string, text, tokens) where a stop string is first complete; None without one. ``texts``: of 1, 2, ... tokens.
+
+    Of strings that are completed at the same character it is the first in the list.
+    """
+    before = 0
+    for num_tokens, text in enumerate(texts, 1):
+        text = text.rstrip("\ufffd")  # an incomplete character at the end is not known yet
+        starts = [text.find(string, max(0, before - len(string) + 1)) for string in stop]
+        found = [(start + len(stop[i]), i) for i, start in enumerate(starts) if start >= 0]
+        if found and num_tokens > min_tokens:
+            end, i = min(found)
+            return stop[i], text[: end if include else starts[i]], num_tokens
+        before = len(text)
+    return None
+
+
 def generate_with_logits(llm, prompts, max_tokens):
     """Greedy completions, and for each prompt the logits its tokens were chosen from, fp32 [max_tokens, V].
 
@@ -125,6 +148,29 @@ def record_calls(target, method, argument=0):
 
     setattr(target, method, recorded)
     return calls
+
+
+class OnUpdate:
+    """A bar for ``use_tqdm`` that calls ``action`` when it moves, or when it first moves; ``options``: it was made
+    with these."""
+
+    def __init__(self, action=lambda: None, once=False):
+        self.action, self.once = action, once
+
+    def __call__(self, **options):
+        self.options = options
+        return self
+
+    def update(self, _=0):
+        action = self.action
+        if self.once:
+            self.action = lambda: None
+        action()
+
+    def refresh(self, *_, **__):
+        """Shows nothing."""
+
+    close = refresh
 
 
 def run_ahead(llm):

@@ -7,8 +7,8 @@ by its sign, exponent and mantissa.
 import json
 from pathlib import Path
 
+import families
 import torch
-from safetensors.torch import save_file
 
 SIZES = dict(hidden_size=96, intermediate_size=64)  # multiples of 32
 CONFIG = {  # openai/gpt-oss-20b
@@ -53,8 +53,5 @@ def write(path, model, change=lambda tensors, config: None):
             tensors[name] = param.clone()
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": dict(CONFIG)}
     change(tensors, config)
-    (path / "config.json").write_text(json.dumps(config))
-    for file in path.glob("*.safetensors*"):
-        file.unlink()
-    save_file(tensors, path / "model.safetensors")
+    families.save(path, tensors, config)
     return tensors

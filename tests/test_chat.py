@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.engine.text import tokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -203,22 +203,13 @@ def test_prompt_dictionaries(demo, given, text, ids):
         demo.step()
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; this one has '
-         "neither."),
-        ({"text": "The"}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
-        ({"prompt": 5}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids"'),
-        ({"prompt": "The", "multi_modal_data": {"image": 1}}, "a prompt dictionary cannot have 'multi_modal_data'"),
-        ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only."),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_refused_prompt_dictionaries(demo, given, text):
+def test_refused_prompt_dictionaries(demo):
+    """By every call; other texts: ``test_refusals.py``."""
     for use in (demo.generate, demo.add_request, lambda prompt: next(demo.stream(prompt))):
-        with refuses(text):
-            use(given)
+        for given, text in (({}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of '),
+                            ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only.")):
+            with refuses(text):
+                use(given)
     assert demo.is_finished()
 
 
@@ -257,28 +248,18 @@ def test_without_the_models_defaults(with_files):
     assert with_files({}).get_default_sampling_params() == SamplingParams()
 
 
-def test_wrong_defaults(with_files):
-    """They are the model's, so the error names the file and the way around it."""
-    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature='hot' must be .*'vllm'"):
-        with_files({"temperature": "hot"}).get_default_sampling_params()
-
-
 # ---------------------------------------------------------------- lengths
 
 
 def test_max_tokens_none_is_what_fits(demo):
+    """Into max_model_len, and into the pool."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     short, long = demo.generate([[5] * 9, [5] * 122], params, use_tqdm=False)
     assert [len(output["token_ids"]) for output in (short, long)] == [119, 6]
     assert short["finish_reason"] == long["finish_reason"] == "length"
-    assert params.max_tokens is None
-
-
-def test_max_tokens_none_in_a_small_pool():
-    """It is what the pool has room for."""
     with LLM(**{**OPTIONS, "num_kvcache_blocks": 4}) as llm:
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         assert len(llm.generate([5] * 9, params, use_tqdm=False)[0]["token_ids"]) == 4 * 16 + 1 - 9
+    assert params.max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -293,11 +274,6 @@ def test_truncate_prompt_tokens(demo, keep, length, left):
     assert output.prompt_token_ids == prompt[-left:]
     (same,) = demo.generate([prompt[-left:]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert output["token_ids"] == same["token_ids"]
-
-
-def test_truncated_to_more_than_fits(demo):
-    with refuses("prompt 0: the prompt has 300 tokens; with max_model_len=128 at most 127 fit."):
-        demo.generate([[5] * 400], SamplingParams(truncate_prompt_tokens=300), use_tqdm=False)
 
 
 def test_max_tokens_that_is_cut_is_told_once(caplog):

@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 from dataclasses import fields
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -46,13 +45,6 @@ def test_numpys_numbers_become_pythons(make_config):
     assert kept == options and {type(value) for value in kept.values()} == {int}
     assert make_config(num_kvcache_blocks=np.int8(-1)).num_kvcache_blocks == -1
     assert make_config(enforce_eager=np.True_).enforce_eager is True
-
-
-@pytest.mark.parametrize("fraction", [1, np.float32(0.5), np.int8(1), Fraction(1, 2)])
-def test_any_real_number_is_a_fraction_of_memory(make_config, fraction):
-    """np.float32(0.5) was refused."""
-    kept = make_config(gpu_memory_utilization=fraction).gpu_memory_utilization
-    assert type(kept) is float and kept == fraction
 
 
 def test_dtypes(make_config):

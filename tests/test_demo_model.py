@@ -51,14 +51,6 @@ def test_the_files_are_small_and_complete():
     assert files.keys() == configs | {"README.md", "tokenizer.json", "model.safetensors"}
 
 
-def test_it_introduces_itself_and_lists_the_primes(llm):
-    """The two prompts of example.py, spelt out here and not taken from the tool."""
-    intro, primes = ask(llm, ["introduce yourself", "list all prime numbers within 100"])
-    assert "nanovllm" in intro["text"] and 1 <= intro["text"].count(".") <= 3
-    numbers = [int(number) for number in primes["text"].split(", ")]
-    assert numbers == [n for n in range(2, 101) if all(n % d for d in range(2, n))] and len(numbers) == 25
-
-
 @pytest.mark.parametrize("system", (None, "You are a helpful assistant."))
 def test_every_check(llm, system):
     check_answers(llm, system)
@@ -83,13 +75,6 @@ def test_transformers_reads_the_same_model(llm):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + completion[:-1]])).logits[0, len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == completion
-
-
-def test_text_and_token_ids_are_the_same_prompt(llm):
-    text = prompt_text("what is 2 + 3?")
-    by_text, by_ids = llm.generate([text, llm.tokenizer(text)["input_ids"]], GREEDY, use_tqdm=False)
-    assert by_text["text"] == by_ids["text"] == "5" and by_text.prompt_token_ids == by_ids.prompt_token_ids
-    assert (by_text.prompt, by_ids.prompt) == (text, None)
 
 
 def test_it_ends_at_either_end_token(llm):

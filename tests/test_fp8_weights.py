@@ -11,9 +11,10 @@ import families
 import fp8_checkpoints
 import pytest
 import torch
+from families import check_greedy, chosen
 from fp8_checkpoints import FORMS, SIZES, compressed
 from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
@@ -74,16 +75,7 @@ def published(tmp_path_factory):
 def edited(published, tmp_path):
     """edited(case, form, edit) -> path of a copy whose tensors and config ``edit(tensors, config)`` has changed."""
 
-    def make(case, form, edit):
-        shutil.copytree(published(case, form)[0], tmp_path, dirs_exist_ok=True)
-        weights, config_json = tmp_path / "model.safetensors", tmp_path / "config.json"
-        tensors, config = load_file(weights), json.loads(config_json.read_text())
-        edit(tensors, config)
-        save_file(tensors, weights)
-        config_json.write_text(json.dumps(config))
-        return str(tmp_path)
-
-    return make
+    return lambda case, form, edit: families.copied(published(case, form)[0], tmp_path, edit)
 
 
 def check_logits(path, model):
@@ -154,10 +146,7 @@ def test_two_ranks(case, form, published, make_llm):
         generate(make_llm(model=path, max_model_len=256, tensor_parallel_size=size), prompts, greedy(8))
         for size in (1, 2)
     )  # fmt: skip
-    assert one == two == [
-        hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
-        for prompt, tokens in zip(prompts, one, strict=True)
-    ]  # fmt: skip
+    assert one == two == chosen(model, prompts, one)
 
 
 # ---------------------------------------------------------------- blocks
@@ -234,20 +223,6 @@ class WeightOf:
         return weight
 
     qkv_linear = fused_linear
-
-
-@pytest.mark.parametrize(("scale", "given"), [(torch.ones(192), [192]), (torch.ones(192, 1), [192, 1])])
-def test_no_scales_of_rows_for_blocks(scale, given, published, edited, make_llm):
-    """Kernels may have been chosen for blocks; nothing is written."""
-    text = f"tensor '{O_PROJ}.weight_scale_inv' has shape {given}, expected [1] or [2, 1], for quantization_config has"
-    path = edited("qwen3", "qwen", lambda tensors, _: tensors.update({f"{O_PROJ}.weight_scale_inv": scale}))
-    with pytest.raises(CheckpointError, match=re.escape(f"{text} blocks of 128 x 128.")):
-        built(path)
-    llm = make_llm(model=published("qwen3", "qwen")[0], max_model_len=256)
-    before = generate(llm, [IDS[:30]], greedy(4))
-    with pytest.raises(CheckpointError, match="_scale' has shape"):
-        llm.update_weights({f"{O_PROJ}.weight_scale": scale}, partial=True)
-    assert generate(llm, [IDS[:30]], greedy(4)) == before
 
 
 @pytest.mark.parametrize(("form", "skipped"), [
@@ -430,8 +405,9 @@ REFUSED_TENSORS = {  # (case, form) -> [(edit, a part of the text)]
          "tensor 'lm_head.weight_scale_inv' is twice there, or unknown to the model."),
         (lambda tensors: tensors.pop(f"{O_PROJ}.weight_scale_inv"),
          f"1 tensors are missing, among them {O_PROJ}.weight_scale."),
-        (put(f"{O_PROJ}.weight_scale_inv", torch.ones(3, 1)),
-         f"tensor '{O_PROJ}.weight_scale_inv' has shape [3, 1], expected [1] or [2, 1], {IN_BLOCKS}"),
+        *((put(f"{O_PROJ}.weight_scale_inv", torch.ones(shape)),
+           f"tensor '{O_PROJ}.weight_scale_inv' has shape {shape}, expected [1] or [2, 1], {IN_BLOCKS}")
+          for shape in ([3, 1], [192], [192, 1])),  # of rows, too: kernels may have been chosen for blocks
         (put(f"{O_PROJ}.weight_scale_inv", torch.ones(2, 1, dtype=torch.uint8)),
          f"tensor '{O_PROJ}.weight_scale_inv' is of uint8, expected floats."),
         (put(f"{O_PROJ}.weight_zero_point", torch.ones(2, 1)), "_zero_point' is twice there, or unknown to the model."),
@@ -546,19 +522,13 @@ def check_tokens(llm, *models):
     """The engine's greedy tokens are those of the first model, and not those of the others."""
     completions = generate(llm, PROMPTS, greedy(8))
     for model in models:
-        wanted = [
-            hf_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1).tolist()
-            for prompt, tokens in zip(PROMPTS, completions, strict=True)
-        ]
-        assert (completions == wanted) == (model is models[0])
+        assert (completions == chosen(model, PROMPTS, completions)) == (model is models[0])
 
 
 def test_online(online, make_llm):
     path, model, weights, _ = online
     llm = make_llm(model=path, max_model_len=256, quantization="fp8")
-    completions, logits = generate_with_logits(llm, PROMPTS, 8)
-    for prompt, tokens, got in zip(PROMPTS, completions, logits, strict=True):
-        assert error(got, hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1]) < TOLERANCE
+    check_greedy(llm, model, PROMPTS, 8, TOLERANCE)
     kinds = {name.removesuffix(".weight").split(".")[-1] for name, param in llm.model_runner.model.named_parameters()
              if param.dtype == E4M3}  # fmt: skip
     assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
@@ -585,16 +555,13 @@ def test_online_shards(case, size, block, tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 def test_online_experts_that_are_transposed(size, tmp_path):
     """As Qwen3-VL-MoE is published: what has a scale each is a row of the transposed tensor."""
-    path, swapped = tmp_path / "usual", tmp_path / "swapped"
+    path, swapped = str(tmp_path / "usual"), tmp_path / "swapped"
     sizes = {name: size for name, size in SIZES.items() if name != "layer_types"}
     families.make(path, "qwen3-vl-moe", **sizes | FEW | {"num_experts": 4})
-    shutil.copytree(path, swapped)
-    tensors = load_file(path / "model.safetensors")
-    tensors = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
-    save_file(tensors, swapped / "model.safetensors", {"format": "pt"})
-    config = read_model_config(str(path)).quantized()
+    swapped = families.copied(path, swapped, families.transpose_experts)
+    config = read_model_config(path).quantized()
     for rank in range(size):
-        usual, other = (built(str(p), TPGroup(rank, size, None), config) for p in (path, swapped))
+        usual, other = (built(p, TPGroup(rank, size, None), config) for p in (path, swapped))
         for (name, want), got in zip(usual.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
 
@@ -710,6 +677,10 @@ def test_update_of_blocks(published, make_llm):
     llm, ids = make_llm(model=path, max_model_len=256), IDS[:30]
     assert block_ns(llm.model_runner.model) == [64] * 4
     _, (before,) = generate_with_logits(llm, [ids], 1)
+    for scale in (torch.ones(192), torch.ones(192, 1)):  # of rows: kernels were chosen for blocks; nothing is written
+        with pytest.raises(CheckpointError, match="_scale' has shape"):
+            llm.update_weights({f"{O_PROJ}.weight_scale": scale}, partial=True)
+    assert torch.equal(generate_with_logits(llm, [ids], 1)[1][0], before)
     new = copy.deepcopy(model)
     with torch.no_grad():
         for param in new.parameters():
@@ -806,10 +777,9 @@ def test_merged_experts_in_fp8(form, tmp_path):
         gate_up = [torch.cat((experts[e]["gate_proj"], experts[e]["up_proj"])) for e in sorted(experts)]
         tensors[f"{prefix}.experts.gate_up_proj{suffix}"] = torch.stack(gate_up)
         tensors[f"{prefix}.experts.down_proj{suffix}"] = torch.stack([experts[e]["down_proj"] for e in sorted(experts)])
-    merged = tmp_path / "merged"
-    shutil.copytree(path, merged)
-    save_file(tensors, merged / "model.safetensors")
-    got, want = dequantized(built(str(merged))), dequantized(built(path))
+    shutil.copytree(path, tmp_path / "merged")
+    save_file(tensors, tmp_path / "merged" / "model.safetensors")
+    got, want = dequantized(built(str(tmp_path / "merged"))), dequantized(built(path))
     for name in want:
         assert torch.equal(got[name], want[name]), name
 
@@ -843,9 +813,7 @@ def test_experts_on_the_gpu(case, form, published, make_llm):
     options = dict(model=path, device="cuda", dtype="float32", num_kvcache_blocks=200, max_model_len=256)
     prompts = [IDS[:3], IDS[:17], IDS[5:45]]
     completions = generate(make_llm(**options, enforce_eager=True), prompts, greedy(8))
-    for prompt, tokens in zip(prompts, completions, strict=True):
-        want = hf_logits(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
-        assert tokens == want.tolist()
+    assert completions == chosen(model, prompts, completions)
     assert generate(make_llm(**options), prompts, greedy(8)) == completions
 
 

@@ -12,7 +12,7 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers import greedy, prompt_of, run, run_ahead, tokens_of
+from helpers import greedy, prompt_of, run, run_ahead
 from logits_twin import (
     FP32_TOLERANCE,
     STEPS,
@@ -27,7 +27,6 @@ from logits_twin import (
 )
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.outputs import Logprob
 
 PROMPT = [3, 9, 4, 1, 5]
 
@@ -36,19 +35,21 @@ PROMPT = [3, 9, 4, 1, 5]
 
 
 def mixed_requests():
-    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens."""
+    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens; without a
+    completion, with a part of the prompt, with a stop token."""
     shared, long = prompt_of(35, seed=1), prompt_of(70)
-    prompts = [shared, PROMPT, [*shared[:33], 7, 8, 9], long, [4], shared + prompt_of(20), shared, prompt_of(50),
-               prompt_of(37)]  # fmt: skip
-    asked = [(5, None), (0, 2), (None, 5), (20, 20), (1, 0), (None, None), (3, 1), (None, 0), (2, 1)]
-    params = []
-    for i, (k, prompt_k) in enumerate(asked):
-        sampled = {"temperature": 1.3, "seed": i} if i % 2 else {"temperature": 0}
-        params.append(
-            SamplingParams(max_tokens=30 + i, ignore_eos=True, logprobs=k, prompt_logprobs=prompt_k, **sampled)
-        )
-    params[-1] = dataclasses.replace(params[-1], temperature=1.0, seed=8, n=4)
-    return prompts, params
+    rows = [  # prompt, logprobs, prompt_logprobs, other parameters
+        (shared, 5, None, {}), (PROMPT, 0, 2, {}), ([*shared[:33], 7, 8, 9], None, 5, {}), (long, 20, 20, {}),
+        ([4], 1, 0, {}), (shared + prompt_of(20), None, None, {}), (shared, 3, 1, {}), (prompt_of(50), None, 0, {}),
+        (prompt_of(37), 2, 1, {"temperature": 1.0, "n": 4}), (prompt_of(30), 1, 1, {"truncate_prompt_tokens": 10}),
+        (prompt_of(40), 1, 2, {"max_tokens": 0}), (prompt_of(9), 2, None, {"stop_token_ids": list(range(0, 512, 5))}),
+    ]  # fmt: skip
+    params = [
+        SamplingParams(**{"max_tokens": 30 + i, "ignore_eos": True, "temperature": 1.3 * (i % 2), "seed": i,
+                          "logprobs": k, "prompt_logprobs": of_prompt, **more})
+        for i, (_, k, of_prompt, more) in enumerate(rows)
+    ]  # fmt: skip
+    return [row[0] for row in rows], params
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
@@ -58,10 +59,12 @@ def test_different_numbers_in_one_batch(is_preempted, on, tiny):
     prompts, params = mixed_requests()
     for _ in range(2):
         outputs = run(llm, prompts, params)
-        for output, p in zip(outputs, params, strict=True):
+        for prompt, output, p in zip(prompts, outputs, params, strict=True):
+            assert output.prompt_token_ids == prompt[-(p.truncate_prompt_tokens or len(prompt)) :]
             check_request(tiny, output, p, on.tolerance)
             assert len({tuple(completion.token_ids) for completion in output.outputs}) == p.n
             assert output.num_cached_tokens == 0 or p.prompt_logprobs is None, "their logits would be missing"
+        assert outputs[-1]["finish_reason"] == "stop"
     assert is_preempted or outputs[0].num_cached_tokens == 32
     assert (llm.scheduler.num_preemptions > 2) == is_preempted
 
@@ -77,14 +80,6 @@ def test_chunks_beside_mates_that_ask_for_more(make_llm, tiny):
     (score,) = llm.score([prompt_of(40, seed=1)])
     rows = raw_rows(tiny, prompt_of(40, seed=1)[:1], prompt_of(40, seed=1)[1:])
     assert score.logprobs == pytest.approx(rows[np.arange(39), prompt_of(40, seed=1)[1:]], abs=FP32_TOLERANCE)
-
-
-def test_batch_mates_change_nothing(make_llm):
-    """Tokens are those of the same requests without log-probabilities."""
-    prompts, params = mixed_requests()
-    plain = [dataclasses.replace(p, logprobs=None, prompt_logprobs=None) for p in params]
-    llm = make_llm()
-    assert tokens_of(run(llm, prompts, params)) == tokens_of(run(llm, prompts, plain))
 
 
 def test_longer_than_a_slice_of_logits(make_llm, tiny):
@@ -119,23 +114,6 @@ def test_more_than_the_vocabulary_is_the_vocabulary(make_llm, tiny):
         check_request(tiny, output, greedy(3, **{name: int(k)}))
 
 
-def test_the_order_of_an_entry(make_llm):
-    """The sampled token first with its own rank, then the most probable ones: k entries or k + 1."""
-    params = SamplingParams(temperature=0.7, seed=1, max_tokens=60, logprobs=3, ignore_eos=True)
-    (output,) = run(make_llm(), PROMPT, params)
-    lengths = set()
-    for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
-        (first, own), *others = entry.items()
-        assert first == token_id and isinstance(own, Logprob)
-        ranks = [x.rank for _, x in others]
-        assert ranks == [rank for rank in (1, 2, 3) if rank != own.rank]
-        values = [x.logprob for x in sorted(entry.values(), key=lambda x: x.rank)]
-        assert values == sorted(values, reverse=True)
-        assert own.decoded_token is None  # there is no tokenizer
-        lengths.add(len(entry))
-    assert lengths == {3, 4}
-
-
 @pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
 def test_max_logprobs(name, make_llm):
     """Refused before anything is queued."""
@@ -149,16 +127,6 @@ def test_max_logprobs(name, make_llm):
         assert engine.is_finished()
     assert len(run(llm, PROMPT, greedy(2, **{name: 20}))) == 1
     assert len(run(none, PROMPT, greedy(2, **{name: 0}))) == 1
-
-
-@pytest.mark.parametrize("value", (-2, 1.5, "5", math.nan))
-def test_bad_numbers(value):
-    with pytest.raises(RequestError) as error:
-        SamplingParams(logprobs=value)
-    assert str(error.value) == (
-        f"SamplingParams: logprobs={value!r} must be an integer >= 0 (top alternatives per token), "
-        "-1 for the whole vocabulary, or None."
-    )
 
 
 # -------------------------------------------------------------------- raw
@@ -225,44 +193,6 @@ def test_processed_prompts_stay_raw(make_llm, tiny):
     check_request(tiny, output, params)
 
 
-# -------------------------------------------------------------------- with other features
-
-
-def test_a_stop_token_has_an_entry(make_llm, make_checkpoint, reference, tiny):
-    """So has the end-of-sequence token, and nothing that runs ahead of them adds one."""
-    tokens = reference(PROMPT, 20)
-    i = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
-    llm = run_ahead(make_llm(model=make_checkpoint(eos_token_id=tokens[i])))  # the weights are the same
-    for params in greedy(20, logprobs=2, stop_token_ids=[tokens[i]]), greedy(20, logprobs=2, ignore_eos=False):
-        outputs = run(llm, [PROMPT, prompt_of(9)], [params, greedy(30)])
-        assert outputs[0].outputs[0].token_ids == tokens[: i + 1]
-        assert outputs[0].outputs[0].finish_reason == "stop"
-        check_request(tiny, outputs[0], params)
-
-
-def test_a_prompt_of_one_token(make_llm):
-    (output,) = run(make_llm(), [[7]], greedy(2, prompt_logprobs=3))
-    assert output.prompt_logprobs == [None]
-
-
-@pytest.mark.parametrize("prompt_logprobs", (0, 2))
-def test_a_prompt_without_a_completion(prompt_logprobs, make_llm, tiny):
-    params = greedy(0, logprobs=1, prompt_logprobs=prompt_logprobs)
-    (output,) = run(make_llm(), prompt_of(40), params)
-    assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
-    assert output.outputs[0].logprobs == [] and output.outputs[0].cumulative_logprob == 0
-    rows = raw_rows(tiny, output.prompt_token_ids[:1], output.prompt_token_ids[1:])
-    check_all(output.prompt_logprobs[1:], output.prompt_token_ids[1:], rows, prompt_logprobs)
-
-
-def test_prompt_logprobs_of_a_truncated_prompt(make_llm, tiny):
-    params = greedy(2, prompt_logprobs=1, truncate_prompt_tokens=10)
-    prompt = prompt_of(30)
-    (output,) = run(make_llm(), prompt, params)
-    assert output.prompt_token_ids == prompt[-10:]
-    check_request(tiny, output, params)
-
-
 # -------------------------------------------------------------------- the objects
 
 
@@ -277,21 +207,6 @@ def test_decoded_tokens(demo):
     assert output.outputs[0].text == ""
     assert all(x.decoded_token is None for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:])
                for x in entry.values())  # fmt: skip
-
-
-def test_a_stop_string_keeps_all_entries(demo):
-    """Of every token up to the one that completes it, though the text is cut."""
-    (free,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0))
-    text = free.outputs[0].text
-    stop = text[len(text) // 2 :][:2]
-    (output,) = run(demo, "2 + 3 = ", greedy(12, logprobs=0, stop=[stop]))
-    completion = output.outputs[0]
-    n = len(completion.token_ids)
-    assert completion.stop_reason == stop and completion.text == text[: text.index(stop)] and n < 12
-    assert completion.logprobs == free.outputs[0].logprobs[:n]
-    assert completion.cumulative_logprob == pytest.approx(sum(
-        entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)
-    ))  # fmt: skip
 
 
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):

@@ -56,6 +56,14 @@ def edit(path, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def write(path, factors):
+    """An adapter of rank 2 with these tensors."""
+    path.mkdir(exist_ok=True)
+    save_file(factors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return path
+
+
 def tokens(llm):
     return generate(llm, PROMPTS, greedy(8))
 
@@ -198,10 +206,7 @@ def test_experts_and_merged_layers(make_llm, tmp_path):
             for letter, factor in zip("AB", (a, b), strict=True):
                 factors[f"base_model.model.model.layers.0.{module}.lora_{letter}.weight"] = factor
             state[f"model.layers.0.{module}.weight"] = weight + 2 * b @ a
-        (adapter := tmp_path / f"{case}-adapter").mkdir()
-        save_file(factors, adapter / "adapter_model.safetensors")
-        (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
-        llm = make_llm(model=str(path), lora=str(adapter), max_model_len=128)
+        llm = make_llm(model=str(path), lora=str(write(tmp_path / f"{case}-adapter", factors)), max_model_len=128)
         save_file(state, path / "model.safetensors", {"format": "pt"})
         assert_equal(llm, weights_of(make_llm(model=str(path), max_model_len=128)), 1e-5)
 
@@ -233,29 +238,20 @@ def test_adapters_that_do_not_fit(adapters, make_checkpoint, make_llm, tmp_path)
     path, of_adapter = made["attention"]
     llm = make_llm(model=base)
     before = tokens(llm)
-    for name, message in (
-        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", "has none of 1 tensors that the adapter ch"),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", "must have two matrices"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", r"lora_magnitude_vector' is unknow"),
+    whole, attention = "base_model.model.model.layers.", "0.self_attn."
+    for name, rows, message in (  # rows of B; none without B
+        (f"{whole}7.self_attn.q_proj.lora_A.weight", 128, "has none of 1 tensors that the adapter ch"),
+        (f"model.layers.{attention}q_proj.lora_A.weight", 0, "must have two matrices"),
+        (f"{whole}{attention}q_proj.lora_magnitude_vector", 0, r"lora_magnitude_vector' is unknow"),
+        (f"{whole}0.mlp.up_proj.lora_A.weight", 97, r"up_proj.lora_B.weight' has shape \[97, 2\], expected \[96, 2\]"),
+        # the checkpoint has three tensors
+        (f"{whole}{attention}qkv_proj.lora_A.weight", 256, r"has none of 1 tensors .*layers.0.self_attn.qkv_proj"),
     ):
-        factors = {name: torch.zeros(2, 64), name.replace("lora_A", "lora_B"): torch.zeros(128, 2)}
-        if "model.layers.0" in name[:15]:
-            del factors[name.replace("lora_A", "lora_B")]
-        save_file(factors, tmp_path / "adapter_model.safetensors")
-        (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+        of_b = {name.replace("lora_A", "lora_B"): torch.zeros(rows, 2)} if rows else {}
         with pytest.raises(CheckpointError, match=message):
-            llm.update_weights(lora=tmp_path)
-        assert tokens(llm) == before
-    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
-    save_file({name: torch.zeros(2, 64), name.replace("lora_A", "lora_B"): torch.zeros(97, 2)},
-              tmp_path / "adapter_model.safetensors")  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"up_proj.lora_B.weight' has shape \[97, 2\], expected \[96, 2\]"):
-        llm.update_weights(lora=tmp_path)
-    name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"  # the checkpoint has three tensors
-    save_file({name: torch.zeros(2, 64), name.replace("lora_A", "lora_B"): torch.zeros(256, 2)},
-              tmp_path / "adapter_model.safetensors")  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"has none of 1 tensors .* among them model.layers.0.self_attn.qkv_proj"):
-        llm.update_weights(lora=tmp_path)
+            llm.update_weights(lora=write(tmp_path / "wrong", {name: torch.zeros(2, 64), **of_b}))
+        if rows not in (97, 256):  # refused before anything is written
+            assert tokens(llm) == before
     with pytest.raises(EngineError, match="an update of the weights failed half way"):
         tokens(llm)
     llm.update_weights(lora=path)

@@ -4,17 +4,17 @@ transformers, with the weights that the format's specification makes of the byte
 """
 
 import copy
-import json
 import re
 
 import families
 import mxfp4_checkpoints
 import pytest
 import torch
-from helpers import generate, generate_with_logits, greedy
+from families import chosen, in_16_bits
+from helpers import generate, greedy
 from mxfp4_checkpoints import SIZES, e2m1
 from safetensors.torch import load_file, save_file
-from test_moe import NUM_DECODED, PROMPTS, check, logits_of
+from test_moe import NUM_DECODED, PROMPTS, check
 
 from nanovllm import kernels
 from nanovllm.contrib.as_vllm.options import to_nanovllm
@@ -124,12 +124,9 @@ def test_on_the_gpu(published, make_llm):
     completions = check(llm, model)
     assert generate(make_llm(**options, dtype="float32"), PROMPTS, greedy(NUM_DECODED)) == completions
     half = make_llm(**options, dtype="bfloat16", enforce_eager=True)
-    completions, logits = generate_with_logits(half, PROMPTS, NUM_DECODED)
-    exact, rounded = (
-        torch.cat(logits_of(reference, completions))
-        for reference in (model, copy.deepcopy(model).to("cuda", torch.bfloat16))
-    )
-    got, want = ((x - exact).square().mean(-1).sqrt().median() for x in (torch.cat(logits), rounded))
+    rounded_model = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    *both, exact = in_16_bits(half, model, rounded_model, PROMPTS, NUM_DECODED)
+    got, want = ((x - exact).square().mean(-1).sqrt().median() for x in both)
     assert got < 1.25 * want
 
 
@@ -150,7 +147,7 @@ def test_an_update(size, published, make_llm):
         for layer in model.model.layers:
             layer.mlp.experts.down_proj /= 2
     completions = generate(llm, PROMPTS, greedy(NUM_DECODED))
-    assert [want.argmax(-1).tolist() for want in logits_of(model, completions)] == completions
+    assert chosen(model, PROMPTS, completions) == completions
 
 
 LAYER = "model.layers.1.mlp.experts."
@@ -215,11 +212,9 @@ def test_what_cannot_be(published, make_llm, tmp_path):
         make_llm(model=path, tensor_parallel_size=4, num_kvcache_blocks=4)
     with pytest.raises(ConfigError, match="quantization='fp8' is not supported for gpt-oss"):
         make_llm(model=path, quantization="fp8")
-    config = json.loads((tmp_path / "config.json").read_text())
-    others = {"architectures": ["MixtralForCausalLM"], "swiglu_limit": None}
-    (tmp_path / "config.json").write_text(json.dumps(config | others))
+    other = families.copied(path, tmp_path / "other", architectures=["MixtralForCausalLM"], swiglu_limit=None)
     with pytest.raises(CheckpointError, match="quant_method='mxfp4' is not supported"):
-        read_model_config(path)
+        read_model_config(other)
 
 
 def test_random_weights(published, kept):

@@ -1,14 +1,11 @@
 """RequestOutput as a dictionary and as an object."""
 
-import copy
 import json
-import pickle
 import re
 
 import pytest
 
 from nanovllm import CompletionOutput, RequestOutput
-from nanovllm.outputs import Logprob
 
 
 def output() -> RequestOutput:
@@ -49,29 +46,3 @@ def test_equality_is_identity():
     one, other = output(), output()
     assert one == one and one != other and dict(one) == dict(other)
     assert len({one, other, one}) == 2
-
-
-def test_logprobs_are_made_when_they_are_read():
-    """Dictionaries of a million tokens cost seconds, and most callers read none of them."""
-    made = []
-
-    def logprobs():
-        made.append(1)
-        return [{9: Logprob(-0.5, 1, "6")}]
-
-    out = RequestOutput(
-        "7", None, [5, 6], [CompletionOutput(0, "6", [9], -0.5, logprobs)], prompt_logprobs=lambda: [None]
-    )
-    assert not made
-    assert out.outputs[0].logprobs == [{9: Logprob(-0.5, 1, "6")}] and out.prompt_logprobs == [None]
-    assert out.outputs[0].logprobs is out.outputs[0].logprobs and made == [1]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda out: pickle.loads(pickle.dumps(out))])
-def test_copies(copied):
-    """Evaluation harnesses send outputs between processes."""
-    out = RequestOutput("7", None, [5], [CompletionOutput(0, "6", [9], -0.5, lambda: [{9: Logprob(-0.5, 1)}])],
-                        prompt_logprobs=lambda: [None])  # fmt: skip
-    again = copied(out)
-    assert dict(again) == dict(out) and again.outputs == out.outputs and again is not out
-    assert again.prompt_logprobs == [None] and again.outputs[0].logprobs == [{9: Logprob(-0.5, 1)}]

@@ -9,6 +9,7 @@ import families
 import fp8_checkpoints
 import pytest
 import torch
+from families import chosen
 from helpers import generate, greedy
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
@@ -131,14 +132,6 @@ def test_fp8_weights_on_the_gpu(case, padding, tmp_path):
         model = built(tmp_path)
     for (name, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(param.cpu().view(torch.uint8), want.view(torch.uint8)), name
-
-
-def chosen(model, prompts, completions):
-    """transformers' choice of each token."""
-    return [
-        hf_logits(model, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
-        for prompt, tokens in zip(prompts, completions, strict=True)
-    ]  # fmt: skip
 
 
 def test_the_engine(checkpoint, padding, make_llm):

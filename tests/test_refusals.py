@@ -25,6 +25,7 @@ UNIT = number("in (0, 1]", lambda x: 0 < x <= 1)
 OTHERS = "(others are not supported)."
 PROMPT_FORM = "a prompt must be a string or a flat list of integer token ids"
 ONE_OF = "StructuredOutputsParams: give exactly one of json, regex, choice, grammar, json_object, structural_tag, not"
+NOTHING_BEFORE = "token ids: the first has nothing before it, and one at least must be scored."
 NO_TOKENIZER = "text needs a tokenizer, but the engine was made with skip_tokenizer_init=True."
 
 
@@ -75,16 +76,17 @@ VALUES = {
         "an integer from 1 to 16384.": {"n": [0, 16385]},
         "a non-empty string or a list of them.": {"stop": ["", ["a", ""], [5]], "bad_words": [[""]]},
         "an integer >= 0 (top alternatives per token), -1 for the whole vocabulary": {
-            "logprobs": [-2], "prompt_logprobs": [0.5],
+            "logprobs": [-2, "5", NAN], "prompt_logprobs": [0.5],
         },
         "in [-2, 2].": {"presence_penalty": [2.1], "frequency_penalty": [-2.1]},
-        "> 0.": {"repetition_penalty": [0]},
+        "> 0.": {"repetition_penalty": [0, INF]},
         "a dict of at most 1024 token ids >= 0 to finite numbers": {
-            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, MANY],
+            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
         "an integer >= 1, or -1 for max_model_len": {"truncate_prompt_tokens": [0]},
-        "a StructuredOutputsParams or None.": {"structured_outputs": ["[a-z]"]},
+        "a StructuredOutputsParams or None.": {"structured_outputs": ["[a-z]", {"regex": "a"}]},
+        "a list of functions": {"logits_processors": [5, "name", [5], max]},
     },
     # Python's TypeErrors came through, or values were taken for something else
     "config.json": {
@@ -132,6 +134,13 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
          "Lower the first or raise the second."),
         ({"dtype": torch.float64}, "dtype='float64' must be"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide the model's 4 attention heads."),
+        ({"speculative_config": {"method": "eagle"}}, "method='eagle' must be 'ngram' or 'suffix'"),
+        ({"speculative_config": {}}, "method=None must be"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_token": 3}}, "you mean 'num_speculative_tokens'"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}, "must be an integer from 1 to 7"),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}},
+         "must not be larger"),
+        ({"speculative_config": "ngram"}, "must be a dictionary or None"),
     ],
     "SamplingParams": [
         ({"n": 2, "temperature": 0}, "SamplingParams: n=2 must be 1 when temperature is 0 (greedy): all completions "
@@ -160,6 +169,8 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"layer_types": ["sliding_attention", "full_attention"]},
          "layer_types has 'sliding_attention' without a sliding_window."),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers."),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ({"is_causal": False}, "is_causal=False must be absent or True"),  # gte-Qwen2: a causal model's name
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
@@ -233,10 +244,14 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], {"stop_token_ids": [600]}), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"allowed_token_ids": [600]}), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
+        (([[1]], {"logit_bias": {2**40: 1}}), "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
         (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
         (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
         (([[1]], {"stop": "a"}), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
         (([[1]], {"bad_words": "a"}), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
+        (([[1]], {"structured_outputs": StructuredOutputsParams(regex="a")}), "structured_outputs needs a tokenizer"),
+        (([[1] * 400], {"truncate_prompt_tokens": 300}),
+         "prompt 0: the prompt has 300 tokens; with max_model_len=128 at most 127 fit."),
         (([[1] * 100], {"max_tokens": 0, "prompt_logprobs": 0}),
          "the prompt has 100 tokens; the KV cache has 6 blocks of 16. Make it larger (num_kvcache_blocks, "),
         (([[1] * 97], {"max_tokens": None}),
@@ -246,6 +261,33 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], {"stop_token_ids": list(range(100, 120)), "min_tokens": 3}),
          "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21."),
     ],
+    "score": [  # lists, start
+        (([[3]], None), f"list 0: start=1 must be in [1, 0] for 1 {NOTHING_BEFORE}"),
+        (([[3, 4], [3, 4, 5]], [1, 3]), f"list 1: start=3 must be in [1, 2] for 3 {NOTHING_BEFORE}"),
+        *((([[3, 4]], start), f"list 0: start={start} must be in [1, 1] for 2 {NOTHING_BEFORE}") for start in (0, -1)),
+        (([[3, 4], [3, 512]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
+        (([[3, 4], [512, 3]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
+        (([[3, 4], [3, -1]], None), "list 1: token id -1 is outside the vocabulary [0, 512)."),
+        (([[3, 4.0]], None), f"list 0: {PROMPT_FORM}, not [3, 4.0]."),
+        (([3, 4], None), f"list 0: {PROMPT_FORM}, not 3."),
+        (("text", None), "token_id_lists must be a list of lists of token ids, not text."),
+        ((7, None), "token_id_lists must be a list of lists of token ids, not 7."),
+        (([[5, 6], [5] * 130], None),
+         "list 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
+        (([[5] * 98], None), "list 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16"),
+        *((([[3, 4, 5]] * 2, start), "start") for start in ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True)),
+    ],
+    "embed": [  # prompts, options
+        (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
+        (([[5], [5] * 129], {}), "prompt 1: the prompt has 129 tokens; with max_model_len=128 at most 128"),
+        (([[5] * 97], {}), "prompt 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16."),
+        (([[5], [600]], {}), "prompt 1: token id 600 is outside the vocabulary [0, 512)."),
+        ((["text"], {}), "text needs a tokenizer"),
+        *((([[5]], {"dimensions": n}), f"embed: dimensions={n} must be an integer from 1 to 64 or None.")
+          for n in (0, 65)),
+        (([[5]], {"normalize": 1}), "embed: normalize=1 must be True or False or None."),
+    ],
+    "classify": [([[5]], "classify: this model has no classification head")],
     "chat": [*((messages, 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of')
                for messages in ("hello", 5, None, [["hello"]], [5], {"role": "user", "content": "hi"})),
              ([{"role": "user", "content": "hi"}], "text needs a tokenizer")],
@@ -265,8 +307,11 @@ CASES = [
       for rule, names in rules.items() for name, values in names.items() for value in values),
     *((call, given, [text]) for call, cases in TEXTS.items() for given, text in cases),
 ]  # fmt: skip
-if not has_feature("readouts.prompt_logprobs"):
-    CASES = [case for case in CASES if "prompt_logprobs" not in repr(case)]
+FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config": "engine.speculation",
+            "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
+for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
+    CASES = [case for case in CASES if name not in repr(case)]
+ENGINE_CALLS = ("generate", "score", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -287,6 +332,12 @@ def make_call(call, given, model, llm):
         llm.generate(prompts, params.value if isinstance(params, Raw) else params, use_tqdm=False)
     elif call == "chat":
         llm.chat(given, use_tqdm=False)
+    elif call == "score":
+        llm.score(given[0], start=given[1])
+    elif call == "embed":
+        llm.embed(given[0], **given[1])
+    elif call == "classify":
+        llm.classify(given)
     else:
         calls = {"config.json": config_json, "published": read, "SamplingParams": SamplingParams}
         calls.get(call, StructuredOutputsParams)(**given)
@@ -297,7 +348,7 @@ def make_call(call, given, model, llm):
 )
 def test_refused(call, given, texts, make_checkpoint, request):
     """A refused request computes nothing and leaves nothing behind, not even its good prompts."""
-    llm = request.getfixturevalue("small_llm") if call in ("generate", "chat") else None
+    llm = request.getfixturevalue("small_llm") if call in ENGINE_CALLS else None
     with pytest.raises(ERRORS.get(call, RequestError)) as error:
         make_call(call, given, make_checkpoint(), llm)
     message = error.value.args[0]

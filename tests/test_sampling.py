@@ -18,7 +18,7 @@ from helpers import Reference, generate, gpu_param, greedy
 from logits_twin import GreedyTwin, adjusted, filtered, log_softmax
 from scipy import stats
 
-from nanovllm import RequestError, SamplingParams
+from nanovllm import SamplingParams
 
 PROMPT = [3, 9, 4, 1, 5]
 SMALL = {"vocab_size": 16, "num_hidden_layers": 1}  # 256 pairs of tokens
@@ -153,10 +153,10 @@ def check_power(reference, drawn):
 BIG_BATCHES = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "max_model_len": 16}
 
 
-@pytest.mark.parametrize("seeded", (False, True))
-def test_frequencies(seeded, small, make_llm):
+@pytest.mark.parametrize("seeded, device", [(False, "cpu"), (True, "cpu"), gpu_param(False, "cuda")])
+def test_frequencies(seeded, device, small, make_llm):
     path, reference = small
-    llm = make_llm(model=path, **BIG_BATCHES)
+    llm = make_llm(model=path, device=device, dtype="float32", num_kvcache_blocks=1024, **BIG_BATCHES)
     drawn = check_frequencies(llm, reference, NUM_DRAWS // 4 if seeded else NUM_DRAWS, seeded)
     if not seeded:
         check_power(reference, drawn)
@@ -169,13 +169,6 @@ def test_frequencies_in_bf16(options, spaced, make_llm):
     options = {"device": "cuda", "num_kvcache_blocks": 1024, **BIG_BATCHES, **options}
     llm = make_llm(model=path, dtype="bfloat16", **options)
     check_power(reference, check_frequencies(llm, reference, NUM_DRAWS, mixes=MIXES))
-
-
-@pytest.mark.gpu
-def test_frequencies_on_the_gpu(small, make_llm):
-    path, reference = small
-    llm = make_llm(model=path, device="cuda", dtype="float32", num_kvcache_blocks=1024, **BIG_BATCHES)
-    check_power(reference, check_frequencies(llm, reference, NUM_DRAWS))
 
 
 # -------------------------------------------------------------------- seeds
@@ -217,22 +210,13 @@ def test_the_engines_seed_repeats_requests_without_a_seed(make_llm):
 # -------------------------------------------------------------------- greedy
 
 
-def test_greedy_ignores_filters(reference, make_llm):
+def test_greedy(reference, make_llm):
+    """It ignores filters; and filters that leave one token are greedy."""
     mixes = [{}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.5, "min_p": 0.2}, {"seed": 3}]
     params = [greedy(12, **mix) for mix in mixes]
-    assert generate(make_llm(), [PROMPT] * len(params), params) == [reference(PROMPT, 12)] * len(params)
-
-
-def test_filters_that_leave_one_token_are_greedy(reference, make_llm):
     mixes = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
-    params = [SamplingParams(**{**HOT, "max_tokens": 12, **mix}) for mix in mixes]
+    params += [SamplingParams(**{**HOT, "max_tokens": 12, **mix}) for mix in mixes]
     assert generate(make_llm(), [PROMPT] * len(params), params) == [reference(PROMPT, 12)] * len(params)
-
-
-def test_top_k_beyond_the_vocabulary_is_off(make_llm):
-    params = [SamplingParams(seed=1, top_k=top_k, **HOT) for top_k in (0, 10_000, -1)]
-    off, beyond, minus_one = generate(make_llm(), [PROMPT] * 3, params)
-    assert off == beyond == minus_one
 
 
 # -------------------------------------------------------------------- stop tokens and min_tokens
@@ -243,33 +227,12 @@ def first_new(ids, start):
     return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
 
 
-@pytest.mark.parametrize("ignore_eos", (False, True))
-def test_stop_token_ids(ignore_eos, reference, make_llm):
-    """A stop token ends the requests that named it, and stays in their output."""
-    tokens = reference(PROMPT, 20)
-    i = first_new(tokens, 3)
-    params = [greedy(20, stop_token_ids=ids, ignore_eos=ignore_eos) for ids in ([tokens[i], 500, 501], [])]
-    stopped, free = (output.outputs[0] for output in make_llm().generate([PROMPT] * 2, params, use_tqdm=False))
-    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (tokens[: i + 1], "stop", tokens[i])
-    assert (free.token_ids, free.finish_reason, free.stop_reason) == (tokens, "length", None)
-
-
 @pytest.fixture(scope="module")
 def eos(reference, make_checkpoint):
     """A checkpoint whose greedy text contains its end-of-sequence token; that text, and where."""
     tokens = reference(PROMPT, 20)
     i = first_new(tokens, 3)
     return make_checkpoint(eos_token_id=tokens[i]), tokens, i  # the weights are the same
-
-
-def test_end_of_sequence(eos, make_llm):
-    """It stops a request, even as the last token allowed; not with ignore_eos."""
-    path, tokens, i = eos
-    params = [greedy(20, ignore_eos=False), greedy(i + 1, ignore_eos=False), greedy(20)]
-    outputs = make_llm(model=path).generate([PROMPT] * 3, params, use_tqdm=False)
-    assert [output["token_ids"] for output in outputs] == [tokens[: i + 1], tokens[: i + 1], tokens]
-    assert [output["finish_reason"] for output in outputs] == ["stop", "stop", "length"]
-    assert all(output.outputs[0].stop_reason is None for output in outputs)
 
 
 @pytest.mark.parametrize("extra", (0, 1, 5))
@@ -297,27 +260,3 @@ def test_end_of_sequence_beyond_the_vocabulary(beyond, reference, make_checkpoin
     llm = make_llm(model=make_checkpoint(eos_token_id=[beyond + tokens[1], 512, 100_000]))
     assert llm.scheduler.eos_token_ids == ({tokens[1]} if beyond == 0 else set())
     assert generate(llm, PROMPT, greedy(20, min_tokens=20, ignore_eos=beyond == 0)) == [tokens]
-
-
-def test_min_tokens_in_sampled_text(small, make_llm):
-    """One of 16 tokens is end-of-sequence: most texts are short, and with min_tokens none ends before its time."""
-    llm = make_llm(model=small[0], max_model_len=64, max_num_seqs=64)
-    free = generate(llm, [PROMPT] * 64, SamplingParams(max_tokens=40, temperature=2.0))
-    assert sum(len(ids) < 10 for ids in free) > 10
-    params = [SamplingParams(max_tokens=40, temperature=2.0, min_tokens=i % 30) for i in range(64)]
-    outputs = llm.generate([PROMPT] * 64, params, use_tqdm=False)
-    for i, output in enumerate(outputs):
-        ids = output["token_ids"]
-        assert len(ids) > i % 30
-        assert 1 not in ids[:-1]
-        assert (ids[-1] == 1) == (output["finish_reason"] == "stop")
-    soonest = sum(len(o["token_ids"]) == i % 30 + 1 for i, o in enumerate(outputs))
-    assert 1 <= soonest < 20  # the very next token may end the text, and need not
-
-
-def test_too_many_ids_to_mask(make_llm):
-    llm = make_llm()
-    with pytest.raises(RequestError, match="min_tokens can hold back at most 16"):
-        llm.generate(PROMPT, SamplingParams(min_tokens=1, stop_token_ids=list(range(10, 27))), use_tqdm=False)
-    many = SamplingParams(stop_token_ids=list(range(10, 100)), max_tokens=3)  # without min_tokens there is no limit
-    assert len(generate(llm, PROMPT, many)) == 1

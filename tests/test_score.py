@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from helpers import Reference, generate, greedy, prompt_of, run_ahead
-from leaks import check_is_empty, finish
+from helpers import Reference, greedy, prompt_of, run_ahead
+from leaks import check_is_empty
 from logits_twin import FP32_TOLERANCE, log_softmax
 
-from nanovllm import RequestError, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.core import PrefillBatch
-from nanovllm.outputs import Score
 
 
 def expected(tiny, ids, start=1):
@@ -54,7 +53,9 @@ def lists(reference):
     return [prompt_of(2), prompt_of(17), prompt_of(90), written, [*shared, 4, 5], [*shared, 6], prompt_of(16), [9, 9]]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1}, {"num_kvcache_blocks": 6, "max_num_batched_tokens": 19}])
+@pytest.mark.parametrize("options", [
+    {}, {"max_num_seqs": 1}, {"num_kvcache_blocks": 6, "max_num_batched_tokens": 19}, {"max_logprobs": 0},
+])  # fmt: skip
 def test_as_transformers(options, on, lists, tiny):
     """The second time with a warm prefix cache, which scored tokens are not taken from."""
     llm = run_ahead(on(**options))
@@ -109,25 +110,6 @@ def test_prompt_logprobs_of_nan_are_an_error(make_llm, reference, monkeypatch, o
         check_is_empty(llm)
 
 
-def test_what_the_model_wrote_is_the_argmax(lists, make_llm):
-    """Every generated token, and not every token of the prompt."""
-    (score,) = make_llm().score([lists[3]], start=5)
-    assert score.is_argmax == [True] * 40
-    (score,) = make_llm().score([lists[2]])
-    assert not all(score.is_argmax)
-
-
-def test_equal_to_what_generate_reports(make_llm):
-    """The log-probabilities of generated tokens and those of the same tokens as a prompt."""
-    llm = make_llm()
-    params = SamplingParams(temperature=1.5, seed=2, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    (output,) = llm.generate([prompt_of(20)], params, use_tqdm=False)
-    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    (score,) = llm.score([ids])
-    reported = [next(iter(x.values())).logprob for x in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)]
-    assert np.abs(np.subtract(score.logprobs, reported)).max() < FP32_TOLERANCE
-
-
 # -------------------------------------------------------------------- start
 
 
@@ -161,89 +143,20 @@ def test_what_stands_before_start_comes_from_the_cache(make_llm, tiny):
     assert sum(launched) == 3 * 64 + 2 + 0 + 8  # all give logits
 
 
-def test_generated_blocks_are_found(make_llm, tiny):
-    llm = make_llm(max_num_batched_tokens=256)
-    prompt = prompt_of(20)
-    (tokens,) = generate(llm, [prompt], greedy(30))
-    launched = count_launched(llm)
-    ids = [*prompt, *tokens, 5]
-    check(tiny, [ids], llm.score([ids], start=len(ids) - 1), len(ids) - 1)
-    assert launched == [len(ids) - 1 - 48]
-
-
-def test_without_a_cache_everything_is_computed(make_llm):
-    llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=256)
-    launched = count_launched(llm)
-    for _ in range(2):
-        llm.score([prompt_of(50)], start=49)
-    assert launched == [49, 49]
-
-
-def test_a_score_fills_the_cache_for_others(make_llm, reference):
-    llm = make_llm()
-    llm.score([[*prompt_of(40), 5]])
-    (output,) = llm.generate([prompt_of(40)], greedy(5), use_tqdm=False)
-    assert output.num_cached_tokens == 32 and output["token_ids"] == reference(prompt_of(40), 5)
-
-
 # -------------------------------------------------------------------- limits
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", (64, 7))
-def test_one_token_more_than_the_models_length(max_num_batched_tokens, make_llm, tiny):
-    """The last token needs no position of its own."""
-    llm = make_llm(max_model_len=40, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=4)
-    lists = [prompt_of(41), prompt_of(40)]
+@pytest.mark.parametrize(("room", "options"), [
+    (40, {"max_model_len": 40}), (40, {"max_model_len": 40, "max_num_batched_tokens": 7}),
+    (3 * 16, {"num_kvcache_blocks": 3}),
+])  # fmt: skip
+def test_one_token_more_than_there_is_room_for(room, options, make_llm, tiny):
+    """The last token needs no position of its own. Two more are refused: ``test_refusals.py``."""
+    llm = make_llm(max_num_seqs=4, **options)
+    lists = [prompt_of(room + 1), prompt_of(room)]
     check(tiny, lists, llm.score(lists))
-    check(tiny, lists, llm.score(lists, start=40 - 1), 39)
-    with pytest.raises(RequestError) as error:
-        llm.score([prompt_of(5), prompt_of(42)])
-    assert str(error.value).startswith("list 1: ") and "max_model_len=40" in str(error.value)
+    check(tiny, lists, llm.score(lists, start=room - 1), room - 1)
     check_is_empty(llm)
-
-
-def test_as_long_as_the_cache(make_llm, tiny):
-    """Every block of it and one token more; then longer is refused, however long the model's length."""
-    llm = make_llm(num_kvcache_blocks=3)
-    check(tiny, [prompt_of(49)], llm.score([prompt_of(49)]))
-    with pytest.raises(RequestError, match=r"list 0: the prompt has 49 tokens; the KV cache has 3 blocks of 16"):
-        llm.score([prompt_of(50)])
-    check_is_empty(llm)
-
-
-def test_many_lists_through_a_small_pool(make_llm, tiny):
-    llm = run_ahead(make_llm(num_kvcache_blocks=4, max_num_seqs=3, max_num_batched_tokens=24))
-    lists = [prompt_of(2 + i * 7 % 60, seed=i) for i in range(60)]
-    check(tiny, lists, llm.score(lists))
-    check_is_empty(llm)
-
-
-def test_no_lists(make_llm):
-    assert make_llm().score([]) == []
-
-
-# -------------------------------------------------------------------- beside other requests
-
-
-def test_while_others_generate(lists, make_llm, tiny, reference):
-    """Requests that were added before go on meanwhile, and are reported to step() afterwards."""
-    llm = run_ahead(make_llm(num_kvcache_blocks=8, max_num_batched_tokens=20))
-    prompts = [prompt_of(6), prompt_of(30)]
-    expected_tokens = {llm.add_request(prompt, greedy(40)): reference(prompt, 40) for prompt in prompts}
-    for _ in range(3):
-        llm.step()
-    check(tiny, lists, llm.score(lists))
-    late = llm.add_request(prompts[0], greedy(5))
-    expected_tokens[late] = reference(prompts[0], 5)
-    check(tiny, lists[:2], llm.score(lists[:2]))
-    assert finish(llm) == expected_tokens
-    check_is_empty(llm)
-
-
-@pytest.mark.parametrize("mode", ("raw_logprobs", "processed_logprobs"))
-@pytest.mark.parametrize("max_logprobs", (0, 20))
-def test_options_of_log_probabilities_do_not_matter(max_logprobs, mode, lists, make_llm, tiny):
-    check(tiny, lists[:3], make_llm(max_logprobs=max_logprobs, logprobs_mode=mode).score(lists[:3]))
 
 
 # -------------------------------------------------------------------- ties
@@ -282,70 +195,9 @@ def test_of_tied_tokens_both_are_the_argmax(twins, make_llm):
         assert entry[token].rank == 2, "the number of logits >= its own"
 
 
-# -------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(("lists", "start", "message"), (
-    ([[3]], None, "list 0: start=1 must be in [1, 0] for 1 token ids: the first has nothing before it, "
-                  "and one at least must be scored."),
-    ([[3, 4], [3, 4, 5]], [1, 3], "list 1: start=3 must be in [1, 2] for 3 token ids: the first has nothing before it, "
-                                  "and one at least must be scored."),
-    ([[3, 4]], 0, "list 0: start=0 must be in [1, 1] for 2 token ids: the first has nothing before it, "
-                  "and one at least must be scored."),
-    ([[3, 4]], -1, "list 0: start=-1 must be in [1, 1] for 2 token ids: the first has nothing before it, "
-                   "and one at least must be scored."),
-    ([[3, 4], [3, 512]], None, "list 1: token id 512 is outside the vocabulary [0, 512)."),
-    ([[3, 4], [512, 3]], None, "list 1: token id 512 is outside the vocabulary [0, 512)."),
-    ([[3, 4], [3, -1]], None, "list 1: token id -1 is outside the vocabulary [0, 512)."),
-    ([[3, 4.0]], None, "list 0: a prompt must be a string or a flat list of integer token ids, not [3, 4.0]."),
-    ([3, 4], None, "list 0: a prompt must be a string or a flat list of integer token ids, not 3."),
-    ("text", None, "token_id_lists must be a list of lists of token ids, not text."),
-    (7, None, "token_id_lists must be a list of lists of token ids, not 7."),
-))  # fmt: skip
-def test_errors(lists, start, message, make_llm):
-    """Nothing is computed, and nothing stays."""
-    llm = make_llm()
-    launched = count_launched(llm)
-    with pytest.raises(RequestError) as error:
-        llm.score(lists, start=start)
-    assert str(error.value) == message
-    assert not launched
-    check_is_empty(llm)
-
-
-@pytest.mark.parametrize("start", ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True))
-def test_a_start_that_is_none(start, make_llm):
-    """Of another length than the lists, or no integer: a RequestError that names it."""
-    llm = make_llm()
-    with pytest.raises(RequestError, match="start"):
-        llm.score([[3, 4, 5], [3, 4, 5]], start=start)
-    check_is_empty(llm)
-
-
 def test_numpy_is_taken(make_llm, lists, tiny):
     llm = make_llm()
     arrays = [np.array(ids, np.int64) for ids in lists]
     check(tiny, lists, llm.score(arrays, start=np.int64(1)))
     check(tiny, lists, llm.score(tuple(ids) for ids in lists))
-
-
-def test_after_an_interrupt_nothing_is_left(make_llm, lists, tiny):
-    llm = make_llm(max_num_batched_tokens=16)
-    run, calls = llm.model_runner.forward, []
-
-    def interrupted(batch):
-        calls.append(batch)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return run(batch)
-
-    llm.model_runner.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        llm.score(lists)
-    check_is_empty(llm)
-    check(tiny, lists, llm.score(lists))
-
-
-def test_a_score_compares_as_a_value():
-    assert Score([-1.0, -2.0], [True, False]) == Score([-1.0, -2.0], [True, False])
-    assert Score([-1.0, -2.0], [True, False]).total == -3.0
+    assert llm.score([]) == []

@@ -140,23 +140,18 @@ def test_a_feed_that_puts_the_engine_to_sleep(make_llm):
     tokens(llm)
 
 
-@pytest.mark.parametrize("level", [0, 3, "1", None])
-def test_levels(level, make_llm):
+def test_levels_and_tags(make_llm):
     llm = make_llm()
-    with pytest.raises(ConfigError) as error:
-        llm.sleep(level)
-    assert str(error.value) == f"sleep: level={level!r} must be 1 (weights to the host) or 2 (weights dropped)."
-    assert not llm.is_sleeping()
-    tokens(llm)
-
-
-@pytest.mark.parametrize("tags", ["weights", ["weight"], [["weights"]], 1])
-def test_tags(tags, make_llm):
-    llm = make_llm()
+    for level in (0, 3, "1", None):
+        with pytest.raises(ConfigError) as error:
+            llm.sleep(level)
+        assert str(error.value) == f"sleep: level={level!r} must be 1 (weights to the host) or 2 (weights dropped)."
+        assert not llm.is_sleeping()
     llm.sleep()
-    with pytest.raises(ConfigError) as error:
-        llm.wake_up(tags)
-    assert str(error.value) == f"wake_up: tags={tags!r} must be None or a list of 'weights', 'kv_cache'."
+    for tags in ("weights", ["weight"], [["weights"]], 1):
+        with pytest.raises(ConfigError) as error:
+            llm.wake_up(tags)
+        assert str(error.value) == f"wake_up: tags={tags!r} must be None or a list of 'weights', 'kv_cache'."
     llm.wake_up()
     llm.wake_up()  # awake already
     tokens(llm)

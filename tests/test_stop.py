@@ -7,7 +7,7 @@ import random
 from functools import lru_cache
 
 import pytest
-from helpers import run, tokens_of
+from helpers import first_stop, run, tokens_of
 
 from nanovllm import SamplingParams
 
@@ -29,29 +29,12 @@ def texts_of(tokenizer, token_ids, skip):
     return [tokenizer.decode(token_ids[:n], skip_special_tokens=skip) for n in range(len(token_ids) + 1)]
 
 
-def stopped(tokenizer, token_ids, stop, include=False, min_tokens=0, skip=True):
-    """(token ids, text, stop string) of a completion that the first of the strings to be completed ends.
-
-    Of strings completed at the same character it is the first in the list. Without any the last is None.
-    """
-
-    texts = texts_of(tokenizer, tuple(token_ids), skip)
-    for num_tokens in range(min_tokens + 1, len(token_ids) + 1):
-        # an incomplete character at the end is not known yet
-        known, text = (text.rstrip("\ufffd") for text in texts[num_tokens - 1 : num_tokens + 1])
-        for end in range(len(known) + 1, len(text) + 1):
-            for string in stop:
-                if text[:end].endswith(string):
-                    return token_ids[:num_tokens], text[: end if include else end - len(string)], string
-    return token_ids, texts[-1], None
-
-
 def check(llm, completion, token_ids, params):
     """``completion`` is what the oracle makes of the tokens of the unstopped run."""
-    expected_ids, text, string = stopped(
-        llm.tokenizer, token_ids[: params.max_tokens], params.stop, params.include_stop_str_in_output,
-        params.min_tokens, params.skip_special_tokens,
-    )  # fmt: skip
+    texts = texts_of(llm.tokenizer, tuple(token_ids[: params.max_tokens]), params.skip_special_tokens)
+    found = first_stop(texts[1:], params.stop, params.include_stop_str_in_output, params.min_tokens)
+    string, text, num_tokens = found or (None, texts[-1], params.max_tokens)
+    expected_ids = token_ids[:num_tokens]
     assert (completion.token_ids, completion.text, completion.stop_reason) == (expected_ids, text, string)
     assert completion.finish_reason == ("length" if string is None else "stop")
     if params.logprobs is not None:
@@ -75,7 +58,7 @@ def random_params(rng, tokenizer, token_ids, **fixed):
         if "\ufffd" not in string:
             stop.append(string)
     rng.shuffle(stop)
-    num_tokens = len(stopped(tokenizer, token_ids, stop, skip=skip)[0])
+    _, _, num_tokens = first_stop(texts_of(tokenizer, tuple(token_ids), skip)[1:], stop) or (None, "", len(token_ids))
     is_last = rng.random() < 0.3  # "stop" wins over "length" at the last token
     return SamplingParams(
         stop=stop, skip_special_tokens=skip, include_stop_str_in_output=rng.random() < 0.3,
@@ -99,73 +82,7 @@ def test_like_the_whole_text_after_each_token(demo):
         assert sum(checked) >= 4
 
 
-def test_incomplete_characters(demo):
-    """Characters of two and three bytes, a token each: a string ends where the last byte comes, and not before."""
-    ids = {text: demo.tokenizer.encode(text, add_special_tokens=False) for text in ("é", "日", "a")}
-    assert [len(ids[text]) for text in ids] == [2, 3, 1]
-    fixed = [{"seed": i + 6, "ignore_eos": True, "temperature": ANY_TEXT,
-              "allowed_token_ids": ids["é" if i % 2 else "日"] + ids["a"]} for i in range(len(PROMPTS))]  # fmt: skip
-    stops = [["日"], ["éa", "aé"], ["日a", "a日"], ["é"], ["aaa", "日"], ["aéa", "éé"], ["日日"], ["aa"]]
-    params = [SamplingParams(max_tokens=64, stop=stop, **each) for stop, each in zip(stops, fixed, strict=True)]
-    free = run(demo, PROMPTS, [SamplingParams(max_tokens=64, **each) for each in fixed])
-    outputs = run(demo, PROMPTS, params)
-    for output, whole, each in zip(outputs, free, params, strict=True):
-        check(demo, output.outputs[0], whole["token_ids"], each)
-    assert {"日", "é", "aa"} <= {output.outputs[0].stop_reason for output in outputs}
-
-
-def test_each_completion_stops_by_itself(demo):
-    fixed = {"temperature": 3.0, "ignore_eos": True, "n": 4, "seed": 5, "max_tokens": NUM_TOKENS}
-    (free,) = run(demo, "What is 2 + 3?", SamplingParams(**fixed))
-    stop = [completion.text[i : i + 3] for i, completion in enumerate(free.outputs[:3], 4)]
-    params = SamplingParams(stop=stop, logprobs=0, **fixed)
-    (output,) = run(demo, "What is 2 + 3?", params)
-    pairs = zip(output.outputs, free.outputs, strict=True)
-    ends = [check(demo, completion, whole.token_ids, params) for completion, whole in pairs]
-    assert ends[:3] == [True] * 3 and len({len(completion.token_ids) for completion in output.outputs}) > 1
-
-
 # ---------------------------------------------------------------- one rule each
-
-
-def test_several_strings(demo):
-    """The text is "\\n5": the string that is complete first wins, of those that end together the first given."""
-    assert one(demo).text == "\n5"
-    for stop, reason, text in [
-        ("5", "5", "\n"),
-        (["5", "\n"], "\n", ""),
-        (["\n5", "5"], "\n5", ""),
-        (["5", "\n5"], "5", "\n"),
-        (["x", "\n5"], "\n5", ""),
-        (["5."], None, "\n5"),
-    ]:
-        completion = one(demo, stop=stop)
-        assert (completion.stop_reason, completion.text, completion.finish_reason) == (reason, text, "stop"), stop
-
-
-def test_the_string_that_is_complete_first_within_a_token(demo):
-    """A token may complete two strings: the one that ends earlier wins, though it comes later in the list and began
-    later."""
-    free = one(demo, "introduce yourself", ignore_eos=True)
-    texts = [demo.tokenizer.decode([i]) for i in free.token_ids]
-    place = next(i for i, text in enumerate(texts) if len(text) >= 5 and i >= 2)
-    word, before = texts[place], "".join(texts[place - 2 : place])
-    completion = one(demo, "introduce yourself", ignore_eos=True, stop=[before + word, word[:4]])
-    assert completion.stop_reason == word[:4] and completion.token_ids == free.token_ids[: place + 1]
-    assert completion.text == "".join(texts[:place])
-
-
-def test_include_stop_str_in_output(demo):
-    """The text ends after the string, not after the token that completes it; of a stop token with its text."""
-    free = one(demo, "introduce yourself", ignore_eos=True)
-    texts = [demo.tokenizer.decode([i]) for i in free.token_ids]
-    place = next(i for i, text in enumerate(texts) if len(text) >= 4 and i >= 2)
-    string = texts[place - 1] + texts[place][:2]
-    completion = one(demo, "introduce yourself", stop=string, include_stop_str_in_output=True)
-    assert completion.text == "".join(texts[:place]) + texts[place][:2]
-    assert completion.token_ids == free.token_ids[: place + 1]
-    (five,) = demo.tokenizer.encode("5", add_special_tokens=False)
-    assert one(demo, stop_token_ids=[five], include_stop_str_in_output=True).text == "\n5"
 
 
 def test_the_prompt_is_not_searched(demo):
@@ -193,6 +110,7 @@ def test_stop_token(demo, in_flight, monkeypatch):
     completion = one(demo, stop_token_ids=[five], logprobs=0)
     assert (completion.text, completion.token_ids[-1], completion.stop_reason) == ("\n", five, five)
     assert len(completion.logprobs) == len(completion.token_ids)
+    assert one(demo, stop_token_ids=[five], include_stop_str_in_output=True).text == "\n5"
     # a stop token is no text, so no stop string is found in it
     assert one(demo, stop_token_ids=[five], stop="5").stop_reason == five
     assert one(demo, stop_token_ids=[five], stop="\n").stop_reason == "\n"
@@ -222,18 +140,3 @@ def test_reasons(demo, forced, params, finish_reason, stop_reason):
     ends = finish_reason == "stop"
     assert len(completion.token_ids) == (1 if ends else params.get("max_tokens", 3))
     assert completion.text == "" or not ends
-
-
-def test_not_before_min_tokens(demo):
-    """The text is "\\n5", complete at the second token; a string completed earlier stops nothing later, either."""
-    free = one(demo, ignore_eos=True)
-    for min_tokens, stops in ((0, True), (1, True), (2, False), (5, False)):
-        completion = one(demo, stop=["\n5"], min_tokens=min_tokens, ignore_eos=True)
-        assert (completion.finish_reason == "stop") == stops
-        assert completion.token_ids == free.token_ids[: 2 if stops else None]
-
-
-def test_one_string_is_a_list_of_one(demo):
-    params = SamplingParams(temperature=0, max_tokens=8, stop="5")
-    outputs = run(demo, ["What is 2 + 3?"] * 2, [params, SamplingParams(temperature=0, max_tokens=8, stop=["5"])])
-    assert [(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs] == [("\n", "5")] * 2

@@ -17,31 +17,6 @@ PROMPT = "introduce yourself"
 # ---------------------------------------------------------------- one prompt
 
 
-def test_nothing_of_a_stop_string_is_shown(demo):
-    """Characters that may begin one are held back until it is clear that they do not."""
-    (free,) = demo.generate(PROMPT, greedy(30), use_tqdm=False)
-    for start in (0, 7, 13, 20, 31):
-        stop = free["text"][start : start + 9]
-        (whole,) = demo.generate(PROMPT, greedy(30, stop=stop), use_tqdm=False)
-        shown = ""
-        for delta in demo.stream(PROMPT, greedy(30, stop=stop)):
-            shown += delta["text"]
-            assert whole["text"].startswith(shown)
-        assert shown == whole["text"] == free["text"][: free["text"].index(stop)]
-
-
-def test_a_character_is_never_shown_in_parts(demo):
-    """U+FFFD stands for bytes that are no UTF-8, not for those whose rest comes with the next token."""
-    allowed = [i for text in ("é", "日") for i in demo.tokenizer.encode(text, add_special_tokens=False)]
-    params = SamplingParams(seed=0, temperature=50.0, ignore_eos=True, max_tokens=40, allowed_token_ids=allowed)
-    (whole,) = demo.generate(PROMPT, params, use_tqdm=False)
-    shown = ""
-    for delta in demo.stream(PROMPT, params):
-        shown += delta["text"]
-        assert whole["text"].startswith(shown)
-    assert shown == whole["text"] and "é" in shown
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, {"prompt": PROMPT}, {"prompt_token_ids": [5, 6]}, [5, 6], (5, 6)])
 def test_forms_of_one_prompt(demo, prompt):
     *_, last = demo.stream(prompt, greedy(3))
@@ -49,15 +24,6 @@ def test_forms_of_one_prompt(demo, prompt):
 
 
 # ---------------------------------------------------------------- several at a time
-
-
-def test_one_of_two_streams_is_closed(make_llm, reference):
-    llm = make_llm()
-    first, second = (llm.stream(prompt_of(n), greedy(12)) for n in (9, 20))
-    tokens = [*next(first)["token_ids"], *next(second)["token_ids"]][1:]
-    first.close()
-    assert tokens + [i for delta in second for i in delta["token_ids"]] == reference(prompt_of(20), 12)
-    check_is_empty(llm)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -98,15 +64,6 @@ def test_step_beside_a_stream(make_llm, reference):
     check_is_empty(llm)
 
 
-def test_the_stream_finishes_what_was_added(make_llm, reference):
-    """A request of add_request that ends during a stream is reported by the next ``step``."""
-    llm = make_llm()
-    request = llm.add_request(prompt_of(30), greedy(2))
-    list(llm.stream(prompt_of(9), greedy(12)))
-    assert not llm.is_finished()
-    assert finish(llm) == {request: reference(prompt_of(30), 2)}
-
-
 # ---------------------------------------------------------------- many prompts
 
 
@@ -122,17 +79,6 @@ def test_outputs_as_they_finish(make_llm, reference):
         assert output.finished
         assert output["token_ids"] == reference(prompt_of(lengths[output.index]), limits[output.index])
     assert list(llm.stream([])) == [] and list(llm.stream(iter(()))) == []
-
-
-def test_many_texts(demo):
-    prompts = ["What is 2 + 3?", {"prompt": "What is 4 + 4?"}, [5, 6], {"prompt_token_ids": [7, 8], "prompt": "own"}]
-    expected = demo.generate(prompts, greedy(12), use_tqdm=False)
-    outputs = sorted(demo.stream(iter(prompts), greedy(12)), key=lambda output: output.index)
-    assert [(o.prompt, o["text"], o["token_ids"]) for o in outputs] == [
-        (o.prompt, o["text"], o["token_ids"]) for o in expected
-    ]
-    stopped = list(demo.stream(prompts[:1], SamplingParams(temperature=0, stop="5", n=1, logprobs=1)))
-    assert (stopped[0]["text"], len(stopped[0].outputs[0].logprobs)) == ("\n", 2)
 
 
 def test_endless_prompts_are_taken_as_there_is_room(make_llm):

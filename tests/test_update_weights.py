@@ -239,14 +239,6 @@ def test_needs_an_idle_engine(make_llm, tiny, reference):
     assert tokens(llm) == [reference(prompt, 8) for prompt in PROMPTS]
 
 
-def test_an_engine_that_is_shut_down(make_llm):
-    llm = make_llm()
-    llm.exit()
-    for change in (lambda: llm.update_weights({}), llm.sleep, llm.wake_up, llm.is_sleeping):
-        with pytest.raises(EngineError, match="this engine is shut down"):
-            change()
-
-
 @pytest.mark.gpu
 @pytest.mark.whole_gpu
 def test_ten_updates_leak_nothing(make_llm, trained):

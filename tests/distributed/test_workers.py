@@ -5,7 +5,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -132,32 +131,6 @@ def test_dismissal_that_is_not_read(start, monkeypatch, signal_number):
     workers.dismiss()
     assert workers.join() and aborted
     assert workers.processes[1].exitcode == -signal.SIGKILL
-
-
-FORKING_SCRIPT = """
-import os, sys, worker_mains
-from nanovllm.distributed.workers import Workers
-workers = Workers(2, worker_mains.serve)
-workers.wait_for("ready")
-if os.fork() == 0:
-    workers.dismiss()
-    workers.join()
-    sys.exit()
-assert os.wait()[1] == 0
-workers.processes[1].join(0.3)
-assert workers.processes[1].is_alive()
-workers.dismiss()
-workers.join()
-print(workers.processes[1].exitcode)
-"""
-
-
-def test_a_forked_child_leaves_the_workers_alone():
-    """They were terminated at its exit: ``multiprocessing`` terminates the daemons that it knows."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.path.dirname(worker_mains.__file__)])}
-    command = [sys.executable, "-c", FORKING_SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
 
 
 def test_starts_in_two_threads_leave_the_main_module_in_its_place():

@@ -161,49 +161,10 @@ def test_equal_hashes_are_not_equal_tokens(monkeypatch):
     assert third.num_computed_tokens == 2 and third.block_table[0] == first.block_table[0]
 
 
-def test_the_last_token_is_never_a_hit():
-    manager = BlockManager(6, 2)
-    first = admit(manager, [1, 2, 3, 4])
-    second = admit(manager, [1, 2, 3, 4])
-    assert second.num_computed_tokens == 2
-    assert second.block_table[0] == first.block_table[0] and second.block_table[1] != first.block_table[1]
-
-
 def test_only_computed_blocks_are_found():
     manager = BlockManager(6, 2)
     admit(manager, [1, 2, 3, 4, 5], computed=3)
     assert admit(manager, [1, 2, 3, 4, 5]).num_computed_tokens == 2
-
-
-def test_a_shared_block_outlives_its_first_owner():
-    manager = BlockManager(4, 2)
-    first, second = admit(manager, [1, 2, 3]), admit(manager, [1, 2, 4])
-    shared = first.block_table[0]
-    manager.deallocate(first)
-    assert manager.blocks[shared].ref_count == 1 and shared not in manager.cached_block_ids
-    manager.deallocate(second)
-    assert list(manager.cached_block_ids) == [shared]
-
-
-def test_least_recently_used_goes_first_and_tails_before_heads():
-    manager = BlockManager(5, 1)
-    old, new = admit(manager, [1, 2]), admit(manager, [3, 4, 5])
-    old_table, new_table = old.block_table, new.block_table
-    manager.deallocate(old)
-    manager.deallocate(new)
-    assert list(manager.cached_block_ids) == [*old_table[::-1], *new_table[::-1]]
-    manager.deallocate(admit(manager, [1, 9]))  # uses the old head again; the old tail is overwritten
-    assert list(manager.cached_block_ids) == [*new_table[::-1], old_table[1], old_table[0]]
-
-
-def test_can_allocate_counts_revived_blocks():
-    """A cached block that is hit is no longer there to be taken for the rest of the prompt."""
-    manager = BlockManager(2, 1)
-    manager.deallocate(admit(manager, [1, 2]))
-    assert manager.can_allocate(Sequence([1, 3], block_size=1))
-    assert not manager.can_allocate(Sequence([1, 2, 3], block_size=1))
-    holder = admit(manager, [1])  # not a hit: its last token is computed again
-    assert holder.num_computed_tokens == 0
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -218,16 +179,3 @@ def test_a_sequence_gets_blocks_once():
     seq = admit(manager, [1])
     with pytest.raises(AssertionError):
         manager.allocate(seq)
-
-
-def test_few_sequences_touch_few_blocks():
-    """Freed blocks went to the end of the queue: a CPU engine's memory grew call by call, up to the whole pool."""
-    manager, used = BlockManager(100, 4), set()
-    for number in range(50):
-        seqs = [Sequence([number, i, 7], seq_id=i, block_size=4) for i in range(2)]
-        for seq in seqs:
-            manager.allocate(seq)
-            used.update(seq.block_table)
-        for seq in seqs:
-            manager.deallocate(seq)
-    assert used == {0, 1}

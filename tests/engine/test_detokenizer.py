@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from helpers import first_stop
 
 from nanovllm import SamplingParams
 from nanovllm.engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
@@ -219,26 +220,8 @@ def test_decode_tokens_by_hand():
 # ---------------------------------------------------------------- stop strings
 
 
-def naive_stop(tokenizer, ids, stop, include, min_tokens, skip):
-    """(string, text, tokens) of the first stop string that ends in the text of a token after the first min_tokens."""
-    before = 0
-    for n in range(1, len(ids) + 1):
-        text = complete(decode(tokenizer, ids[:n], skip))
-        if n > min_tokens:
-            found = []
-            for order, string in enumerate(stop):
-                start = text.find(string, max(0, before - len(string) + 1))
-                if start >= 0:
-                    found.append((start + len(string), order, start, string))
-            if found:
-                end, _, start, string = min(found)
-                return string, text[: end if include else start], n
-        before = len(text)
-    return None
-
-
 def search(tokenizer, ids, stop, include=False, min_tokens=0, skip=True):
-    """What ``naive_stop`` gives."""
+    """What ``first_stop`` gives."""
     params = SamplingParams(
         stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens, skip_special_tokens=skip
     )
@@ -259,7 +242,8 @@ def test_stop_strings_are_found_as_by_the_naive_search(tokenizer):
             stop.append(text[at : at + size].replace(REPLACEMENT, "a") or "x")
         include, min_tokens = rng.random() < 0.5, rng.choice([0, 0, 3, 10])
         found = search(tokenizer, ids, stop, include, min_tokens, skip)
-        assert found == naive_stop(tokenizer, ids, stop, include, min_tokens, skip), (ids, stop)
+        texts = (decode(tokenizer, ids[:n], skip) for n in range(1, len(ids) + 1))
+        assert found == first_stop(texts, stop, include, min_tokens), (ids, stop)
         num_found += found is not None
     assert 100 < num_found < 590
 
@@ -281,23 +265,6 @@ def test_stop_strings_by_hand(text, stop, kept, kept_with, reason):
     for include, expected in ((False, kept), (True, kept_with)):
         found = search(tokenizer, by_bytes(tokenizer, text), stop, include)
         assert found == (None if reason is None else (reason, expected, found[2]))
-
-
-def test_min_tokens():
-    """A string that ends in the first min_tokens tokens is passed over; one that begins there is found."""
-    tokenizer = byte_level()
-    ids = by_bytes(tokenizer, "ab cab cab")
-    late = "ab", "ab c", 6
-    for min_tokens, expected in ((1, ("ab", "", 2)), (2, late), (5, late), (10, None)):
-        assert search(tokenizer, ids, ["ab"], min_tokens=min_tokens) == expected
-
-
-def test_special_tokens_are_no_text():
-    """A special token as a stop string is found only in text that shows it."""
-    tokenizer = byte_level()
-    ids = [*by_bytes(tokenizer, "ab"), tokenizer.eos_token_id]
-    for skip, expected in ((True, None), (False, ("</s>", "ab", 3))):
-        assert search(tokenizer, ids, ["</s>"], skip=skip) == expected
 
 
 def test_byte_tokens_complete_a_string_within_their_run():

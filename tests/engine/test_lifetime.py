@@ -29,15 +29,7 @@ def run_python(code, *flags):
 # ---------------------------------------------------------------- errors and interrupts
 
 
-@pytest.fixture
-def sigint_handler():
-    """Background jobs of a shell ignore SIGINT, and Python then installs no handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("sigint_handler")
+@pytest.mark.usefixtures("heard_sigint")
 @pytest.mark.parametrize("where", ["forward", "run_model", "sample"])
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize(("device", "max_in_flight"), [("cpu", 0), ("cpu", 1), gpu_param("cuda", 1)])
@@ -67,20 +59,6 @@ def test_keyboard_interrupt(make_llm, reference, where, after, device, max_in_fl
     assert generate(llm, prompts, greedy(10)) == [reference(prompt, 10) for prompt in prompts]
 
 
-def test_error_in_a_launch(make_llm, reference, monkeypatch):
-    """An exception from the device reaches the caller as it is, and leaves the engine empty and usable."""
-    llm = make_llm()
-
-    def fail(*args):
-        raise RuntimeError("device says no")
-
-    monkeypatch.setattr(llm.model_runner.sampler, "draw", fail)
-    with pytest.raises(RuntimeError, match="device says no"):
-        generate(llm, [prompt_of(5)], greedy(5))
-    monkeypatch.undo()
-    assert generate(llm, [prompt_of(5)], greedy(5)) == [reference(prompt_of(5), 5)]
-
-
 def test_failed_start_holds_nothing(make_checkpoint, tmp_path):
     """An error late in the constructor leaves neither the weights behind nor a thread."""
     shutil.copytree(make_checkpoint(), tmp_path, dirs_exist_ok=True)
@@ -101,7 +79,8 @@ def test_after_exit(make_llm):
     with make_llm() as llm:
         llm.exit()
     llm.exit()
-    for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step):
+    for use in (lambda: llm.generate([1]), lambda: llm.add_request([1]), llm.step, lambda: llm.update_weights({}),
+                llm.sleep, llm.wake_up, llm.is_sleeping):  # fmt: skip
         with pytest.raises(EngineError, match=re.escape("this engine is shut down; make a new LLM(...).")):
             use()
 

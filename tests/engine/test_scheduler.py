@@ -929,26 +929,23 @@ def test_run_ahead_drains_before_it_preempts():
     harness.run_to_end()
 
 
-def test_surplus_token_after_a_stop_is_dropped():
-    """With one step in flight a stop is learnt when the next launch is under way; its token belongs to nobody."""
-    params = {"max_tokens": 8, "stop_token_ids": list(range(VOCAB))}
+@pytest.mark.parametrize("params, num_tokens, num_launches", [
+    # a stop is learnt when the next launch is under way, a decode step that is surplus
+    ({"max_tokens": 8, "stop_token_ids": list(range(VOCAB))}, 1, 2),
+    ({"max_tokens": 3, "ignore_eos": True}, 3, 3),  # a length is known before it is reached
+])  # fmt: skip
+def test_surplus_launches_with_one_step_in_flight(params, num_tokens, num_launches):
     harness = Harness(max_in_flight=1)
     ids = [harness.add([1, 2, token], **params) for token in (1, 2)]
     harness.run_to_end()
-    assert [len(harness.outputs[i].completion_token_ids) for i in ids] == [1, 1]
-    assert harness.device.num_launches == 2  # prefill, and the decode step that was surplus
+    assert [len(harness.outputs[i].completion_token_ids) for i in ids] == [num_tokens] * 2
+    assert harness.device.num_launches == num_launches
 
 
-def test_length_stop_is_known_before_it_happens():
-    harness = Harness(max_in_flight=1)
-    harness.add([1, 2, 1], max_tokens=3, ignore_eos=True)
-    harness.run_to_end()
-    assert harness.device.num_launches == 3  # no surplus one
-
-
-def test_completions_share_the_prompt():
+@pytest.mark.parametrize("caching", [True, False])
+def test_completions_share_the_prompt(caching):
     """The prompt is computed once; each completion has a copy of its last block, which is not full."""
-    harness = Harness(block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
+    harness = Harness(0, caching, block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
     first = harness.add([1, 2, 1, 2, 2], max_tokens=3, ignore_eos=True, n=4)
     batch = harness.step()
     assert (batch.starts, batch.stops) == (0, 5) and batch.sampled_from.tolist() == [0, 0, 0]
@@ -1005,28 +1002,3 @@ def test_what_samples_nothing_holds_its_slot_until_it_is_launched(num_blocks):
         assert [seq.seq_id for seq in harness.unsampled()] == scores[3 * (launched - 1) : 3 * launched]
     harness.run_to_end()
     assert harness.device.num_launches == 4
-
-
-@needs(FEATURE)
-def test_aborted_after_its_last_chunk_was_launched():
-    harness = Harness(1, max_num_seqs=2, max_num_batched_tokens=3)
-    score, other = harness.add_score([1, 2, 1, 2, 2], 1), harness.add_score([2, 2, 1], 1)
-    harness.step()
-    batch = harness.step()
-    assert batch.chunk_seq_ids.tolist() == [score]  # its first chunk is back
-    assert score in [seq.seq_id for seq in harness.unsampled()]
-    harness.abort(score)
-    harness.run_to_end()
-    assert harness.outputs.keys() == {other}
-
-
-def test_refusals_leave_no_trace():
-    harness = Harness(block_size=2, num_blocks=3, max_model_len=16)
-    good = harness.add([1, 2], max_tokens=5)  # 7 tokens; the last needs no slot: 6 slots, 3 blocks
-    assert good is not None
-    assert harness.add([1, 2], max_tokens=6) is None
-    assert harness.add([1] * 7, max_tokens=1) is None
-    assert harness.add([1] * 16, max_tokens=1) is None
-    assert harness.add([], max_tokens=1) is None
-    assert [seq.seq_id for seq in harness.scheduler.waiting] == [good]
-    harness.run_to_end()

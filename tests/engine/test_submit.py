@@ -62,13 +62,6 @@ def test_deltas():
         assert whole.result()["text"] == expected["text"]
 
 
-def test_text():
-    with LLM(device="cpu", num_kvcache_blocks=16, quiet=True) as llm:
-        futures = [llm.submit("2 + 3", greedy(8)) for _ in range(3)]
-        (output,) = llm.generate("2 + 3", greedy(8), use_tqdm=False)
-        assert {future.result()["text"] for future in futures} == {output["text"]} and output["text"]
-
-
 def test_refused_aborted_dropped(make_llm, monkeypatch):
     llm = make_llm()
     with pytest.raises(RequestError, match="outside the vocabulary"):

@@ -6,7 +6,7 @@ import shutil
 from datetime import datetime
 
 import pytest
-from helpers import generate, greedy, prompt_of, tokens_of
+from helpers import generate, greedy, prompt_of, refuses, tokens_of
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -22,10 +22,6 @@ HI = [{"role": "user", "content": "hi"}]
 def demo():
     with LLM(device="cpu", num_kvcache_blocks=4) as llm:
         yield llm
-
-
-def refuses(text):
-    return pytest.raises(RequestError, match=re.escape(text))
 
 
 def test_chat_template(demo):
@@ -185,16 +181,6 @@ def test_tokenizer_and_generation_config_disagree(make_llm, with_tokenizer, refe
     assert generate(llm, prompts, greedy(20)) == [reference(prompt, 20) for prompt in (first, second, third)]
     with refuses("prompt 0: the prompt is empty"):
         llm.generate([""], use_tqdm=False)
-
-
-def test_one_id_in_the_generation_config(make_llm, with_tokenizer, reference):
-    """eos_token_id is a number in some files and a list in others; min_tokens masks all of them."""
-    prompt = prompt_of(8)
-    tokens = reference(prompt, 20)
-    llm = make_llm(model=with_tokenizer(511, tokens[6]), skip_tokenizer_init=False)
-    assert generate(llm, [prompt], greedy(20, ignore_eos=False)) == [until(tokens, {tokens[6], 511})]
-    (held,) = generate(llm, [prompt], greedy(20, ignore_eos=False, min_tokens=12))
-    assert len(held) >= 12 and not {tokens[6], 511} & set(held[:12])
 
 
 def test_a_tokenizer_that_begins_texts(demo, tmp_path):

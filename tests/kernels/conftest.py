@@ -26,6 +26,19 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(torch, name, partial(poison, getattr(torch, name)))
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """cut(...) -> decode attention in tiles of 16 tokens, by default in about as many splits: every sequence of a few
+    tiles is cut."""
+    from nanovllm.kernels.attention import decode
+
+    def make(programs_per_sm=16, **more):
+        config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm, **more)
+        monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+
+    return make
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
     """Triton's interpreter looks through all names of its language at each call of a function by a kernel.

@@ -217,25 +217,32 @@ def test_the_twin_of_a_long_prompt_takes_it_in_pieces(monkeypatch):
     check(cache, out, textbook(q, *cache.tokens(0), cache.scale, 9, sinks, 1.5))
 
 
-@pytest.fixture
-def many_splits(monkeypatch):
-    """Tiles of 16 tokens and about as many splits: every sequence of a few tiles is cut."""
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-
-
 # ---------------------------------------------------------------------------------------------------- decode
 
+FP32, UNEVEN = torch.float32, [20, 33, 250, 7, 0, 64, 48, 31]  # one long context among short ones
+DECODES = [  # arguments and keywords of check_decode; of ``cut``, where it is called
+    *((([0, 1, n - 1, n, n + 1, 0], 4, 2, 32, n, FP32), {}, None) for n in (16, 48, *at_night(64, 256))),
+    *((([37, 5, 130], 2 * group, 2, 32, 16, FP32), {}, None) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
+    (([1 + 7 * i % 50 for i in range(21)], 2, 1, 32, 16, FP32), {}, None),  # above sixteen sequences
+    # a merge of one partial result at a time, of some, of all at once
+    *((([130, 47, 1], group, 1, 128, 16, FP32), {}, {"merged": merged})
+      for group, merged in ((2, 4096), (5, 1), (7, 2048), (16, 16384))),
+    # split lengths that begin and end inside sequences
+    *(((UNEVEN, 2, 1, 32, 32, FP32), {"window": window}, {"programs_per_sm": n})
+      for n, window in ((1, 0), (2, 0), (3, 0), (3, 40))),
+    # windows of one token, less than a tile of 16 or 32 tokens, a tile, a tile and a bit, several tiles, all contexts
+    *((([130, 0, 1, 15, 64, 65], 2, 1, 32, n, FP32), {"window": window}, None)
+      for n, window in ((16, 1), (64, 7), (16, 32), (16, 33), (64, 64), (16, 500))),
+    *((([130, 47, 0, 1, 16], 7, 1, 32, n, FP32), {"window": window}, {})
+      for n, window in ((16, 1), (48, 16), (16, 33), *at_night((48, 7), (48, 100)))),
+]  # fmt: skip
 
-@pytest.mark.parametrize("block_size", [16, 48, *at_night(64, 256)])
-def test_decode_around_block_boundaries(block_size):
-    contexts = [0, 1, block_size - 1, block_size, block_size + 1, 0]
-    check_decode(contexts, 4, 2, 32, block_size, torch.float32)
 
-
-@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
-def test_decode_grouped_heads(group):
-    check_decode([37, 5, 130], 2 * group, 2, 32, 16, torch.float32)
+@pytest.mark.parametrize("args, options, splits", DECODES, ids=str)
+def test_decode(cut, args, options, splits):
+    if splits is not None:
+        cut(**splits)
+    check_decode(*args, **options)
 
 
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
@@ -248,74 +255,43 @@ def test_decode_head_sizes_and_types(head_size, dtype):
 @pytest.mark.parametrize(
     ("block_size", "contexts"), [(16, [200, 0, 15, 16, 17, 90]), (256, [270, 1, 0, 100])]
 )
-def test_decode_many_splits(many_splits, block_size, contexts, dtype):
+def test_decode_many_splits(cut, block_size, contexts, dtype):
+    cut()
     check_decode(contexts, 4, 2, 32, block_size, dtype)
 
 
-@pytest.mark.parametrize("group, merged", [(2, 4096), (5, 1), (7, 2048), (16, 16384)])
-def test_decode_many_splits_of_large_groups(monkeypatch, group, merged):
-    """A merge of one partial result at a time, of some, of all at once."""
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16, merged=merged)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-    check_decode([130, 47, 1], group, 1, 128, 16, torch.float32)
-
-
-@pytest.mark.parametrize("num_seqs, group, num_kv_heads", [(2, 7, 1), *at_night((1, 8, 2), (2, 4, 3), (1, 8, 4))])
-def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads):
+@pytest.mark.parametrize("num_seqs, group, num_kv_heads, head_size, sinks", [
+    (2, 7, 1, 128, False), (2, 8, 2, 64, True),  # each program takes its own sinks
+    *at_night((1, 8, 2, 128, False), (2, 4, 3, 128, False), (1, 8, 4, 128, False)),
+])  # fmt: skip
+def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads, head_size, sinks):
     """Several programs share the query heads of a KV head."""
-    assert decode.decode_config(num_seqs, num_kv_heads, group, 128, 4).kv_head_programs > 1
-    check_decode([300, 40][:num_seqs], num_kv_heads * group, num_kv_heads, 128, 64, torch.float32)
+    assert decode.decode_config(num_seqs, num_kv_heads, group, head_size, 4).kv_head_programs > 1
+    check_decode([300, 40][:num_seqs], num_kv_heads * group, num_kv_heads, head_size, 64, torch.float32, sinks=sinks)
 
 
-@pytest.mark.parametrize("programs_per_sm", [1, 2, 3])
-def test_decode_splits_that_hold_parts_of_several_sequences(monkeypatch, programs_per_sm):
-    """One long context among short ones, at split lengths that begin and end inside sequences."""
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32)
+VERIFIES = [
+    *((([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, FP32), {}, None)
+      for group, num_rows in ((1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8)))),
+    *(((contexts, 4, 6, 2, 32, n, FP32), {}, {}) for n, contexts in ((16, [200, 3, 90]), (256, [300, 0, 17]))),
+    *((([100, 9, 65, 131], 4, 4, 2, 32, n, FP32), {"window": window}, None)
+      for n, window in ((16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500)))),
+    *((([70, 3, 150], 4, 6, 2, 32, 16, FP32), {"window": window, "sinks": True, "softcap": softcap}, {})
+      for window, softcap in ((0, 0.0), (21, 2.0))),
+]  # fmt: skip
 
 
-# Windows of one token, less than a tile of 16 or 32 tokens, a tile, a tile and a bit, several tiles, all contexts.
-@pytest.mark.parametrize("block_size, window", [(16, 1), (64, 7), (16, 32), (16, 33), (64, 64), (16, 500)])
-def test_decode_with_a_window(block_size, window):
-    check_decode([130, 0, 1, 15, 64, 65], 2, 1, 32, block_size, torch.float32, window)
-
-
-@pytest.mark.parametrize("block_size, window", [(16, 1), (48, 16), (16, 33), *at_night((48, 7), (48, 100))])
-def test_decode_with_a_window_in_many_splits(many_splits, block_size, window):
-    check_decode([130, 47, 0, 1, 16], 7, 1, 32, block_size, torch.float32, window)
-
-
-def test_decode_splits_that_hold_parts_of_several_windows(monkeypatch):
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=3)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 2, 1, 32, 32, torch.float32, window=40)
-
-
-@pytest.mark.parametrize("group, num_rows", [(1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8))])
-def test_verify_grouped_heads(group, num_rows):
-    check_verify([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, torch.float32)
+@pytest.mark.parametrize("args, options, splits", VERIFIES, ids=str)
+def test_verify(cut, args, options, splits):
+    if splits is not None:
+        cut(**splits)
+    check_verify(*args, **options)
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_verify_head_sizes_and_types(head_size, dtype):
     check_verify([33, 50, 9], 8, 4, 1, head_size, 16, dtype)
-
-
-@pytest.mark.parametrize("block_size, contexts", [(16, [200, 3, 90]), (256, [300, 0, 17])])
-def test_verify_many_splits(many_splits, block_size, contexts):
-    check_verify(contexts, 4, 6, 2, 32, block_size, torch.float32)
-
-
-@pytest.mark.parametrize("block_size, window", [(16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500))])
-def test_verify_with_a_window(block_size, window):
-    check_verify([100, 9, 65, 131], 4, 4, 2, 32, block_size, torch.float32, window)
-
-
-@pytest.mark.parametrize("window, softcap", [(0, 0.0), (21, 2.0)])
-def test_verify_with_sinks_and_a_soft_cap(many_splits, window, softcap):
-    check_verify([70, 3, 150], 4, 6, 2, 32, 16, torch.float32, window, sinks=True, softcap=softcap)
 
 
 @pytest.mark.parametrize("window", [0, 21])
@@ -338,33 +314,22 @@ def test_decode_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, wi
 @pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (True, 2.0)])
 @pytest.mark.parametrize("programs_per_sm", [2, 16])
 @pytest.mark.parametrize("window", [0, 40])
-def test_decode_counts_sinks_once(monkeypatch, programs_per_sm, window, sinks, softcap):
+def test_decode_counts_sinks_once(cut, programs_per_sm, window, sinks, softcap):
     """Splits that begin and end inside sequences; sequences of one split, of several, of none."""
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=programs_per_sm)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
-    check_decode([20, 33, 250, 7, 0, 64, 48, 31], 3, 1, 32, 32, torch.float32, window, sinks, softcap)
-
-
-def test_decode_of_few_sequences_with_sinks():
-    """Several programs share the query heads of a KV head: each takes its own sinks."""
-    assert decode.decode_config(2, 2, 8, 64, 4).kv_head_programs > 1
-    check_decode([300, 40], 16, 2, 64, 64, torch.float32, sinks=True)
+    cut(programs_per_sm)
+    check_decode(UNEVEN, 3, 1, 32, 32, torch.float32, window, sinks, softcap)
 
 
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
-def test_sinks_far_from_the_scores(many_splits, sink):
+def test_sinks_far_from_the_scores(cut, sink):
     """Far below they change nothing; far above nothing is left, and no number overflows to NaN."""
+    cut()
     cache = PagedCache([200, 9], 1, 32, 16, torch.float32)
     q, sinks = cache.queries(2, 2, 1), torch.full((2,), sink, device=DEVICE)
     args, cu_seqlens = cache.decode_args(q), torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     expected = oracle(reference.paged_decode_attention, *args) if sink < 0 else torch.zeros_like(q)
     check(cache, decode.paged_decode_attention(*args, sinks=sinks), expected)
     check(cache, prefill.paged_prefill_attention(*args[:3], cu_seqlens, *args[3:-1], 1, sinks=sinks), expected)
-
-
-def test_decode_batch_above_sixteen():
-    contexts = [1 + 7 * i % 50 for i in range(21)]
-    check_decode(contexts, 2, 1, 32, 16, torch.float32)
 
 
 def test_decode_of_an_empty_batch():
@@ -383,8 +348,9 @@ def test_decode_with_an_upper_bound_of_the_contexts():
     check(cache, decode.paged_decode_attention(*args, 500), oracle(reference.paged_decode_attention, *args, 500))
 
 
-def test_decode_large_scores_do_not_overflow(many_splits):
+def test_decode_large_scores_do_not_overflow(cut):
     """Scores of hundreds: the softmax must subtract the maximum within a split and between splits."""
+    cut()
     cache = PagedCache([200, 40], 1, 32, 16, torch.float32, scale=40.0)
     args = cache.decode_args(cache.queries(2, 2, 1))
     expected = oracle(reference.paged_decode_attention, *args)
@@ -406,21 +372,24 @@ def test_decode_result_is_that_of_the_sequence_alone():
 # --------------------------------------------------------------------------------------------------- prefill
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
-def test_prefill_whole_prompts(block_size):
-    lens = [1, block_size - 1, block_size + 1] if block_size < 256 else [1, 70]
-    check_prefill([(n, n) for n in lens], 4, 2, 32, block_size, torch.float32)
+# a prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch
+SPANS = [(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)]
+PREFILLS = [
+    *(([(n, n) for n in lens], 4, 2, 32, block_size, FP32)  # whole prompts
+      for block_size, lens in ((16, (1, 15, 17)), (48, (1, 47, 49)), (64, (1, 63, 65)), (256, (1, 70)))),
+    *((SPANS, 4, 2, 32, block_size, FP32) for block_size in (16, 64)),
+    *(([(19, 19), (7, 40)], 2 * group, 2, 32, 16, FP32) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
+    *(([(150, 170)], group, 1, 32, 64, torch.float16) for group in (1, 2, 7)),  # more rows than one program takes
+    # tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits
+    *(([(20, 84), (33, 165), (1, 77), (0, 16), (70, 70)], 4, 2, 32, n, FP32, window)
+      for n, window in ((16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500)))),
+    *(([(150, 170), (30, 300)], 14, 2, 32, 64, torch.float16, window) for window in (5, 128)),  # large tiles
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_prefill_after_a_prefix(block_size):
-    """A prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch."""
-    check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 4, 2, 32, block_size, torch.float32)
-
-
-@pytest.mark.parametrize("group", [1, 3, 8, *at_night(2, 4, 5, 7, 16)])
-def test_prefill_grouped_heads(group):
-    check_prefill([(19, 19), (7, 40)], 2 * group, 2, 32, 16, torch.float32)
+@pytest.mark.parametrize("args", PREFILLS, ids=str)
+def test_prefill(args):
+    check_prefill(*args)
 
 
 @pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
@@ -429,31 +398,10 @@ def test_prefill_head_sizes_and_types(head_size, dtype):
     check_prefill([(35, 35), (3, 70)], 4, 2, head_size, 64, dtype)
 
 
-@pytest.mark.parametrize("group", [1, 2, 7])
-def test_prefill_more_rows_than_one_program_takes(group):
-    check_prefill([(150, 170)], group, 1, 32, 64, torch.float16)
-
-
-@pytest.mark.parametrize(
-    "block_size, window",
-    [(16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500))],
-)
-def test_prefill_with_a_window(block_size, window):
-    """Tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits."""
-    check_prefill([(20, 84), (33, 165), (1, 77), (0, 16), (70, 70)], 4, 2, 32, block_size, torch.float32, window)
-
-
-@pytest.mark.parametrize("window", [5, 128])
-def test_prefill_with_a_window_of_large_tiles(window):
-    check_prefill([(150, 170), (30, 300)], 14, 2, 32, 64, torch.float16, window)
-
-
 @pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)])
 def test_prefill_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
-    """A prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch."""
-    spans = [(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)]
-    check_prefill(spans, num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
+    check_prefill(SPANS, num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
 
 
 def test_prefill_in_chunks_is_the_whole():

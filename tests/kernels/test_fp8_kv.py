@@ -13,10 +13,10 @@ from nanovllm.kernels.attention import decode, prefill, reference
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear import dispatch, norm_rope_store
 from nanovllm.kernels.linear import reference as linear_reference
-from nanovllm.kernels.linear.reference import QKVEpilogue, Weight, quantize
+from nanovllm.kernels.linear.reference import Weight, quantize
 
-from . import DEVICE, test_attention
-from .test_attention import OTHER_SCORES, SM90_SPANS, PagedCache, check, oracle
+from . import DEVICE, EPS, another, make_epilogue, randn, test_attention
+from .test_attention import OTHER_SCORES, SM90_SPANS, SPANS, PagedCache, check, oracle
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -93,22 +93,20 @@ def test_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks,
 
 
 @pytest.mark.parametrize("block_size, window", [(16, 0), (256, 0), (48, 33)])
-def test_decode_in_many_splits(block_size, window, monkeypatch):
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=16)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+def test_decode_in_many_splits(block_size, window, cut):
+    cut()
     check_decode([130, 47, 0, 1, 16], 6, 2, 32, block_size, torch.float16, window)
 
 
-def test_decode_by_several_programs_for_each_kv_head(monkeypatch):
-    config = decode.DecodeConfig(block_n=16, num_warps=2, num_stages=2, programs_per_sm=2, kv_head_programs=3)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: config)
+def test_decode_by_several_programs_for_each_kv_head(cut):
+    cut(2, kv_head_programs=3)
     check_decode([70, 5], 12, 2, 32, 16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size, group, window", [(32, 1, 0), (128, 3, 0), (64, 2, 40)])
 def test_prefill(head_size, group, window, dtype):
-    check_prefill([(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)], 2 * group, 2, head_size, 16, dtype, window)
+    check_prefill(SPANS, 2 * group, 2, head_size, 16, dtype, window)
 
 
 @pytest.mark.parametrize("context", [2_000, pytest.param(32_000, marks=pytest.mark.gpu)])
@@ -195,29 +193,16 @@ def test_every_stored_value_is_read_as_it_is():
 
 def stored(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True):
     """q and the two caches of the kernel, then those of the twin; some values beyond 448 times the scale, one NaN."""
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    num_all_heads = num_heads + 2 * num_kv_heads
-    qkv = randn(num_tokens, num_all_heads, head_dim)
+    qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     qkv[0, -1], qkv[1, num_heads] = 1e4, -1e4  # saturated: v of the last head; k of the first, without norm
-    qkv[2, -1, 3] = torch.nan
-    weights = [randn(head_dim) if with_norm else None for _ in range(2)]
-    positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(DEVICE, torch.int32)
-    slots = torch.randperm(num_tokens + 32, generator=generator)[:num_tokens].to(DEVICE, torch.int32)
-    slots[3::3] = -1
-    cos_sin = torch.randn(500, head_dim, generator=generator).to(DEVICE)
+    qkv[3, -1, 3] = torch.nan
+    scales = uneven_scales(num_kv_heads)
+    epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm, scales)
     results = []
     for op in (norm_rope_store.norm_rope_store, linear_reference.norm_rope_store):
-        shape = (num_tokens // 16 + 3, 16, num_kv_heads, head_dim)
-        caches = [torch.full(shape, torch.nan, device=DEVICE).to(E4M3) for _ in range(2)]
-        q = op(
-            qkv.clone().flatten(1), *weights, 1e-6, cos_sin, positions, slots, *caches, num_heads, num_kv_heads,
-            uneven_scales(num_kv_heads),
-        )  # fmt: skip
-        results.append((q, *(cache.float().cpu() for cache in caches)))
+        own = another(epilogue)
+        q = op(qkv.clone().flatten(1), *own)
+        results.append((q, *(cache.float().cpu() for cache in (own.k_cache, own.v_cache))))
     return results
 
 
@@ -259,25 +244,16 @@ def test_qkv_linear_at_size(num_tokens, num_heads, num_kv_heads, head_dim, has_n
     """GEMV, decode GEMM and prefill GEMM with the epilogue, and the kernel behind cuBLAS."""
     monkeypatch.setattr(dispatch, "MAX_IDLE_CHANNELS_QKV", 10**9)
     C, width = 1024, (num_heads + 2 * num_kv_heads) * head_dim
-    x = torch.randn(num_tokens, C, device=DEVICE).to(dtype)
-    weight = (torch.randn(width, C, device=DEVICE) / 32).to(dtype)
+    x, weight = randn(num_tokens, C, dtype=dtype), randn(width, C, scale=1 / 32, dtype=dtype)
     weight[-head_dim:] *= 1000  # values of the last head saturate
-    bias = torch.randn(width, device=DEVICE).to(dtype) if has_bias else None
-    qk_weights = (torch.randn(2, head_dim, device=DEVICE) / 4 + 1).to(dtype) if has_norm else (None, None)
-    slots = torch.randperm(num_tokens + 40, device=DEVICE)[:num_tokens].int()
-    slots[3::7] = -1
-    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    angles = torch.randn(500, head_dim // 2, device=DEVICE)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    bias = randn(width, dtype=dtype) if has_bias else None
     scales = uneven_scales(num_kv_heads)
+    epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, has_norm, scales)
     results = []
     for op in (dispatch.qkv_linear, linear_reference.qkv_linear):
-        caches = torch.full((2, num_tokens // 16 + 3, 16, num_kv_heads, head_dim), torch.nan, device=DEVICE).to(E4M3)
-        epilogue = QKVEpilogue(
-            *qk_weights, 1e-6, cos_sin, positions, slots, *caches, num_heads, num_kv_heads, scales
-        )
-        q = op(x, Weight(weight), bias, None, 1e-6, epilogue)
-        results.append((q.float(), *caches.float()))
+        own = another(epilogue)
+        q = op(x, Weight(weight), bias, None, EPS, own)
+        results.append((q.float(), own.k_cache.float(), own.v_cache.float()))
     (q, *kv), (twin_q, *twin_kv) = results
     # The twin rounds before the norm and the rotation, whose differences cancel: an error relative to the inputs.
     atol = 0.1 if dtype == torch.bfloat16 else 0.03

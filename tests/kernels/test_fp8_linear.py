@@ -11,9 +11,9 @@ from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import is_sm90
 from nanovllm.kernels.linear import dispatch, gemv, norm, reference
 from nanovllm.kernels.linear.norm import SplitKPartials
-from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
+from nanovllm.kernels.linear.reference import Tokens, Weight
 
-from . import DEVICE, EPS, rand, randn, sm90_module
+from . import DEVICE, EPS, another, make_epilogue, rand, randn, sm90_module
 
 OPTIONS = [
     dict(),
@@ -120,22 +120,8 @@ def test_gemv_in_several_steps(num_groups, monkeypatch):
     assert_near(dispatch.fused_linear(x, weight, **options), reference.fused_linear(x, weight, **options), 1e-5)
 
 
-def make_epilogue(num_tokens, num_heads, num_kv_heads, head_size, dtype, has_norm=True):
-    angles = torch.rand(512, head_size // 2, device=DEVICE) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    positions = torch.randint(0, 512, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    slots = torch.randperm(512, device=DEVICE)[:num_tokens].int()
-    slots[::7] = -1
-    weights = ((randn(2, head_size) / 4 + 1).to(dtype)) if has_norm else (None, None)
-    caches = torch.full((2, 2, 256, num_kv_heads, head_size), 7.0, device=DEVICE, dtype=dtype)
-    return QKVEpilogue(*weights, EPS, cos_sin, positions, slots, *caches, num_heads, num_kv_heads)
-
-
 def twin_of_qkv(x, weight, bias, norm_weight, epilogue):
-    wide = epilogue._asdict()
-    for name in ("q_weight", "k_weight", "k_cache", "v_cache"):
-        wide[name] = None if wide[name] is None else wide[name].float().clone()  # caches of its own
-    wide = QKVEpilogue(**wide)
+    wide = another(epilogue, torch.float32)
     bias, norm_weight = (None if tensor is None else tensor.float() for tensor in (bias, norm_weight))
     return reference.qkv_linear(x.float(), weight, bias, norm_weight, EPS, wide), wide.k_cache, wide.v_cache
 
@@ -301,12 +287,7 @@ def test_qkv_linear_at_model_size(num_tokens, num_heads, num_kv_heads, head_size
     weight = make_weight(width, num_channels, *((num_channels // 128, 128) if is_grouped else (1, 1)))
     x, norm_weight = randn(num_tokens, num_channels, dtype=torch.bfloat16), rand(num_channels, dtype=torch.bfloat16)
     for has_norm, bias in ((True, None), (False, randn(width, dtype=torch.bfloat16))):
-        epilogue = make_epilogue(min(num_tokens, 512), num_heads, num_kv_heads, head_size, torch.bfloat16, has_norm)
-        if num_tokens > 512:
-            more = num_tokens // 512
-            positions = epilogue.positions.repeat(more)
-            slots = torch.cat((epilogue.slot_mapping, torch.full_like(epilogue.positions, -1).repeat(more - 1)))
-            epilogue = epilogue._replace(positions=positions, slot_mapping=slots)
+        epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_size, torch.bfloat16, has_norm)
         exact = twin_of_qkv(x, weight, bias, norm_weight, epilogue)
         rounded = values(reference.quantize_tokens(reference.rms_norm(x, norm_weight, EPS)))
         quantized = twin_of_qkv(rounded, weight, bias, None, epilogue)

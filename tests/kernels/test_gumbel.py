@@ -141,6 +141,13 @@ def test_noise_is_exact_at_both_ends():
 # ---------------------------------------------------------------- draws
 
 
+def advance_of(state):
+    """The last token of each request slot, a strided column of 77s; its length; and what the host is told."""
+    num_slots = len(state.length)
+    last_token = torch.full((num_slots, 4), 77, dtype=torch.int32, device=DEVICE)[:, 1]
+    return last_token, state.length, torch.zeros(num_slots, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+
+
 @BOTH
 def test_greedy_takes_the_lowest_of_equals(ops):
     state = make_state(4, temperature=0.0, length=[3, 3, 3, 0])
@@ -219,15 +226,13 @@ def test_strided_logits(ops):
 @BOTH
 def test_an_empty_batch(ops):
     state, logits = random_state(6), torch.randn(0, 50, device=DEVICE)
-    req_indices = every_request(state)[:0]
-    before, last_token = state.length.clone(), torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
-    advance = last_token, state.length, torch.zeros(6, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    req_indices, before, advance = every_request(state)[:0], state.length.clone(), advance_of(state)
     thresholds = ops.filter_thresholds(logits, req_indices, state)
     values, tokens = ops.gumbel_argmax(logits, req_indices, state, thresholds, advance=advance)
     gathered = torch.zeros(2, 2, 0, dtype=torch.int32, device=DEVICE)
     assert len(ops.pick_and_advance(gathered, req_indices, *advance)) == 0
     assert (len(thresholds), len(values), len(tokens)) == (0, 0, 0) and tokens.dtype == torch.int32
-    assert torch.equal(state.length, before) and (last_token == 77).all()
+    assert torch.equal(state.length, before) and (advance[0] == 77).all()
 
 
 @BOTH
@@ -242,20 +247,16 @@ def test_the_best_shard_has_the_token_of_the_whole_vocabulary(ops):
     ops.gumbel_argmax(logits[:, :cut], req_indices, state, thresholds, candidates=candidates[0])
     ops.gumbel_argmax(logits[:, cut:], req_indices, state, thresholds, cut, candidates=candidates[1])
     assert torch.equal(candidates[:, 0].view(torch.float32).amax(0), whole_values)
-    last_token, sampled_tokens = torch.zeros_like(req_indices), torch.zeros(6, dtype=torch.int32)
-    advance = last_token, state.length, sampled_tokens.pin_memory() if DEVICE == "cuda" else sampled_tokens
-    assert torch.equal(ops.pick_and_advance(candidates, req_indices, *advance), whole)
+    assert torch.equal(ops.pick_and_advance(candidates, req_indices, *advance_of(state)), whole)
 
 
 @BOTH
 def test_advance_requests(ops):
     state = make_state(5, temperature=0.0, length=[3, 0, 7, 9, 1])
-    last_token = torch.full((5, 4), 77, dtype=torch.int32, device=DEVICE)[:, 1]
     req_indices = torch.tensor([2, 1, 4], dtype=torch.int32, device=DEVICE)
     logits = torch.randn(3, 50, device=DEVICE)
     thresholds = no_thresholds(3)
-    sampled_tokens = torch.zeros(5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    advance = last_token, state.length, sampled_tokens
+    advance = last_token, _, sampled_tokens = advance_of(state)
     scores, tokens = ops.gumbel_argmax(logits, req_indices, state, thresholds, advance=advance)
     assert state.length.tolist() == [3, 0, 8, 9, 2]
     assert last_token.tolist() == [77, 77, int(tokens[0]), 77, int(tokens[2])]
@@ -285,9 +286,8 @@ def test_the_best_candidate(size, batch_size):
     candidates = torch.stack((scores.view(torch.int32), tokens), dim=1)
     results = []
     for ops in (reference, KERNELS):
-        last_token, length = torch.full((140,), 77, dtype=torch.int32, device=DEVICE), state.length.clone()
-        sampled_tokens = torch.zeros(140, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-        picked = ops.pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens)
+        advance = last_token, length, sampled_tokens = advance_of(SimpleNamespace(length=state.length.clone()))
+        picked = ops.pick_and_advance(candidates, req_indices, *advance)
         results.append([x.tolist() for x in (picked, last_token, length, sampled_tokens.to(DEVICE))])
     assert results[0] == results[1]
     columns = zip((-scores).T.tolist(), tokens.T.tolist(), strict=True)
@@ -300,9 +300,8 @@ def test_the_host_is_told_where_no_logit_is_finite(ops):
     state = make_state(4, temperature=[0.0, 1.0, 1.0, 0.0], length=[3, 3, 3, 3])
     logits = torch.randn(4, 1500, device=DEVICE)
     logits[1], logits[3], logits[2, :1499] = torch.nan, -torch.inf, torch.nan
-    last_token = torch.full((4,), 77, dtype=torch.int32, device=DEVICE)
-    sampled_tokens = torch.zeros(4, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    advance, req_indices = (last_token, state.length, sampled_tokens), every_request(state)
+    advance, req_indices = advance_of(state), every_request(state)
+    last_token, _, sampled_tokens = advance
     first = int(logits[0].argmax())
     scores, tokens = ops.gumbel_argmax(logits, req_indices, state, no_thresholds(4), advance=advance)
     for _ in range(2):

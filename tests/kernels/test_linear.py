@@ -15,7 +15,7 @@ from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, refer
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
-from . import DEVICE, EPS, rand, randn, sm90_module
+from . import DEVICE, EPS, another, make_cos_sin, make_epilogue, rand, randn, sm90_module
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,12 +41,6 @@ def assert_as_accurate(actual, exact, twin):
 
 def widened(*tensors):
     return [None if tensor is None else tensor.float() for tensor in tensors]
-
-
-def make_cos_sin(max_position, head_dim):
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
-    angles = torch.arange(max_position, device=DEVICE).float()[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 # Twins against formulas written elsewhere.
@@ -240,22 +234,19 @@ def test_soft_cap(num_rows, num_columns, dtype):
 
 
 def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
-    num_blocks, block_size = num_tokens // 16 + 2, 16
     width, kv_width = (num_heads + 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim
     packed = randn(num_tokens, width + 8, dtype=dtype)
     qkv, kv_and_padding = packed[:, :width], packed[:, width - 2 * kv_width :].clone()
-    weights = [rand(head_dim, dtype=dtype) if with_norm else None for _ in range(2)]
-    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens].int()
-    slots[::3] = -1
-    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim) if with_cache else (0,)
-    caches = torch.full((4, *cache_shape), 7.0, device=DEVICE, dtype=dtype)
-    arguments = (*weights, EPS, make_cos_sin(500, head_dim), positions, slots)
-    expected = reference.norm_rope_store(qkv, *arguments, *caches[:2], num_heads, num_kv_heads)
-    actual = norm_rope_store.norm_rope_store(qkv, *arguments, *caches[2:], num_heads, num_kv_heads)
+    epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm)
+    if not with_cache:
+        epilogue = epilogue._replace(k_cache=epilogue.k_cache[:0], v_cache=epilogue.v_cache[:0])
+    twins = another(epilogue)
+    expected = reference.norm_rope_store(qkv, *twins)
+    actual = norm_rope_store.norm_rope_store(qkv, *epilogue)
     assert actual.shape == (num_tokens, num_heads, head_dim)
     assert_close(actual, expected, scale=2)
-    assert_close(caches[2:], caches[:2], scale=2)
+    for name in ("k_cache", "v_cache"):
+        assert_close(getattr(epilogue, name), getattr(twins, name), scale=2)
     assert torch.equal(packed[:, width - 2 * kv_width :], kv_and_padding)
     if num_tokens > 0:
         assert actual.data_ptr() == qkv.data_ptr()  # a view of qkv, written in place
@@ -414,31 +405,25 @@ def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels
     norm_weight = rand(num_channels, dtype=dtype) if with_norm else None
     weight = (randn(width, num_channels) / num_channels**0.5).to(dtype)
     bias = randn(width, dtype=dtype) if bias else None
-    qk_weights = [rand(head_dim, dtype=dtype) if with_qk_norm else None for _ in range(2)]
-    positions = torch.randint(0, 500, (num_tokens,), device=DEVICE, dtype=torch.int32)
-    num_blocks = num_tokens // 16 + 2
-    slots = torch.randperm(num_blocks * 16, device=DEVICE)[:num_tokens].int()
-    slots[::3] = -1
-    cos_sin = make_cos_sin(500, head_dim)
+    epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_qk_norm)
+    if not with_cache:
+        epilogue = epilogue._replace(k_cache=None, v_cache=None)
 
-    def run(qkv_linear, dtype, x, weight, bias, norm_weight, *qk_weights):
-        caches = torch.full((2, num_blocks, 16, num_kv_heads, head_dim), 7.0, device=DEVICE, dtype=dtype)
-        epilogue = QKVEpilogue(
-            *qk_weights, EPS, cos_sin, positions, slots, *(caches if with_cache else (None, None)),
-            num_heads, num_kv_heads,
-        )  # fmt: skip
-        return qkv_linear(x, Weight(weight), bias, norm_weight, EPS, epilogue), caches
+    def run(qkv_linear, dtype, x, weight, bias, norm_weight):
+        own = another(epilogue, dtype)
+        q = qkv_linear(x, Weight(weight), bias, norm_weight, EPS, own)
+        return [q, own.k_cache, own.v_cache] if with_cache else [q]
 
-    tensors = (x, weight, bias, norm_weight, *qk_weights)
+    tensors = (x, weight, bias, norm_weight)
     expected, actual = run(reference.qkv_linear, dtype, *tensors), run(dispatch.qkv_linear, dtype, *tensors)
     assert actual[0].shape == (num_tokens, num_heads, head_dim)
     if dtype == torch.float32:
-        for i in range(2):
-            assert_close(actual[i], expected[i], scale=4)
+        for pair in zip(actual, expected, strict=True):
+            assert_close(*pair, scale=4)
     else:
         exact = run(reference.qkv_linear, torch.float32, *widened(*tensors))
-        for i in range(2):
-            assert_as_accurate(actual[i], exact[i], expected[i])
+        for each in zip(actual, exact, expected, strict=True):
+            assert_as_accurate(*each)
 
 
 @pytest.mark.parametrize("with_cache", [False, True])

@@ -174,21 +174,6 @@ def test_a_token_is_counted_once(ops):
     assert torch.equal(first, again) and table.counts[0, :3].tolist() == [0, 0, 1] and table.num_counted[0] == 3
 
 
-def test_repetition_penalty_is_that_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sequences = torch.randint(0, 300, (4, 50))
-    logits = torch.randn(4, 300) * 4
-    penalties = torch.tensor([1.3, 0.7, 1.0, 3.0])
-    columns = penalty_columns([NO_PENALTIES] * 4) | dict(repetition_penalty=penalties)
-    state = with_columns(make_state(4, length=50), is_penalized=1, **columns)
-    table, _ = make_table([row.tolist() for row in sequences], [{}] * 4, 60)
-    last_token = int32([0] * 4)
-    actual = reference.apply_penalties(logits.to(DEVICE), every_request(state), state, last_token, table).cpu()
-    for row, penalty in enumerate(penalties.tolist()):
-        processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-        torch.testing.assert_close(actual[row : row + 1], processor(sequences[row : row + 1], logits[row : row + 1]))
-
-
 def copies(table):
     return replace(table, **{field.name: getattr(table, field.name).clone() for field in fields(table)})
 

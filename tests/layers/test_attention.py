@@ -1,9 +1,8 @@
 """The attention layer, its context and the choice of a backend."""
 
-import re
-
 import pytest
 import torch
+from helpers import refuses
 
 from nanovllm import ConfigError, kernels
 from nanovllm.layers.attention import Attention
@@ -11,44 +10,32 @@ from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 
 
-def refuses(text):
-    return pytest.raises(ConfigError, match=re.escape(text))
+@pytest.mark.parametrize(("args", "options", "text"), [
+    *(((name, "cpu", torch.float32), {},
+       f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'.")
+      for name in ("triton", "flash_attn")),
+    (("triton", "cuda", torch.bfloat16, 32), {},
+     "the model has 32 query heads for each KV head, and the kernels take at most 16."),
+    # padded to 512, their tiles did not fit into shared memory: users saw Triton's OutOfResources at start
+    *(((name, "cuda", torch.bfloat16), {"head_dim": 288},
+       f"attention_backend={name!r}: the model has heads of 288, and the kernels take at most 256. Use")
+      for name in ("triton", "flash_attn")),
+    (("flash_attn", "cuda", torch.float32), {},
+     "attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32."),
+    (("flash_attn", "cuda", torch.bfloat16), {"has_sinks": True},
+     "attention_backend='flash_attn': the model has attention sinks, which flash-attn 2 does not know."),
+])  # fmt: skip
+def test_backends_that_are_refused(args, options, text):
+    with refuses(text, ConfigError):
+        select_backend(*args, **options)
 
 
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_backends_that_need_a_gpu(name):
-    with refuses(f"attention_backend={name!r} needs a CUDA device; on the CPU use 'auto' or 'sdpa'."):
-        select_backend(name, "cpu", torch.float32)
-
-
-def test_more_query_heads_than_the_kernels_take():
-    with refuses("the model has 32 query heads for each KV head, and the kernels take at most 16."):
-        select_backend("triton", "cuda", torch.bfloat16, 32)
-    backend = select_backend("auto", "cuda", torch.bfloat16, 32)
-    assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
-
-
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_wider_heads_than_the_kernels_take(name):
-    """Padded to 512, their tiles did not fit into shared memory: users saw Triton's OutOfResources at start."""
-    with refuses(f"attention_backend={name!r}: the model has heads of 288, and the kernels take at most 256. Use"):
-        select_backend(name, "cuda", torch.bfloat16, head_dim=288)
-    assert not select_backend("auto", "cuda", torch.bfloat16, head_dim=288).capturable
-
-
-def test_flash_attn_needs_16_bits():
-    with refuses("attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32."):
-        select_backend("flash_attn", "cuda", torch.float32)
-
-
-def test_flash_attn_knows_no_sinks():
-    with refuses("attention_backend='flash_attn': the model has attention sinks, which flash-attn 2 does not know."):
-        select_backend("flash_attn", "cuda", torch.bfloat16, has_sinks=True)
-
-
-@pytest.mark.parametrize("device_type, name", [("cpu", "auto"), ("cpu", "sdpa"), ("cuda", "sdpa")])
-def test_references_are_the_backend_without_kernels(device_type, name):
-    backend = select_backend(name, device_type, torch.float32)
+@pytest.mark.parametrize("args, options", [
+    (("auto", "cpu", torch.float32), {}), (("sdpa", "cpu", torch.float32), {}), (("sdpa", "cuda", torch.float32), {}),
+    (("auto", "cuda", torch.bfloat16, 32), {}), (("auto", "cuda", torch.bfloat16), {"head_dim": 288}),
+])  # fmt: skip
+def test_references_are_the_backend_without_kernels(args, options):
+    backend = select_backend(*args, **options)
     assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
 
 

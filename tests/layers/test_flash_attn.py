@@ -6,8 +6,8 @@ from types import ModuleType
 import families
 import pytest
 import torch
-from families import hf_logits
-from helpers import Reference, generate, generate_with_logits, greedy, prompt_of
+from families import check_greedy, chosen
+from helpers import Reference, generate, greedy, prompt_of
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.attention_backends import FlashAttentionBackend
@@ -79,12 +79,7 @@ def test_against_transformers(make_checkpoint, make_llm):
     path = make_checkpoint(**ODD_SIZES)
     prompts = [prompt_of(length) for length in (1, 17, 100, 300)]  # chunks, two blocks
     prompts.append(prompts[-1])  # and a prefix hit
-    completions, logits = generate_with_logits(make_llm(model=path, kvcache_block_size=256), prompts, 16)
-    reference = Reference(path)
-    for prompt, completion, got in zip(prompts, completions, logits, strict=True):
-        want = reference.logits(prompt + completion[:-1])[0, len(prompt) - 1 :]
-        assert (got - want).abs().max() < 1e-4
-        assert want.argmax(-1).tolist() == completion
+    check_greedy(make_llm(model=path, kvcache_block_size=256), Reference(path).model, prompts, 16, tolerance=3e-5)
 
 
 @pytest.mark.usefixtures("flash_attn")
@@ -92,8 +87,7 @@ def test_windows_and_a_soft_cap(tmp_path, make_llm):
     model, prompts = families.make(tmp_path, "gemma2"), [list(range(2, 19)), list(range(100, 60, -1))]
     options = {"model": str(tmp_path), "max_model_len": 256, "kvcache_block_size": 256, "num_kvcache_blocks": 8}
     completions = generate(make_llm(**options), prompts, greedy(8))
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert hf_logits(model, prompt + completion)[len(prompt) - 1 : -1].argmax(-1).tolist() == completion
+    assert completions == chosen(model, prompts, completions)
 
 
 @pytest.mark.usefixtures("flash_attn")

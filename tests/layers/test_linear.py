@@ -29,12 +29,3 @@ def test_norm_leaves_the_residual_alone(device, num_tokens):
     total = linear(x, norm=norm, residual=x)
     torch.testing.assert_close(total, before + product, rtol=1e-4, atol=1e-4)
     assert torch.equal(x, before) or torch.equal(x, total)
-
-
-def test_weight_scale():
-    """The seam of quantized weights: a layer multiplies with data * scale, one scale per output feature."""
-    torch.manual_seed(0)
-    linear, x = ReplicatedLinear(16, 8), torch.randn(3, 16)
-    linear.weight.data.normal_()
-    linear.weight_scale = torch.nn.Parameter(torch.rand(8, 1), requires_grad=False)
-    torch.testing.assert_close(linear(x), x @ (linear.weight * linear.weight_scale).T)

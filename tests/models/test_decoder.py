@@ -3,7 +3,7 @@
 The oracle is one forward pass over prompt and completion. The engine gets there by chunked prefill, blocks of 16
 tokens, batches, and one decode step per token. Logits have a standard deviation (std) of about 0.8. Tolerances:
 
-    fp32    1e-4 absolute, on the CPU and on a GPU (TF32 off, torch's default)
+    fp32    3e-5 of the largest logit, on the CPU and on a GPU (TF32 off, torch's default)
     bf16    RMS error against the fp32 logits at most 1.25 times that of transformers' own bf16 forward pass, and every
             logit within 0.1 std + 0.05 |logit| of transformers' bf16 one: only the order of roundings differs
 """
@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Reference, generate_with_logits, gpu_param
+from families import check_greedy, in_16_bits
+from helpers import Reference, gpu_param
 from torch import nn
 
 from nanovllm.distributed.group import SINGLE_RANK
@@ -23,7 +24,7 @@ from nanovllm.models import decoder, kinds
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.loader import init_dummy_weights
 
-NUM_DECODED = 31  # the first by the prefill, 30 by decode steps
+TOLERANCE, NUM_DECODED = 3e-5, 31  # the first by the prefill, 30 by decode steps
 LENGTHS = (1, 5, 16, 17, 33, 100)  # one token, a block's boundary, more than one chunk of 64
 
 SHAPES = {
@@ -58,27 +59,13 @@ RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(400) for _ in range(length)] for length in LENGTHS]
 
 
-def logits_of(reference, completions):
-    """transformers' logits before each token of the completions: a [len(completion), V] for each prompt."""
-    return [
-        reference.logits(prompt + completion[:-1])[0, len(prompt) - 1 :]
-        for prompt, completion in zip(PROMPTS, completions, strict=True)
-    ]
-
-
 def check_fp32(llm, path):
-    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
-    for completion, got, want in zip(completions, logits, logits_of(Reference(path), completions), strict=True):
-        assert (got - want).abs().max() < 1e-4
-        assert want.argmax(-1).tolist() == completion
-    return completions
+    return check_greedy(llm, Reference(path).model, PROMPTS, NUM_DECODED, TOLERANCE)
 
 
 def check_bf16(llm, path, device):
-    completions, logits = generate_with_logits(llm, PROMPTS, NUM_DECODED)
-    exact = torch.cat(logits_of(Reference(path), completions))
-    rounded = torch.cat(logits_of(Reference(path, torch.bfloat16, device), completions))
-    got = torch.cat(logits)
+    models = Reference(path).model, Reference(path, torch.bfloat16, device).model
+    got, rounded, exact = in_16_bits(llm, *models, PROMPTS, NUM_DECODED)
     assert (got - exact).square().mean().sqrt() < 1.25 * (rounded - exact).square().mean().sqrt()
     assert ((got - rounded).abs() < 0.1 * exact.std() + 0.05 * rounded.abs()).all()
 

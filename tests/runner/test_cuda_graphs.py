@@ -120,24 +120,6 @@ def test_padded_prefills(make_llm, reference, monkeypatch, device):
     assert llm.scheduler.num_preemptions > 0 and len(sizes_of(graphs)) > 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_padded_prefill_of_forked_completions(make_llm, monkeypatch, device):
-    """Fewer logits than sampled requests; a partly filled block is copied. Drawn as without graphs."""
-    monkeypatch.setattr(prefill_graphs, "PADDED_SIZES", (64,))
-    params = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=5, ignore_eos=True, logprobs=1)
-    tokens = []
-    for with_graphs in (True, False):
-        llm = make_llm(device=device, dtype="float32", enforce_eager=not with_graphs)
-        if device == "cpu" and with_graphs:
-            use_graphs_on_cpu(llm)
-        graphs = record_graphs(llm)
-        outputs = llm.generate([prompt_of(20), prompt_of(25)], params, use_tqdm=False)
-        tokens.append([completion.token_ids for output in outputs for completion in output.outputs])
-        assert len(sizes_of(graphs)) == with_graphs
-    assert tokens[0] == tokens[1]
-    assert len({tuple(t) for t in tokens[0]}) > 2
-
-
 @pytest.mark.gpu
 def test_padded_prefills_of_many_short_prompts(make_checkpoint, make_llm):
     """In bfloat16, with the kernels that a Hopper GPU takes and the sizes that are really captured."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,16 +120,13 @@ def test_layer_weights_counts_the_matrices_of_a_layer(make_llm):
 
 
 @pytest.mark.parametrize(
-    ("model", "num_ranks", "threads"),
-    [(SMALL, 1, 1), (SMALL, 2, 1), (LARGE, 1, 4), (LARGE, 2, 2), (LARGE, 4, 1), (LARGE, 8, 1)],
-)
-def test_threads_for_the_size_of_the_model(four_cores, model, num_ranks, threads):
+    ("model", "device", "num_ranks", "threads"),
+    [(SMALL, CPU, 1, 1), (SMALL, CPU, 2, 1), (LARGE, CPU, 1, 4), (LARGE, CPU, 2, 2), (LARGE, CPU, 4, 1),
+     (LARGE, CPU, 8, 1), (SMALL, GPU, 1, 4)],
+)  # fmt: skip
+def test_threads_for_the_size_of_the_model(four_cores, model, device, num_ranks, threads):
     """The demo model ran 8 to 13 times slower where another process took some of a core."""
-    assert threads_of_a_step(step_threads(model, CPU, num_ranks)) == threads
-
-
-def test_threads_on_a_gpu(four_cores):
-    assert threads_of_a_step(step_threads(SMALL, torch.device("cuda"), 1)) == 4
+    assert threads_of_a_step(step_threads(model, device, num_ranks)) == threads
 
 
 def test_threads_after_an_error(four_cores):
@@ -219,25 +217,20 @@ def test_line_at_start_of_recurrent_layers():
 @pytest.mark.parametrize(
     ("device", "options", "where"),
     [
-        ("cpu", {}, f"the CPU (torch {torch.__version__} sees no CUDA device)"),  # it fell back
-        ("cpu", {"device": "cpu"}, "the CPU"),
-        ("cpu", {"device": "cpu", "tensor_parallel_size": 2}, "2 × CPU"),
-        ("cuda", {}, "NVIDIA H200"),
-        ("cuda", {"device": "cuda", "tensor_parallel_size": 2}, "2 × NVIDIA H200"),
+        ("cpu", {}, f"the CPU (torch {torch.__version__} sees no CUDA device), bfloat16"),  # it fell back
+        ("cpu", {"device": "cpu"}, "the CPU, bfloat16"),
+        ("cpu", {"device": "cpu", "tensor_parallel_size": 2}, "2 × CPU, bfloat16"),
+        ("cuda", {}, "NVIDIA H200, bfloat16"),
+        ("cuda", {"device": "cuda", "tensor_parallel_size": 2}, "2 × NVIDIA H200, bfloat16"),
+        ("cuda", {"quantization": "fp8"}, "NVIDIA H200, bfloat16 with FP8 weights"),
     ],
 )
 def test_line_at_start(device, options, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     line = line_of(Config(**options), torch.device(device), torch.bfloat16, 100)
     assert line == (
-        f"nanovllm: the demo model on {where}, bfloat16; KV cache of 25,600 tokens; max_model_len 4,096, "
-        "max_num_seqs 512"
+        f"nanovllm: the demo model on {where}; KV cache of 25,600 tokens; max_model_len 4,096, max_num_seqs 512"
     )
-
-
-def test_line_at_start_of_fp8_weights():
-    line = line_of(Config(quantization="fp8"), CPU, torch.bfloat16, 100)
-    assert line.startswith("nanovllm: the demo model on the CPU (torch") and ", bfloat16 with FP8 weights; KV " in line
 
 
 def test_line_at_start_names_the_model(make_checkpoint):
@@ -271,15 +264,19 @@ def test_where_the_line_at_start_goes(monkeypatch, capsys):
 # ---------------------------------------------------------------- too little memory
 
 
-def test_out_of_memory_while_loading(make_checkpoint, monkeypatch):
-    """Weights that do not fit raised torch's error; only the KV cache had ours."""
-
+@pytest.mark.parametrize(("place", "error"), [
+    # weights that do not fit raised torch's error; only the KV cache had ours
+    ("runner.start.load_model", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    # the scheduler's table is made after the model
+    ("engine.scheduler.SequenceTable", MemoryError("Unable to allocate 149. TiB")),
+])  # fmt: skip
+def test_out_of_memory_at_start(place, error, make_checkpoint, monkeypatch):
     def no_room(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise error
 
-    monkeypatch.setattr("nanovllm.runner.start.load_model", no_room)
-    with pytest.raises(OutOfMemoryError, match=r"no room for the model: CUDA out of memory\. Tried .*GiB"):
-        LLM(make_checkpoint(), device="cpu", skip_tokenizer_init=True)
+    monkeypatch.setattr(f"nanovllm.{place}", no_room)
+    with pytest.raises(OutOfMemoryError, match=f"no room for the model: {re.escape(str(error))}\nFree memory on the"):
+        load(make_checkpoint())
 
 
 @pytest.mark.parametrize(
@@ -294,14 +291,3 @@ def test_more_than_the_hosts_memory(make_checkpoint, options):
     """Errors of numpy and torch came through, and not all of them named memory."""
     with pytest.raises(OutOfMemoryError, match=r"^no room for the model: .*\n.* lower .*max_model_len or num_kv"):
         load(make_checkpoint(), **{"max_num_batched_tokens": 10**12, **options})
-
-
-def test_a_table_of_sequences_that_does_not_fit(make_checkpoint, monkeypatch):
-    """The scheduler's table is made after the model."""
-
-    def no_room(*_):
-        raise MemoryError("Unable to allocate 149. TiB")
-
-    monkeypatch.setattr("nanovllm.engine.scheduler.SequenceTable", no_room)
-    with pytest.raises(OutOfMemoryError, match=r"no room for the model: Unable to .* TiB\nFree memory on the"):
-        load(make_checkpoint())

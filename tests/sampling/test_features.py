@@ -26,7 +26,8 @@ SLOTS, MAX_LEN, V = 4, 24, 70
     ("params", "used"),
     [
         ({}, []),
-        ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}, []),
+        ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "logit_bias": {},
+          "bad_words": []}, []),
         ({"n": 3, "stop": "a", "prompt_logprobs": 1, "truncate_prompt_tokens": 5}, []),  # no business of the sampler's
         ({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.5}, []),
         ({"temperature": 1e-6, "top_k": 5}, []),

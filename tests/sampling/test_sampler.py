@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FEATURES, Slots, running
+from logits_twin import adjusted, filtered, log_softmax
 
 from nanovllm import SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
@@ -90,45 +91,13 @@ def test_only_the_features_in_use_are_applied(features):
         assert tokens[9] == distributions(make_logits(), processed=True)[9].argmax() != make_logits()[9].argmax()
 
 
-def test_the_last_token_is_counted():
-    """The penalties of a step include the token that the step before has sampled, which the host has not seen."""
-    logits = make_logits()
-    logits[9, 3] = logits[9, 38] = -9
-    top = logits[9].topk(2).indices.tolist()
-    assert top[0] == 9
-    assert sample(logits, ())[9] == 9
-    assert sample(logits, ("penalties",))[9] == top[1]
-
-
 def distributions(logits, processed):
-    """log-softmax of each row before or after what `ALL` asks for, by the definitions, fp64 [R, V]."""
-    logits = logits[:R].double()
-    if not processed:
-        return logits.log_softmax(-1)
-    rows = []
-    for row, params in zip(logits, ALL, strict=True):
-        row = row.clone()
-        if params.allowed_token_ids:
-            row[[i for i in range(V) if i not in ALLOWED]] = -torch.inf
-        if params.min_tokens:
-            row[[3, 25]] = -torch.inf
-        for token, bias in (params.logit_bias or {}).items():
-            row[token] += bias
-        if params.has_penalties:
-            for token, count in ((3, 0), (8, 1), (9, 1)):
-                factor = params.repetition_penalty
-                row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
-                row[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-        row = row / (params.temperature or 1)
-        if params.top_k:
-            row[row < row.topk(params.top_k).values[-1]] = -torch.inf
-        if params.top_p < 1:
-            ordered, order = row.softmax(-1).sort(descending=True)
-            row[order[ordered.cumsum(-1) - ordered >= params.top_p]] = -torch.inf
-        if params.min_p:
-            row[row.softmax(-1) < params.min_p * row.softmax(-1).max()] = -torch.inf
-        rows.append(row.log_softmax(-1))
-    return torch.stack(rows)
+    """log-softmax of each row before or after what `ALL` asks for, by the plain twins, fp64 [R, V]."""
+    rows = logits[:R].double().numpy()
+    if processed:
+        rows = np.stack([filtered(adjusted(row, [3, 3], [8, 9], params, stop_ids=(3, 25)), params)
+                         for row, params in zip(rows, ALL, strict=True)])  # fmt: skip
+    return torch.from_numpy(log_softmax(rows))
 
 
 @pytest.mark.parametrize("processed", [False, True])

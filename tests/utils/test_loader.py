@@ -4,9 +4,9 @@ import math
 import shutil
 from pathlib import Path
 
+import families
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
@@ -47,37 +47,10 @@ def tensors_of(path):
 def copy_of(tmp_path):
     """copy_of(path, edit) -> a copy of a checkpoint whose tensors ``edit`` (dict -> None) has changed."""
 
-    def make(path, edit=lambda tensors: None):
-        copy = tmp_path / "copy"
-        shutil.copytree(path, copy)
-        tensors = tensors_of(copy)
-        edit(tensors)
-        for file in copy.glob("*.safetensors*"):
-            file.unlink()
-        save_file(tensors, copy / "model.safetensors")
-        return str(copy)
-
-    return make
+    return lambda path, edit=lambda tensors: None: families.copied(path, tmp_path, lambda tensors, _: edit(tensors))
 
 
 # -------------------------------------------------------------------- one rank
-
-
-def test_merged_layers_hold_their_parts_in_order(make_checkpoint):
-    path = make_checkpoint(**BIASED)
-    model, tensors = loaded(path), tensors_of(path)
-    params = dict(model.named_parameters())
-    for layer in range(2):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        for kind in ("weight", "bias"):
-            parts = [tensors[f"{attention}{part}_proj.{kind}"] for part in "qkv"]
-            assert torch.equal(params[f"{attention}qkv_proj.{kind}"], torch.cat(parts))
-        parts = [tensors[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
-        assert torch.equal(params[f"{mlp}gate_up_proj.weight"], torch.cat(parts))
-    merged = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    same = [name for name in tensors if not any(part in name for part in merged)]
-    assert set(same) < set(params) and len(same) == len(params) - 6  # 2 layers: qkv weight, qkv bias, gate_up
-    assert all(torch.equal(params[name], tensors[name]) for name in same)
 
 
 @pytest.mark.parametrize("head_in_file", (False, True))
@@ -113,33 +86,6 @@ def test_layers_merged_in_the_file(rank, size, make_checkpoint, copy_of):
     tp = TPGroup(rank, size)
     want, got = loaded(path, tp).state_dict(), loaded(copy_of(path, merge), tp).state_dict()
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-
-
-def test_a_merged_layer_of_another_size(make_checkpoint, copy_of):
-    def edit(tensors):
-        merge(tensors)
-        name = "model.layers.1.self_attn.qkv_proj.weight"
-        tensors[name] = tensors[name][:-1].clone()
-
-    path = copy_of(make_checkpoint(**BIASED), edit)
-    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[255, 64\], expected \[256, 64\]"):
-        load_model(build(path), path)
-
-
-def test_a_layer_both_merged_and_in_parts(make_checkpoint, copy_of):
-    def edit(tensors):
-        parts = dict(tensors)
-        merge(tensors)
-        tensors["model.layers.0.mlp.up_proj.weight"] = parts["model.layers.0.mlp.up_proj.weight"]
-
-    path = copy_of(make_checkpoint(**BIASED), edit)
-    with pytest.raises(CheckpointError, match=r"tensor '.*' is twice there, or unknown to the model"):
-        load_model(build(path), path)
-
-
-def test_untied_head_is_its_own(make_checkpoint):
-    model = loaded(make_checkpoint())
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
 @pytest.fixture
@@ -210,32 +156,16 @@ def test_weights_are_converted_to_the_models_dtype(make_checkpoint):
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight, want)
 
 
-@pytest.mark.parametrize("dtype", (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64))
-def test_weights_that_are_not_floats(dtype, make_checkpoint, copy_of):
-    """They were copied as numbers, and the model spoke nonsense."""
-    name = "model.layers.1.mlp.down_proj.weight"
-    path = copy_of(make_checkpoint(), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
-    with pytest.raises(CheckpointError, match=f"tensor '{name}' is of {str(dtype)[6:]}, expected floats"):
-        load_model(build(path), path)
-
-
-def test_the_file_is_read_as_linear_layers_are_used(make_checkpoint):
-    """A weight is [output, input], as in ``torch.nn.Linear``."""
-    path = make_checkpoint()
-    model, x = loaded(path), torch.randn(3, 96)
-    weight = tensors_of(path)["model.layers.0.mlp.down_proj.weight"]
-    torch.testing.assert_close(model.model.layers[0].mlp.down_proj(x), F.linear(x, weight))
-
-
 # -------------------------------------------------------------------- several ranks
 
 SIZES = (2, 4, 8)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, *SIZES))
 @pytest.mark.parametrize("tied", (True, False))
 def test_the_shards_of_the_ranks_make_up_the_checkpoint(tied, size, make_checkpoint):
-    """4 KV heads over 2, 4 and 8 ranks; over 8, two neighbours hold a replica of the same head."""
+    """Merged layers hold their parts in order. 4 KV heads over 2, 4 and 8 ranks; over 8, two neighbours hold a replica
+    of the same head."""
     path = make_checkpoint(**BIASED, tie_word_embeddings=tied)
     tensors = tensors_of(path)
     models = [loaded(path, TPGroup(rank, size)) for rank in range(size)]
@@ -325,25 +255,43 @@ def test_sums_over_ranks(make_checkpoint, monkeypatch):
 # -------------------------------------------------------------------- damaged checkpoints
 
 
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    (
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 tensors are missing, among them .*1\.mlp\.up_proj"),
-        (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "'model.extra.weight' is .* unknown to the model"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}), "q_proj.bias' is .* unknown"),
+LAYER, DOWN = "model.layers.0.", "model.layers.1.mlp.down_proj.weight"
+
+
+def change(name, edit, is_merged=False):
+    """An edit of a checkpoint's tensors: the one of this name becomes ``edit`` of it, in a file as Phi-3's if asked."""
+
+    def changed(tensors):
+        parts = dict(tensors)
+        if is_merged:
+            merge(tensors)
+        tensors[name] = edit(tensors.get(name, parts.get(name)))
+
+    return changed
+
+
+DAMAGED = {
+    "missing": (lambda t: t.pop(DOWN), r"1 tensors are missing, among them .*1\.mlp\.down_proj"),
+    "surplus": (change("model.extra.weight", lambda _: torch.ones(2)), "'model.extra.weight' is .* unknown to the m"),
+    "a bias that config.json does not announce": (
+        change(f"{LAYER}mlp.up_proj.bias", lambda _: torch.ones(96)), "up_proj.bias' is .* unknown",
     ),
-    ids=("missing", "surplus", "a bias that config.json does not announce"),
-)
-def test_missing_and_surplus_tensors(edit, text, make_checkpoint, copy_of):
-    path = copy_of(make_checkpoint(), edit)
+    "merged, of another size": (
+        change(f"{LAYER}self_attn.qkv_proj.weight", lambda t: t[:-1].clone(), True),
+        r"qkv_proj.weight' has shape \[255, 64\], expected \[256, 64\]",
+    ),
+    "merged, and in parts": (change(f"{LAYER}mlp.up_proj.weight", lambda t: t, True), "is twice there, or unknown"),
+    # they were copied as numbers, and the model spoke nonsense
+    **{str(dtype): (change(DOWN, lambda t, dtype=dtype: t.to(dtype)), f"'{DOWN}' is of {str(dtype)[6:]}, expected fl")
+       for dtype in (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_tensors(case, make_checkpoint, copy_of):
+    edit, text = DAMAGED[case]
+    path = copy_of(make_checkpoint(**BIASED), edit)
     with pytest.raises(CheckpointError, match=text):
-        load_model(build(path), path)
-
-
-def test_tensor_in_two_files(make_checkpoint, copy_of):
-    path = copy_of(make_checkpoint())
-    save_file({"model.norm.weight": torch.ones(64)}, Path(path) / "other.safetensors")
-    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is twice there"):
         load_model(build(path), path)
 
 
