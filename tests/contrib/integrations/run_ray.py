@@ -1,6 +1,6 @@
 """Jobs on a real Ray cluster of this machine, with actors, ranks and drivers killed; prints what came out as JSON.
 
-    python tests/contrib/integrations/run_ray.py FOLDER
+    python tests/contrib/integrations/run_ray.py FOLDER NUM_ROWS [JOB...]     # jobs: all, unless some are named
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.contrib.integrations import ray_data
 from nanovllm.integrations.ray_data import Engine, ProcessorConfig, build_processor
 
-NUM_ROWS, FEW = 2000, 320
+FEW = 320  # rows of the jobs with one actor
 ENGINE = {"device": "cpu", "dtype": "float32", "max_num_seqs": 128, "num_kvcache_blocks": 512, "kvcache_block_size": 32}
 NO_TEXT = {**ENGINE, "skip_tokenizer_init": True}  # starts sooner
 
@@ -190,8 +190,8 @@ def error_rows(folder: Path, *_: str) -> dict:
     return Job(folder, "error_rows").run(ray.data.from_arrow(table), run)
 
 
-def main(folder: Path) -> dict:
-    rng, numbers = random.Random(0), list(range(NUM_ROWS))
+def main(folder: Path, num_rows: int, names: list[str]) -> dict:
+    rng, numbers = random.Random(0), list(range(num_rows))
     prompts = [[rng.randrange(3, 1024) for _ in range(8)] for _ in numbers]
     all_rows, few = (str(folder / f"{name}.parquet") for name in ("all", "few"))
     table = pa.table({"id": numbers, "tokenized_prompt": prompts})
@@ -204,7 +204,7 @@ def main(folder: Path) -> dict:
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     for job in (two_actors, two_ranks, killed_driver, error_rows):
         name = job.__name__
-        if len(sys.argv) < 3 or name in sys.argv[2:]:
+        if not names or name in names:
             report[name] = job(folder, all_rows, few)
             print(name, {key: value for key, value in report[name].items() if key != "rows"}, file=sys.stderr)
     ray.shutdown()
@@ -216,5 +216,5 @@ if __name__ == "__main__":
         driver(Path(sys.argv[1]), *sys.argv[3:])
     else:
         with contextlib.redirect_stdout(sys.stderr):
-            report = main(Path(sys.argv[1]))
+            report = main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
         print(json.dumps(report))
