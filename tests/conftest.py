@@ -38,9 +38,20 @@ TINY = {
     "eos_token_id": 1,
     "bos_token_id": 0,
 }
+LONGEST = ("test_ways.py", "test_pretrained.py", "test_ray_data.py", "test_without.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs all tests of a file, which share engines and references. The longest files begin."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests, of which the longest files have few
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
