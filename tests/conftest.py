@@ -1,10 +1,12 @@
 """Fixtures of all tests: tiny random Qwen3 checkpoints made by transformers, engines on them, and their oracle."""
 
 import gc
+import inspect
 import json
 import multiprocessing.util
 import os
 import signal
+import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -39,9 +41,22 @@ TINY = {
     "eos_token_id": 1,
     "bos_token_id": 0,
 }
+LONGEST = ("test_ways.py", "test_pretrained.py", "test_ray_data.py", "test_without.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs all tests of a file, which share engines and references. The longest files begin."""
+    if config.option.dist != "load":  # asked for
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests, of which the longest files have few
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -129,6 +144,31 @@ def forked_workers():
     multiprocessing.set_forkserver_preload(["torch.distributed", "nanovllm.runner.model_runner"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "START_METHOD", "forkserver")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    """Triton's interpreter looks through all names of its language at each call of a function by a kernel.
+
+    That took a third of the kernels' tests' time. It looks for builtins, which are the same ones each time.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_patch_builtin"):  # not there, or of another version
+        yield
+        return
+    is_builtin, patch_attr, known = interpreter.tl.core.is_builtin, interpreter._patch_attr, {}
+
+    def patch_builtin(language, builder, *scope):
+        if language not in known:  # nothing is patched yet
+            known[language] = [name for name, member in inspect.getmembers(language) if is_builtin(member)]
+        for name in known[language]:
+            member = getattr(language, name)
+            if is_builtin(member):
+                patch_attr(language, name, member, builder, *scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         yield
 
 

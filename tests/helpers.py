@@ -1,7 +1,10 @@
 """Shared by several test files: devices, prompts, the transformers oracle, and CUDA graphs emulated on the CPU."""
 
+import os
 import random
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,15 @@ from nanovllm.sampling.sampler import Sampler
 from nanovllm.validation import has_feature
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(*argv, check=True, cwd=ROOT, timeout=300, **environment):
+    """Run Python on the CPU, with this tree's nanovllm; returns the ended process, whose output is text."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *map(str, argv)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, done.stderr[-5000:]
+    return done
 
 
 def gpu_param(*values):

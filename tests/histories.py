@@ -5,6 +5,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -19,3 +20,6 @@ def histories(number):
 def at_night(*values):
     """More values of a parameter, where kernels are interpreted; each commit's tests have some already."""
     return values if ALL or torch.cuda.is_available() else ()
+
+
+nightly = pytest.mark.skipif(not at_night(True), reason="runs at night: .ci/nightly")

@@ -1,14 +1,15 @@
-"""Each of examples/*.py runs as its reader runs it, on the demo model. Those that start no processes share one."""
+"""Each of examples/*.py runs as its reader runs it, on the demo model. Those that start no processes share one.
+
+The others run at night; a commit tests their subjects in tests/contrib.
+"""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
+from histories import at_night
 
 # what the output must hold, and the module of the extra that the example needs
 EXPECTED = {
@@ -27,9 +28,9 @@ EXPECTED = {
     "evaluation": (r"exact match on sums: 1\.000", "lm_eval"),
 }  # fmt: skip
 OTHERS = {"grpo"}  # run by test_grpo
-ALONE = {"batch_job", "ray_data", "evaluation"}
+ALONE = ("batch_job", "evaluation", "ray_data")
 TOGETHER = """
-import contextlib, io, json, runpy, sys, traceback
+import contextlib, gc, io, json, runpy, sys, traceback
 outputs = {}
 for name in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -38,15 +39,10 @@ for name in sys.argv[1:]:
         except BaseException:
             output.write(traceback.format_exc())
     outputs[name] = output.getvalue()
+    gc.collect()
+    gc.freeze()  # modules stay: each engine's start would walk them again
 print(json.dumps(outputs))
 """
-
-
-def run(*argv):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
-           "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True,
-                          timeout=300)  # fmt: skip
 
 
 def test_every_example_is_run():
@@ -57,18 +53,15 @@ def test_every_example_is_run():
 def test_together():
     names = [name for name, (_, extra) in EXPECTED.items() if name not in ALONE and (not extra or find_spec(extra))]
     assert len(names) >= 5
-    done = run("-c", TOGETHER, *names)
-    assert done.returncode == 0, done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    outputs = json.loads(run_python("-c", TOGETHER, *names).stdout.splitlines()[-1])
     for name in names:
         assert re.search(EXPECTED[name][0], outputs[name].strip() + "\n", re.M), f"{name}: {outputs[name]!r}"
 
 
-@pytest.mark.parametrize("name", sorted(ALONE))
+@pytest.mark.parametrize("name", at_night(*ALONE))
 def test_example(name):
     pattern, extra = EXPECTED[name]
     if extra is not None:
         pytest.importorskip(extra, reason=f"examples/{name}.py needs the extra that has {extra}")
-    done = run(f"examples/{name}.py")
-    assert done.returncode == 0, done.stderr
-    assert re.search(pattern, done.stdout.strip() + "\n"), json.dumps(done.stdout)
+    out = run_python(f"examples/{name}.py", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0").stdout
+    assert re.search(pattern, out.strip() + "\n"), json.dumps(out)

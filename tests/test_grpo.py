@@ -1,26 +1,17 @@
-"""Training loops: log-probabilities are those of the trainer's forward pass, rewards rise. 50 s."""
+"""Training loops: log-probabilities are those of the trainer's forward pass, rewards rise."""
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICES, ROOT, Reference, prompt_of
+from helpers import DEVICES, Reference, prompt_of, run_python
+from histories import nightly
 
 from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
-
-
-def run(*argv: str) -> str:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -73,7 +64,7 @@ def test_logprobs_in_bfloat16(make_llm, make_checkpoint):
 
 def test_grpo_example():
     """Twelve steps take the reward from about 0.4 to 1."""
-    lines = run("examples/grpo.py", "--seed", "0").splitlines()
+    lines = run_python("examples/grpo.py", "--seed", "0", timeout=540).stdout.splitlines()
     curve = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", "\n".join(lines))]
     differences = [float(line.split()[-1]) for line in lines]
     assert len(curve) == len(lines) == 12
@@ -81,11 +72,12 @@ def test_grpo_example():
     assert max(differences) < 1e-4, "each step samples with the weights of the step before"
 
 
+@nightly
 def test_trl(tmp_path):
     """Real steps of GRPOTrainer: with chats and with texts, sleeping between rollouts."""
     if importlib.util.find_spec("trl") is None:
         pytest.skip("needs trl, and that Python 3.11")
-    lines = run("tests/trl_rollouts.py", str(tmp_path)).splitlines()
+    lines = run_python("tests/trl_rollouts.py", tmp_path, timeout=540).stdout.splitlines()
     results = [json.loads(line) for line in lines if line.startswith('{"rewards"')]
     assert len(results) == 2
     for result in results:

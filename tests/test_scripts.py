@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
 
 import bench
 import example
@@ -18,11 +18,8 @@ from nanovllm import CheckpointError, SamplingParams
 from nanovllm.config import Config
 
 
-def run(*argv: str, check: bool = True, cwd: str | os.PathLike = ROOT) -> subprocess.CompletedProcess:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+def run(*argv, **options):
+    return run_python(*argv, PYTHONPATH="", **options)
 
 
 def report_of(out: str) -> dict:

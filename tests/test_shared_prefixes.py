@@ -13,6 +13,7 @@ import families
 import pytest
 import torch
 from helpers import DEVICES, generate, greedy, prompt_of, run_ahead, use_graphs_on_cpu
+from histories import at_night
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.kernels.attention import reference
@@ -188,7 +189,7 @@ def test_a_batch_is_grouped_when_it_changes_only(make_llm, small_groups, two_hal
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels run in the tests marked gpu")
-@pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt-oss-attention"])
+@pytest.mark.parametrize("case", ["gemma2", "gpt-oss-attention", *at_night("qwen3")])
 def test_on_the_interpreted_kernels(case, tmp_path, make_llm, small_groups, monkeypatch):
     """With a soft cap, which is part of a prefix's state; with sinks, which are not; beside layers with a window."""
     pytest.importorskip("triton")

@@ -7,13 +7,12 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import fields
 
 import pytest
-from helpers import ROOT
+from helpers import run_python
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -24,7 +23,6 @@ from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, rec
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--kvcache-block-size", "16")
-ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 def write_jsonl(path, rows):
@@ -218,9 +216,7 @@ def test_killed_at_random_moments(tmp_path):
     """Every row is there once, and what it drew is what it draws in a job that is left alone."""
     source = write_jsonl(tmp_path / "in.jsonl", questions(300))
     options = (*OPTIONS, "--temperature", "1.5", "--max-tokens", "24", "--ignore-eos")
-    argv = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out.jsonl"), *options]
-    done = subprocess.run(argv, capture_output=True, text=True, env=ENV, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", KILLED, source, tmp_path / "out.jsonl", *options)
     assert int(done.stdout.splitlines()[-1]) >= 5
     records = read_jsonl(tmp_path / "out.jsonl")
     assert len(records) == 300 and {record["custom_id"] for record in records} == {f"q{i}" for i in range(300)}
@@ -236,11 +232,8 @@ def test_two_processes(tmp_path):
     """``python -m nanovllm``, with an engine in each of two processes, gives what one engine gives."""
     source = write_jsonl(tmp_path / "in.jsonl", [*questions(70), {"id": "bad"}])
     options = (*OPTIONS, "--temperature", "1", "--max-tokens", "6")
-    done = subprocess.run(
-        [sys.executable, "-m", "nanovllm", "batch", str(source), str(tmp_path / "two.jsonl"), *options,
-         "--data-parallel-size", "2", "--metrics", str(tmp_path / "metrics.jsonl")],
-        capture_output=True, text=True, env=ENV, timeout=300,
-    )  # fmt: skip
+    done = run_python("-m", "nanovllm", "batch", source, tmp_path / "two.jsonl", *options, "--data-parallel-size", "2",
+                      "--metrics", tmp_path / "metrics.jsonl", check=False)  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert batch(source, tmp_path / "one.jsonl", *options) == 3
     one, two = (sorted(read_jsonl(tmp_path / f"{x}.jsonl"), key=lambda r: r["custom_id"]) for x in ("one", "two"))
@@ -309,7 +302,7 @@ def test_sampling_options_arrive(tmp_path, stubbed, monkeypatch):
 
 def test_import_and_help_are_light():
     code = "import sys, nanovllm.cli; sys.exit(bool({'torch', 'transformers', 'pyarrow', 'tqdm'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
+    run_python("-c", code)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30, 71])

@@ -1,8 +1,6 @@
 """Fixtures of the kernels' tests."""
 
 import importlib.util
-import inspect
-import sys
 from functools import partial
 
 import pytest
@@ -37,28 +35,3 @@ def cut(monkeypatch):
         monkeypatch.setattr(decode, "decode_config", lambda *_: config)
 
     return make
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_interpreter():
-    """Triton's interpreter looks through all names of its language at each call of a function by a kernel.
-
-    That took a third of these tests' time. It looks for builtins, which are the same ones each time.
-    """
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_patch_builtin"):  # not there, or of another version
-        yield
-        return
-    is_builtin, patch_attr, known = interpreter.tl.core.is_builtin, interpreter._patch_attr, {}
-
-    def patch_builtin(language, builder, *scope):
-        if language not in known:  # nothing is patched yet
-            known[language] = [name for name, member in inspect.getmembers(language) if is_builtin(member)]
-        for name in known[language]:
-            member = getattr(language, name)
-            if is_builtin(member):
-                patch_attr(language, name, member, builder, *scope)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-        yield

@@ -4,16 +4,12 @@ Twenty seconds.
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent.parent
 needs_harness = pytest.mark.skipif(
     not all(map(find_spec, ("lm_eval", "accelerate"))),
     reason="needs lm-evaluation-harness and, for its hf model, accelerate: pip install 'nanovllm[eval]' accelerate",
@@ -22,11 +18,7 @@ needs_harness = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    command = [sys.executable, str(HERE / "run_lm_eval.py"), str(tmp_path_factory.mktemp("tasks"))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    return json.loads(run_python(Path(__file__).with_name("run_lm_eval.py"), tmp_path_factory.mktemp("tasks")).stdout)
 
 
 @needs_harness

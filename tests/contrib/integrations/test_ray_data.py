@@ -1,30 +1,25 @@
 """Jobs on a real Ray cluster of this machine, in one subprocess: results are those of ``generate``, whatever is killed.
 
-Eighty seconds alone on two cores.
+Processes that import torch or Ray Data are the cost, not rows: a commit runs one job; at night others are killed.
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers import run_python
+from histories import at_night, nightly
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent.parent
 NUM_ROWS, FEW = 2000, 320
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install 'nanovllm[ray]'")
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    command = [sys.executable, str(HERE / "run_ray.py"), str(tmp_path_factory.mktemp("ray"))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # Ray's workers inherit it
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    script = Path(__file__).with_name("run_ray.py")
+    jobs = *at_night("alone", "two_actors", "two_ranks", "killed_driver"), "error_rows"
+    return json.loads(run_python(script, tmp_path_factory.mktemp("ray"), *jobs, timeout=900).stdout)
 
 
 def column(job, name):
@@ -35,27 +30,30 @@ def column(job, name):
 
 
 @needs_ray
+@nightly
 def test_two_actors_one_killed(report):
     """At most the batches in flight, 4 of 32 rows and as many that were done and not yet fetched, run again."""
-    job = report["two_actors"]
-    assert column(job, "generated_tokens") == report["token_ids"] and len(report["token_ids"]) == NUM_ROWS
-    assert column(job, "generated_text") == report["text"] and len({*map(tuple, report["token_ids"])}) > 1900
+    job, alone = report["two_actors"], report["alone"]
+    assert column(job, "generated_tokens") == alone["token_ids"] and len(alone["token_ids"]) == NUM_ROWS
+    assert column(job, "generated_text") == alone["text"] and len({*map(tuple, alone["token_ids"])}) > 1900
     assert job["engines"] == 3 and NUM_ROWS <= job["computed"] <= NUM_ROWS + 8 * 32
 
 
 @needs_ray
+@nightly
 def test_killed_rank(report):
     """The actor whose rank dies leaves, and is started again."""
     job = report["two_ranks"]
-    assert column(job, "generated_tokens") == report["token_ids"][:FEW]
+    assert column(job, "generated_tokens") == report["alone"]["token_ids"][:FEW]
     assert job["engines"] == 2 and FEW <= job["computed"] <= FEW + 4 * 32
 
 
 @needs_ray
+@nightly
 def test_killed_driver(report):
     """The second driver does not compute what the first had committed: two batches at least, for it had begun four."""
     job = report["killed_driver"]
-    assert column(job, "generated_tokens") == report["token_ids"][:FEW]
+    assert column(job, "generated_tokens") == report["alone"]["token_ids"][:FEW]
     assert job["engines"] == 2 and 0 < job["resumed"] <= FEW - 2 * 32
 
 
