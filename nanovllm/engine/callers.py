@@ -5,7 +5,7 @@ caller that leaves early aborts its own requests and no others.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
@@ -64,7 +64,7 @@ class Caller:
 
 
 def run(engine: "LLMEngine", known: list["Request"],
-        more: Iterable["Request"] = ()) -> Iterator[tuple[int, list["Request"]]]:
+        more: Iterable["Request"] = ()) -> Generator[tuple[int, list["Request"]], None, None]:
     """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
 
     Args:

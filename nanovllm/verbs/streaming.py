@@ -1,6 +1,7 @@
 """``LLM.stream`` and ``submit``: outputs as they arrive, and futures."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import cached_property
 from typing import Any, cast
 
@@ -44,10 +45,11 @@ class Streaming(LLMEngine):
             with Guard(self):
                 request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
             deltas: DeltaStream | None = None
-            for _ in run(self, [request]):
-                deltas = deltas or DeltaStream(request)  # its sequences are made by now
-                if (delta := deltas.delta()) is not None:
-                    yield delta
+            with closing(run(self, [request])) as steps:  # else Python 3.12.3 leaves it open
+                for _ in steps:
+                    deltas = deltas or DeltaStream(request)  # its sequences are made by now
+                    if (delta := deltas.delta()) is not None:
+                        yield delta
             return
         if isinstance(prompts, NON_SEQUENCES) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts must be a prompt or an iterable of prompts, not {prompts!s:.100}.")
@@ -65,9 +67,10 @@ class Streaming(LLMEngine):
                 else:
                     yield request
 
-        for _, finished in run(self, [], requests()):
-            for request in finished:
-                yield request.output()
+        with closing(run(self, [], requests())) as steps:
+            for _, finished in steps:
+                for request in finished:
+                    yield request.output()
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
         """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
