@@ -531,33 +531,21 @@ SM90_SPANS = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
-def test_sm90_prefill(spans, group, head_size, dtype, block_size):
-    check_sm90_prefill(spans, group, head_size, dtype, block_size)
+SM90_PREFILLS = [  # group, head_size, dtype, block_size, window, sinks
+    *((group, head_size, *kind, 0, False) for kind in ((torch.bfloat16, 256), (torch.float16, 128))
+      for head_size in (64, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
+    # windows shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination
+    *((*heads, torch.bfloat16, 256, window, False)
+      for *heads, window in ((1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100))),
+    *((*heads, torch.bfloat16, 256, window, True)
+      for *heads, window in ((8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100))),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize(
-    "group, head_size, window", [(1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100)]
-)
-def test_sm90_prefill_with_a_window(spans, group, head_size, window):
-    """Shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination."""
-    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group, head_size, window", [(8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100)])
-def test_sm90_prefill_with_sinks(spans, group, head_size, window):
-    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window, sinks=True)
-
-
-def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0, sinks=False):
+@pytest.mark.parametrize("group, head_size, dtype, block_size, window, sinks", SM90_PREFILLS)
+def test_sm90_prefill(spans, group, head_size, dtype, block_size, window, sinks):
     prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
     if not launch.is_sm90(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
