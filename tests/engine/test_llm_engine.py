@@ -1,9 +1,9 @@
 """The whole engine against transformers: limits, calls beside each other, threads. Every way: ``test_ways.py``."""
 
-import threading
+from functools import partial
 
 import pytest
-from helpers import DEVICES, generate, greedy, needs, prompt_of, run_ahead, tokens_of
+from helpers import DEVICES, generate, greedy, in_threads, needs, prompt_of, run_ahead, tokens_of
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError
@@ -70,15 +70,8 @@ def test_from_another_thread(make_llm):
         except EngineError as error:
             errors.append(str(error))
 
-    run = llm.model_runner.forward
-
-    def slow_run(batch):
-        thread = threading.Thread(target=intrude)
-        thread.start()
-        thread.join()
-        return run(batch)
-
-    llm.model_runner.forward = slow_run
+    forward = llm.model_runner.forward
+    llm.model_runner.forward = lambda batch: in_threads(intrude) or forward(batch)
     assert len(generate(llm, [[5]], greedy(1))[0]) == 1
     assert errors == ["this engine is in use by another thread; give each thread an LLM of its own."]
 
@@ -97,11 +90,7 @@ def test_two_threads(make_llm, reference):
     prompts = [5, 6], [7] * 20
     for prompt in prompts:
         reference(prompt, 6)  # the oracle is for one thread, too
-    threads = [threading.Thread(target=use, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(use, prompt) for prompt in prompts))
     assert len(outcomes) == 120 and set(outcomes) == {True, "refused"}
     assert llm.is_finished()
 

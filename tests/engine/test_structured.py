@@ -4,13 +4,12 @@ import itertools
 import json
 import random
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
 from transformers import AutoTokenizer
 
 from nanovllm import RequestError, SamplingParams
@@ -557,4 +556,4 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
 def test_llguidance_is_imported_on_first_use():
     code = "import sys, nanovllm.engine.structured_outputs.token_masks as s; s.GrammarCompiler(None, 8, [1]); " \
         "sys.exit(bool({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"  # fmt: skip
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("-c", code)

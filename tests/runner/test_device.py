@@ -192,13 +192,6 @@ def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
 # ---------------------------------------------------------------- the line at start
 
 
-def line_of(config, device, dtype, num_blocks):
-    runner = SimpleNamespace(
-        device=device, rank=SimpleNamespace(dtype=dtype), num_kvcache_blocks=num_blocks, config=config, parts=[]
-    )
-    return describe(config, runner)
-
-
 def test_line_at_start_of_recurrent_layers():
     """How many sequences fit, and why."""
     config, fitting = Config(), copy.copy(Config())
@@ -227,14 +220,11 @@ def test_line_at_start_of_recurrent_layers():
 )
 def test_line_at_start(device, options, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    line = line_of(Config(**options), torch.device(device), torch.bfloat16, 100)
-    assert line == (
+    config, rank = Config(**options), SimpleNamespace(dtype=torch.bfloat16)
+    runner = SimpleNamespace(device=torch.device(device), rank=rank, num_kvcache_blocks=100, config=config, parts=[])
+    assert describe(config, runner) == (
         f"nanovllm: the demo model on {where}; KV cache of 25,600 tokens; max_model_len 4,096, max_num_seqs 512"
     )
-
-
-def test_line_at_start_names_the_model(make_checkpoint):
-    assert line_of(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
 
 
 def test_line_at_start_is_logged(make_checkpoint, caplog):
@@ -244,7 +234,8 @@ def test_line_at_start_is_logged(make_checkpoint, caplog):
     load(make_checkpoint(), num_kvcache_blocks=7)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("nanovllm", "INFO")
-    assert "on the CPU, float32; KV cache of 112 tokens; max_model_len 4,096" in record.getMessage()
+    line = f"nanovllm: {make_checkpoint()} on the CPU, float32; KV cache of 112 tokens; max_model_len 4,096"
+    assert record.getMessage().startswith(line)
 
 
 def test_where_the_line_at_start_goes(monkeypatch, capsys):
