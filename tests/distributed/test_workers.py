@@ -113,12 +113,6 @@ def test_a_worker_that_does_not_read(start, monkeypatch):
         idle(workers)
 
 
-def test_rank_0_that_raises(start):
-    workers = start(worker_mains.serve)
-    with failure(0, "ZeroDivisionError"), workers.guard():
-        _ = 1 / 0
-
-
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_dismissal_that_is_not_read(start, monkeypatch, signal_number):
     """A dead or stopped worker was asked to leave, and rank 0's device waited for it for ever, with all its memory."""

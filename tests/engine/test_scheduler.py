@@ -942,25 +942,19 @@ def test_surplus_launches_with_one_step_in_flight(params, num_tokens, num_launch
     assert harness.device.num_launches == num_launches
 
 
+@pytest.mark.parametrize("length", [5, 4])
 @pytest.mark.parametrize("caching", [True, False])
-def test_completions_share_the_prompt(caching):
-    """The prompt is computed once; each completion has a copy of its last block, which is not full."""
+def test_completions_share_the_prompt(caching, length):
+    """The prompt is computed once; each completion has a copy of its last block, unless that is full."""
     harness = Harness(0, caching, block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
-    first = harness.add([1, 2, 1, 2, 2], max_tokens=3, ignore_eos=True, n=4)
+    first = harness.add([1, 2, 1, 2, 2][:length], max_tokens=3, ignore_eos=True, n=4)
     batch = harness.step()
-    assert (batch.starts, batch.stops) == (0, 5) and batch.sampled_from.tolist() == [0, 0, 0]
+    assert (batch.starts, batch.stops) == (0, length) and batch.sampled_from.tolist() == [0, 0, 0]
     assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
-    tables = [seq.block_table for seq in harness.scheduler.running]
-    assert len({table[0] for table in tables}) == 1 and len({table[1] for table in tables}) == 3
-    assert batch.moves.block_copies.tolist() == [[tables[0][1], table[1]] for table in tables[1:]]
-    harness.run_to_end()
-
-
-def test_a_full_last_block_needs_no_copy():
-    harness = Harness(block_size=4, num_blocks=12)
-    harness.add([1, 2, 1, 2], max_tokens=3, ignore_eos=True, n=3)
-    batch = harness.step()
-    assert len(batch.req_indices) == 3 and not len(batch.moves.block_copies)
+    tables, is_full = [seq.block_table for seq in harness.scheduler.running], length == 4
+    assert len({table[0] for table in tables}) == 1 and len({table[-1] for table in tables}) == (1 if is_full else 3)
+    copies = [] if is_full else [[tables[0][1], table[1]] for table in tables[1:]]
+    assert batch.moves.block_copies.tolist() == copies
     harness.run_to_end()
 
 
