@@ -47,6 +47,22 @@ def another(epilogue, dtype=None):
     return epilogue._replace(**{name: tensor.clone().to(dtype or tensor.dtype) for name, tensor in tensors.items()})
 
 
+def make_options(num_tokens, num_features, num_channels, dtype, norm=False, bias=False, act_mul=None, residual=False):
+    """Options of ``fused_linear``."""
+    return dict(
+        bias=randn(num_features, dtype=dtype) if bias else None,
+        norm_weight=rand(num_channels, dtype=dtype) if norm else None,
+        eps=EPS,
+        residual=randn(num_tokens, num_features // 2 if act_mul else num_features, dtype=dtype) if residual else None,
+        act_mul=act_mul,
+    )
+
+
+def widened(values):
+    """In fp32."""
+    return {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
 def sm90_module(name):
     """A module of Gluon kernels; skips the test without a Hopper GPU or with an untested version of Triton."""
     from nanovllm.kernels.launch import is_sm90

@@ -13,7 +13,7 @@ from nanovllm.kernels.linear import dispatch, gemv, norm, reference
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import Tokens, Weight
 
-from . import DEVICE, EPS, another, make_epilogue, rand, randn, sm90_module
+from . import DEVICE, EPS, another, make_epilogue, make_options, rand, randn, sm90_module, widened
 
 OPTIONS = [
     dict(),
@@ -30,20 +30,6 @@ def make_weight(num_features, num_channels, num_groups, block_n=1):
     scale = (rand(-(-num_features // block_n), num_groups) * 1.5 + 0.5) / num_channels**0.5
     scale = scale.repeat_interleave(block_n, dim=0)[:num_features].contiguous()
     return Weight(randn(num_features, num_channels).to(E4M3), scale, block_n)
-
-
-def make_options(num_tokens, num_features, num_channels, dtype, norm=False, bias=False, act_mul=None, residual=False):
-    return dict(
-        bias=randn(num_features, dtype=dtype) if bias else None,
-        norm_weight=rand(num_channels, dtype=dtype) if norm else None,
-        eps=EPS,
-        residual=randn(num_tokens, num_features // 2 if act_mul else num_features, dtype=dtype) if residual else None,
-        act_mul=act_mul,
-    )
-
-
-def widened(values):
-    return {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def assert_near(actual, expected, tolerance):
@@ -148,6 +134,14 @@ def test_the_prefill_gemm_takes_numbers_of_16_and_8_bits(dtype, monkeypatch):
 # Gluon, on Hopper.
 
 
+def reduced(y):
+    """A result of which split-K partials, if it has some, were added to the residual."""
+    if not isinstance(y, SplitKPartials):
+        return y
+    dispatch.rms_norm(y, torch.ones_like(y.residual[0]), EPS)
+    return y.residual
+
+
 def check_decode_gemm(config, num_tokens, num_features, num_channels, num_groups, dtype, **options):
     """16-bit results of fp32 sums: 2 to the -8, and with e4m3 products some 14 bits of each sum of a stage."""
     decode_gemm_sm90 = sm90_module("decode_gemm_sm90")
@@ -158,10 +152,7 @@ def check_decode_gemm(config, num_tokens, num_features, num_channels, num_groups
     weight = make_weight(num_features, num_channels, num_groups)
     quantized = reference.quantize_tokens(x)
     expected = reference.fused_linear(values(quantized), weight, **widened(options))
-    y = decode_gemm_sm90.decode_gemm(config, quantized, weight, **options)
-    if isinstance(y, SplitKPartials):
-        dispatch.rms_norm(y, torch.ones(num_features, dtype=dtype, device=DEVICE), EPS)
-        y = y.residual
+    y = reduced(decode_gemm_sm90.decode_gemm(config, quantized, weight, **options))
     assert y.dtype == dtype and y.shape == expected.shape
     error = (y.float() - expected).abs()
     # row by row: the tokens' sizes differ
@@ -198,10 +189,7 @@ def check_quantized_linear(num_tokens, weight, dtype, **options):
     rounded = x if options["norm_weight"] is None else reference.rms_norm(x, options["norm_weight"], EPS)
     rounded = values(reference.quantize_tokens(rounded))
     expected = reference.fused_linear(rounded, weight, **widened(options | dict(norm_weight=None)))
-    y = dispatch.fused_linear(x, weight, **options, allow_split_k=True)
-    if isinstance(y, SplitKPartials):
-        dispatch.rms_norm(y, torch.ones(num_features, dtype=dtype, device=DEVICE), EPS)
-        y = y.residual
+    y = reduced(dispatch.fused_linear(x, weight, **options, allow_split_k=True))
 
     def distance(other):
         return ((y.float() - other).square().mean() / other.square().mean()).sqrt().item()

@@ -109,15 +109,19 @@ def test_twin_draws_as_if_it_made_all_noise(spread, temperature, vocab_start):
     assert torch.equal(scores, expected.amax(1))
 
 
+def check_draws(*args):
+    """The kernels' are the twin's."""
+    expected, actual = reference.gumbel_argmax(*args), KERNELS.gumbel_argmax(*args)
+    assert torch.equal(actual[1], expected[1])
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("vocab_start", [0, 3, 1024])
 def test_triton_noise_agrees_with_the_twin(vocab_start):
     """Logits of zero at temperature 1: the winning score is the largest noise itself."""
     state = make_state(6, length=[1, 2, 3, 1000, 40000, 6])
     logits = torch.zeros(6, 777, device=DEVICE)
-    expected = reference.gumbel_argmax(logits, every_request(state), state, no_thresholds(6), vocab_start)
-    actual = KERNELS.gumbel_argmax(logits, every_request(state), state, no_thresholds(6), vocab_start)
-    assert torch.equal(actual[1], expected[1])
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    check_draws(logits, every_request(state), state, no_thresholds(6), vocab_start)
 
 
 @triton.jit
@@ -169,10 +173,7 @@ def test_triton_draws_agree_with_the_twin(batch_size, vocab_size, vocab_start, d
     req_indices = torch.randperm(16, device=DEVICE)[:batch_size].int()
     logits = (torch.randn(batch_size, vocab_size, device=DEVICE) * 3).to(dtype)
     thresholds = reference.filter_thresholds(logits, req_indices, state)
-    expected = reference.gumbel_argmax(logits, req_indices, state, thresholds, vocab_start)
-    actual = KERNELS.gumbel_argmax(logits, req_indices, state, thresholds, vocab_start)
-    assert torch.equal(actual[1], expected[1])
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    check_draws(logits, req_indices, state, thresholds, vocab_start)
 
 
 LOGITS = {
@@ -201,10 +202,7 @@ def test_draws_of_unusual_logits(kind, max_segments, vocab_start, monkeypatch):
     logits[6] = -torch.inf
     thresholds = no_thresholds(7)
     thresholds[3] = logits[3, 1700].float().nan_to_num(0, 0, 0)
-    expected = reference.gumbel_argmax(logits, every_request(state), state, thresholds, vocab_start)
-    actual = KERNELS.gumbel_argmax(logits, every_request(state), state, thresholds, vocab_start)
-    assert actual[1].tolist() == expected[1].tolist()
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    check_draws(logits, every_request(state), state, thresholds, vocab_start)
 
 
 @BOTH

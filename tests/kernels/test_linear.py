@@ -15,7 +15,7 @@ from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, refer
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
-from . import DEVICE, EPS, another, make_cos_sin, make_epilogue, rand, randn, sm90_module
+from . import DEVICE, EPS, another, make_cos_sin, make_epilogue, make_options, rand, randn, sm90_module, widened
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -37,10 +37,6 @@ def assert_as_accurate(actual, exact, twin):
     assert (error <= largest).all(), f"{int((error > largest).sum())} of {error.numel()}, up to {error.max():.3f}"
     rms, twin_rms = error.square().mean().sqrt().item(), allowed.square().mean().sqrt().item()
     assert rms <= 1.5 * twin_rms + 1e-6, f"mean error {rms:.2g}, the twin's {twin_rms:.2g}"
-
-
-def widened(*tensors):
-    return [None if tensor is None else tensor.float() for tensor in tensors]
 
 
 # Twins against formulas written elsewhere.
@@ -281,19 +277,10 @@ def check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=No
     num_outputs = num_features // 2 if act_mul else num_features
     x = randn(num_tokens, num_channels + padding, dtype=dtype)[:, :num_channels]
     weight = Weight((randn(num_features, num_channels) / num_channels**0.5).to(dtype))
-    options = dict(
-        bias=randn(num_features, dtype=dtype) if bias else None,
-        norm_weight=rand(num_channels, dtype=dtype) if norm else None,
-        eps=EPS,
-        residual=randn(num_tokens, num_outputs, dtype=dtype) if residual else None,
-        act_mul=act_mul,
-        **more,
-    )
+    options = make_options(num_tokens, num_features, num_channels, dtype, norm, bias, act_mul, residual) | more
     expected = reference.fused_linear(x, weight, **options)
     if dtype != torch.float32:
-        tensors = ("bias", "norm_weight", "residual")
-        wide = options | dict(zip(tensors, widened(*(options[name] for name in tensors)), strict=True))
-        exact = reference.fused_linear(x.float(), Weight(weight.data.float()), **wide)
+        exact = reference.fused_linear(x.float(), Weight(weight.data.float()), **widened(options))
     y = run(x, weight, **options)
     if isinstance(y, SplitKPartials):
         assert y.residual is options["residual"]
@@ -414,14 +401,14 @@ def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels
         q = qkv_linear(x, Weight(weight), bias, norm_weight, EPS, own)
         return [q, own.k_cache, own.v_cache] if with_cache else [q]
 
-    tensors = (x, weight, bias, norm_weight)
-    expected, actual = run(reference.qkv_linear, dtype, *tensors), run(dispatch.qkv_linear, dtype, *tensors)
+    tensors = dict(x=x, weight=weight, bias=bias, norm_weight=norm_weight)
+    expected, actual = run(reference.qkv_linear, dtype, **tensors), run(dispatch.qkv_linear, dtype, **tensors)
     assert actual[0].shape == (num_tokens, num_heads, head_dim)
     if dtype == torch.float32:
         for pair in zip(actual, expected, strict=True):
             assert_close(*pair, scale=4)
     else:
-        exact = run(reference.qkv_linear, torch.float32, *widened(*tensors))
+        exact = run(reference.qkv_linear, torch.float32, **widened(tensors))
         for each in zip(actual, exact, expected, strict=True):
             assert_as_accurate(*each)
 
