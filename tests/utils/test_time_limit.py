@@ -13,14 +13,6 @@ import pytest
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 
-def test_a_loop_is_cut():
-    start = perf_counter()
-    with pytest.raises(TimeLimitError), time_limit(0.1):
-        while perf_counter() < start + 60:
-            pass
-    assert perf_counter() < start + 30
-
-
 def test_code_that_catches_exceptions_is_cut():
     start = perf_counter()
     with pytest.raises(TimeLimitError), time_limit(0.1):
