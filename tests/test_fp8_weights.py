@@ -15,6 +15,7 @@ from families import check_greedy, chosen
 from fp8_checkpoints import FORMS, SIZES, compressed
 from helpers import Reference, generate, generate_with_logits, gpu_param, greedy, prompt_of
 from safetensors.torch import save_file
+from test_demo_model import check_answers, check_held_out_sums
 from test_families import IDS, TOLERANCE, error, hf_logits, logits_of
 
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
@@ -26,7 +27,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.quantization import quantize, quantized
 from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.models.config_reader import read_model_config
+from nanovllm.models.config_reader import model_config, read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.models.quantization_config import linears
@@ -306,8 +307,6 @@ def test_vision_prefix():
 
 
 def families_config(architecture, quantization, **more):
-    from nanovllm.models.config_reader import model_config
-
     raw = {**families.BASE, "architectures": [architecture], "quantization_config": quantization, **more}
     return model_config({**raw, "torch_dtype": "bfloat16"})
 
@@ -710,8 +709,6 @@ def test_update_of_a_single_block(rows):
 ])  # fmt: skip
 def test_the_demo_model_answers_as_before(device, options):
     """Prompts, and sums that training never saw."""
-    from test_demo_model import check_answers, check_held_out_sums
-
     with LLM(device=device, quantization="fp8", num_kvcache_blocks=256, quiet=True, **options) as llm:
         check_answers(llm)
         check_held_out_sums(llm, 100 if device == "cpu" else None)

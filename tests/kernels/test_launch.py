@@ -12,9 +12,12 @@ import sys
 import time
 
 import pytest
+import torch
 from histories import at_night
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels.launch import launch, parallel_compile  # noqa: E402
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -58,11 +61,6 @@ def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape,
 
 def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypatch):
     """Triton 3.4 (torch 2.8) has none. A kernel not loaded then would be in graph capture, where loading is illegal."""
-    import torch
-    import triton
-
-    from nanovllm.kernels.launch import launch, parallel_compile
-
     loaded, launched = [], []
 
     class Compiled:
@@ -87,11 +85,6 @@ def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypat
 @pytest.mark.parametrize("fails", ["launching", "compiling"])
 def test_a_failure_does_not_wait_for_queued_compilations(monkeypatch, fails):
     """Ctrl-C ended a first start only after every kernel of the queue was compiled, half a minute later."""
-    import torch
-    import triton
-
-    from nanovllm.kernels.launch import launch, parallel_compile
-
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("compiles kernel by kernel")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -131,8 +124,6 @@ def test_a_failure_does_not_wait_for_queued_compilations(monkeypatch, fails):
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch, enforce_eager):
-    import triton
-
     from nanovllm import SamplingParams
 
     llm = make_llm(
@@ -149,8 +140,6 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
 
 def main(model: str, num_ranks: int) -> None:
     """Start one of ``num_ranks`` ranks, warm up, run; print the kernel variants requested as one line of JSON."""
-    import torch
-    import triton
 
     class Driver:
         def get_current_device(self):
