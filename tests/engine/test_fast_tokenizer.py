@@ -32,12 +32,9 @@ ADDED = [
 ]  # fmt: skip
 
 
-def trained(model, trainer, pre_tokenizer=None, normalizer=None):
+def trained(model, trainer, pre_tokenizer, normalizer=None):
     tokenizer = Tokenizer(model)
-    if pre_tokenizer is not None:
-        tokenizer.pre_tokenizer = pre_tokenizer
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import HAS_GPU
+from helpers import record_calls
 
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
@@ -155,13 +156,8 @@ def test_threads_that_the_user_chose(four_cores):
 def test_threads_of_an_engine(four_cores, make_llm):
     """Steps of the tiny model run on one thread; the user's code between them, and after an error, on four."""
     llm = make_llm()
-    seen = []
-
-    def run_sampler(*args):
-        seen.append(torch.get_num_threads())
-        return original(*args)
-
-    original, llm.model_runner.run_sampler = llm.model_runner.run_sampler, run_sampler
+    seen, run_sampler = [], llm.model_runner.run_sampler
+    llm.model_runner.run_sampler = lambda *args: seen.append(torch.get_num_threads()) or run_sampler(*args)
     llm.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
     while not llm.is_finished():
         llm.step()
@@ -182,11 +178,10 @@ def test_launches_of_a_cpu_are_small(device, max_num_batched_tokens, max_num_seq
 
 def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
     llm = make_llm(max_num_batched_tokens=4000, max_model_len=1200)
-    batches, forward = [], llm.model_runner.forward
-    llm.model_runner.forward = lambda batch: (batches.append(batch.num_tokens), forward(batch))
+    batches = record_calls(llm.model_runner, "forward")
     prompt = [(7 * i) % 500 for i in range(1100)]
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
-    assert batches == [1024, 76, 1] and output["token_ids"] == reference(prompt, 2)
+    assert [batch.num_tokens for batch in batches] == [1024, 76, 1] and output["token_ids"] == reference(prompt, 2)
 
 
 # ---------------------------------------------------------------- the line at start
