@@ -159,34 +159,6 @@ def test_all_ranks_have_peer_memory_or_none(size, failing, expected, tmp_path, m
         assert [memory is not None for memory in pool.map(connect, range(size))] == [expected] * size
 
 
-def run_on_streams(launch, num_cases, reset):
-    """Each case of ``launch(rank, case)`` on the ranks, on one GPU, a stream each, which it returns."""
-    streams = [torch.cuda.Stream() for _ in range(WORLD)]
-    for i in range(num_cases):  # the driver loads no kernel while another one runs: load all of them first
-        for rank in range(WORLD):
-            launch(rank, i)
-    torch.cuda.synchronize()
-    reset()
-    torch.cuda.synchronize()
-    for i in range(num_cases):
-        for rank in range(WORLD):
-            with torch.cuda.stream(streams[rank]):
-                launch(rank, i)
-    torch.cuda.synchronize()
-    return streams
-
-
-def check_release(launch, stream, abort_flag):
-    """Rank 0 waits for a peer that never launches, until its abort flag is set."""
-    with torch.cuda.stream(stream):
-        launch(0, 0)
-        launch(0, 1)
-    time.sleep(0.05)
-    assert not stream.query()
-    abort_flag.fill_(1)
-    torch.cuda.synchronize()
-
-
 @pytest.mark.gpu
 def test_push_between_streams():
     """Ranks on one GPU; then one whose peer never launches, released by its abort flag."""
@@ -207,17 +179,30 @@ def test_push_between_streams():
         push(xs[rank][i], outs[rank][i][:-2], *arguments, block=PUSH_BLOCK, num_warps=4)
         push(xs[rank][i], gathered[rank][i][:-2], *arguments, gather=True, block=PUSH_BLOCK, num_warps=4)
 
-    def reset():
-        for tensor in (*abort_flags, *launches):
-            tensor.zero_()
-        for buffer in buffers:
-            buffer.fill_(-1)
-
-    streams = run_on_streams(launch, len(cases), reset)
+    places = [(rank, i) for i in range(len(cases)) for rank in range(WORLD)]
+    for place in places:  # the driver loads no kernel while another one runs: load all of them first
+        launch(*place)
+    torch.cuda.synchronize()
+    for tensor in (*abort_flags, *launches):
+        tensor.zero_()
+    for buffer in buffers:
+        buffer.fill_(-1)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(WORLD)]
+    for rank, i in places:
+        with torch.cuda.stream(streams[rank]):
+            launch(rank, i)
+    torch.cuda.synchronize()
     ranks = [zip(outs[rank], gathered[rank], strict=True) for rank in range(WORLD)]
     check_pushed([[tuple(result.cpu().float() for result in results) for results in rank] for rank in ranks])
     assert all((buffer == -1).all() for buffer in buffers)
-    check_release(launch, streams[0], abort_flags[0])
+    with torch.cuda.stream(streams[0]):  # rank 0 waits for a peer that never launches
+        launch(0, 0)
+        launch(0, 1)
+    time.sleep(0.05)
+    assert not streams[0].query()
+    abort_flags[0].fill_(1)
+    torch.cuda.synchronize()
 
 
 def test_ranks_connect_whatever_they_connected_before(tmp_path):

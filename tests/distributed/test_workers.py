@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from nanovllm.errors import WorkerError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 10.0  # from a failure to its WorkerError, everything torn down
 
 

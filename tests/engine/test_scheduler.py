@@ -851,14 +851,19 @@ def test_a_slot_waits_for_64_steps_at_most():
     harness.run_to_end()
 
 
-def test_the_last_to_come_is_preempted_and_comes_back_first():
-    harness = Harness(caching=False, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
+@pytest.mark.parametrize("caching, found", [(False, [0]), (True, [4, 2])])
+def test_the_last_to_come_is_preempted_and_comes_back_first(caching, found):
+    """With a prefix cache it finds its blocks again."""
+    harness = Harness(caching=caching, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
     ids = [harness.add([1, 2], max_tokens=5, ignore_eos=True) for _ in range(3)]
     harness.step()
     harness.step()  # three tables of one block grow, one block is free: the last two give way, one after the other
     assert [seq.seq_id for seq in harness.scheduler.running] == ids[:2]
     assert [seq.seq_id for seq in harness.scheduler.waiting] == ids[2:]
     assert harness.scheduler.num_preemptions == 1
+    while isinstance(batch := harness.step(), DecodeBatch):
+        pass
+    assert batch.chunk_seq_ids.tolist() == ids[1 : 1 + len(found)] and batch.starts.tolist() == found
     harness.run_to_end()
     assert list(harness.outputs) == ids
 
@@ -900,21 +905,6 @@ def test_blocks_are_reserved_until_others_give_theirs_back(monkeypatch):
     assert [seq.seq_id for seq in harness.scheduler.running] == ids[:3]
     harness.run_to_end()
     assert harness.scheduler.num_preemptions == 0
-
-
-def test_preempted_sequence_finds_its_blocks_again():
-    harness = Harness(block_size=2, num_blocks=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=10)
-    first = harness.add([1, 2, 1], max_tokens=5, ignore_eos=True)
-    second = harness.add([2, 2, 1], max_tokens=5, ignore_eos=True)
-    starts = []
-    while not harness.engine.is_finished():
-        batch = harness.step()
-        if isinstance(batch, PrefillBatch):
-            starts += zip(batch.chunk_seq_ids.tolist(), batch.starts.tolist(), strict=True)
-    harness.run_to_end()
-    assert harness.scheduler.num_preemptions == 1
-    assert starts[:2] == [(first, 0), (second, 0)]
-    assert starts[2][0] == second
 
 
 def test_run_ahead_drains_before_it_preempts():

@@ -242,7 +242,7 @@ GRAMMARS = {
 }
 
 
-INTEGER, NULL = ({"type": "json_schema", "json_schema": {"type": kind}} for kind in ("integer", "null"))
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TAGS = [
     {"type": "tag", "begin": "<f=a>", "content": INTEGER, "end": "</f>"},
     {"type": "tag", "begin": "<f=b>", "content": {"type": "any_text"}, "end": ["</f>", "!"]},
