@@ -1,4 +1,4 @@
-"""As an evaluation harness scores choices: the log-likelihood of a continuation, and whether greedy would give it."""
+"""As an evaluation harness asks: a continuation's log-likelihood, whether greedy gives it; texts until a string."""
 
 import sys
 from importlib.metadata import version
@@ -12,9 +12,9 @@ from vllm.utils import get_open_port
 
 assert parse(version("vllm")) >= parse("0.9.0") and get_open_port() > 0
 model = LLM(
-    model=sys.argv[1], gpu_memory_utilization=0.9, revision=None, dtype="auto", tokenizer=None, tokenizer_mode="auto",
+    model=sys.argv[1], gpu_memory_utilization=0.9, revision=None, dtype="float", tokenizer=None, tokenizer_mode="auto",
     tokenizer_revision=None, trust_remote_code=False, tensor_parallel_size=1, max_model_len=None, max_num_seqs=None,
-    swap_space=4, quantization=None, seed=1234, enable_lora=False, max_lora_rank=16,
+    swap_space=4, quantization=None, seed=1234, enable_lora=False, max_lora_rank=16, device="auto",
 )  # fmt: skip
 tokenizer = get_tokenizer(sys.argv[1], tokenizer_mode="auto", trust_remote_code=False, revision=None)
 template = resolve_hf_chat_template(
@@ -42,3 +42,17 @@ answers = {answer: score(question, answer) for answer in ("82", "83", "Paris")}
 assert answers["82"][1] and not answers["Paris"][1]
 assert max(answers, key=lambda answer: answers[answer][0]) == "82"
 assert -1 < answers["82"][0] < 0 and answers["Paris"][0] < -5, answers
+
+# generate_until, with the token ids given the old way
+contexts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in ("count to 50", "spell banana")]
+ids = [tokenizer(context).input_ids for context in contexts]
+params = [
+    SamplingParams(max_tokens=64, stop=[", 9", "\n\n"], temperature=0.0, skip_special_tokens=False),
+    SamplingParams(max_tokens=64, stop=["-n", tokenizer.eos_token], temperature=0.0, include_stop_str_in_output=True),
+]
+first, second = model.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False, lora_request=None)
+assert first.outputs[0].text == "1, 2, 3, 4, 5, 6, 7, 8"
+assert (first.outputs[0].finish_reason, first.outputs[0].stop_reason) == ("stop", ", 9")
+assert second.outputs[0].text == "b-a-n" and second.outputs[0].stop_reason == "-n"
+assert first.prompt is None and first.prompt_token_ids == ids[0]
+assert tokenizer.decode(first.outputs[0].token_ids).startswith("1, 2, 3, 4, 5, 6, 7, 8, 9")
