@@ -45,3 +45,6 @@ as_dict = dataclasses.asdict(again.outputs[0])
 assert {"index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason"} <= set(as_dict)
 json.dumps({"text": as_dict["text"], "ids": list(as_dict["token_ids"]), "sum": as_dict["cumulative_logprob"]})
 assert copy.deepcopy(params) == params.clone() == params
+edited = copy.deepcopy(params)
+edited.temperature = 0.0
+assert params.temperature == 0.5
