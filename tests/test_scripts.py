@@ -75,8 +75,9 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_bench_looks_for_all_engines_before_it_runs_one(monkeypatch):
-    """The figures of the engines before the missing one, minutes of a GPU's time, were thrown away."""
+def test_bench_looks_for_all_that_it_needs_before_it_runs(tmp_path, monkeypatch, capsys):
+    """The figures of the engines before a missing one, minutes of a GPU's time, were thrown away; those of all runs
+    when the timeline could not be written."""
     ran = []
     monkeypatch.setattr(bench, "run_apart", lambda name, *_: ran.append(name))
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -85,6 +86,9 @@ def test_bench_looks_for_all_engines_before_it_runs_one(monkeypatch):
     assert not ran
     with pytest.raises(SystemExit, match=r"^--engine vllm: vLLM cannot be imported here .* Install it in this"):
         bench.main(["--engine", "vllm"])
+    with pytest.raises(SystemExit):
+        bench.main(["--profile", str(tmp_path / "none" / "trace.json")])
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 VLLM_STAND_IN = """
@@ -159,13 +163,6 @@ def test_benchmarks_that_need_a_gpu_say_so(name, tmp_path):
     done = run(str(ROOT / "benchmarks" / f"{name}.py"), check=False, cwd=tmp_path)
     assert done.returncode == 2 and re.search(r"needs (a|as many) CUDA device", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path, capsys):
-    """The figures of all runs were lost when the timeline could not be written."""
-    with pytest.raises(SystemExit):
-        bench.main(["--profile", str(tmp_path / "none" / "trace.json")])
-    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_host_overhead_runs(capsys):
