@@ -1,10 +1,12 @@
-"""As an evaluation harness asks: a continuation's log-likelihood, whether greedy gives it; texts until a string."""
+"""As an evaluation harness asks: log-likelihoods of continuations and of whole texts; texts until a string."""
 
 import sys
 from importlib.metadata import version
 
+import numpy as np
 from packaging.version import parse
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.entrypoints.chat_utils import resolve_hf_chat_template
 from vllm.lora.request import LoRARequest  # noqa: F401
 from vllm.transformers_utils.tokenizer import get_tokenizer
@@ -15,6 +17,7 @@ model = LLM(
     model=sys.argv[1], gpu_memory_utilization=0.9, revision=None, dtype="float", tokenizer=None, tokenizer_mode="auto",
     tokenizer_revision=None, trust_remote_code=False, tensor_parallel_size=1, max_model_len=None, max_num_seqs=None,
     swap_space=4, quantization=None, seed=1234, enable_lora=False, max_lora_rank=16, device="auto",
+    download_dir="/no/such/directory",
 )  # fmt: skip
 tokenizer = get_tokenizer(sys.argv[1], tokenizer_mode="auto", trust_remote_code=False, revision=None)
 template = resolve_hf_chat_template(
@@ -56,3 +59,22 @@ assert (first.outputs[0].finish_reason, first.outputs[0].stop_reason) == ("stop"
 assert second.outputs[0].text == "b-a-n" and second.outputs[0].stop_reason == "-n"
 assert first.prompt is None and first.prompt_token_ids == ids[0]
 assert tokenizer.decode(first.outputs[0].token_ids).startswith("1, 2, 3, 4, 5, 6, 7, 8, 9")
+
+# perplexity of texts given with their token ids; only each token's own log-probability
+texts = ["The days are Monday, Tuesday, Wednesday, Thursday", "qzx vv Monday kkk Thursday"]
+inputs = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text)} for text in texts]
+outputs = model.generate(inputs, SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0.0), use_tqdm=False)
+losses = []
+for text, given, output in zip(texts, inputs, outputs, strict=True):
+    assert output.prompt == text and output.prompt_token_ids == given["prompt_token_ids"]
+    logprobs = output.prompt_logprobs[1:]
+    assert all(len(at) == 1 for at in logprobs)
+    values = [at[i].logprob for at, i in zip(logprobs, output.prompt_token_ids[1:], strict=True)]
+    losses.append(-np.mean(values))
+assert 0 < losses[0] < losses[1], losses
+old = model.generate(prompts=None, prompt_token_ids=[i["prompt_token_ids"] for i in inputs],
+                     sampling_params=SamplingParams(prompt_logprobs=0, max_tokens=1, flat_logprobs=True))  # fmt: skip
+assert old[0].prompt_logprobs.token_ids == inputs[0]["prompt_token_ids"][1:], "flat log-probabilities have columns"
+position = inputs[0]["prompt_token_ids"][3]
+assert old[0].prompt_logprobs[3][position].logprob == outputs[0].prompt_logprobs[3][position].logprob
+destroy_model_parallel()
