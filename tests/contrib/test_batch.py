@@ -253,24 +253,21 @@ def test_two_processes(tmp_path):
     assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
 
 
-def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
-    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", "5000")
-    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
-    assert "error: max_model_len=5000: the model has positions for 4096 tokens." in err
-    assert "0 of 2,000 rows are in" in err and "the same command goes on." in err
-
-
 def leave(*args):
     os._exit(7)
 
 
-def test_an_engine_whose_process_dies(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engines, "_work", leave)
+@pytest.mark.parametrize(
+    ("work", "max_model_len", "said"),
+    [(engines._work, "5000", r"error: max_model_len=5000: the model has positions for 4096 tokens\."),
+     (leave, "256", r"error: engine [01] ended with exit code 7\.\n")],
+)  # fmt: skip
+def test_an_engine_that_fails_in_its_process(tmp_path, monkeypatch, capsys, work, max_model_len, said):
+    monkeypatch.setattr(engines, "_work", work)
     source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
-    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000")
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", max_model_len)
     err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
-    assert re.search(r"error: engine [01] ended with exit code 7\.\n", err)
+    assert re.search(said, err) and "0 of 2,000 rows are in" in err and "the same command goes on." in err
 
 
 # ---------------------------------------------------------------- with a stub
