@@ -33,15 +33,8 @@ def test_submit_from_many_threads(engine, reference):
     assert [output["token_ids"] for output in outputs] == [reference(prompt, 6) for prompt in prompts]
 
 
-def test_errors_are_of_their_request(engine):
-    good, bad = engine.submit([2], PARAMS), engine.submit([10**6], PARAMS)
-    with pytest.raises(RequestError, match="outside the vocabulary"):
-        bad.result(60)
-    assert len(good.result(60)["token_ids"]) == 6
-
-
-def test_an_output_that_cannot_be_made_fails_its_request(engine, monkeypatch):
-    """Its caller waited for ever, and the requests beside it failed."""
+def test_errors_are_of_their_request(engine, monkeypatch):
+    """Of one whose output cannot be made the caller waited for ever, and the requests beside it failed."""
     output = Request.output
 
     def failing(request):
@@ -50,9 +43,11 @@ def test_an_output_that_cannot_be_made_fails_its_request(engine, monkeypatch):
         return output(request)
 
     monkeypatch.setattr(Request, "output", failing)
-    good, bad = engine.submit([2], PARAMS), engine.submit([3], PARAMS)
+    good, unknown, broken = (engine.submit([token], PARAMS) for token in (2, 10**6, 3))
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        unknown.result(60)
     with pytest.raises(OSError, match="file is gone"):
-        bad.result(60)
+        broken.result(60)
     assert len(good.result(60)["token_ids"]) == 6
 
 
