@@ -1,4 +1,4 @@
-"""Grammars of llguidance from structured-output parameters; ``structured.py`` compiles them.
+"""Grammars of llguidance from structured-output parameters; ``token_masks.py`` compiles them.
 
 Knows texts, no tokens. llguidance's own converters read schemas, expressions and EBNF; structural tags become Lark
 here. Everything wrong with a source is a ValueError with the reason.
