@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
@@ -21,7 +22,7 @@ from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
 from nanovllm.utils.checkpoint import read_json
 
-HEAD_ROWS = 4  # of an LM head to compare with the embedding, where both are said to be one
+DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
 DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
@@ -62,7 +63,7 @@ class WeightFiller:
         self._parts_of_decoder = {name.split(".")[1] for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
-        self._head_rows: torch.Tensor | None = None
+        self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._targets[name][2]}
@@ -77,9 +78,11 @@ class WeightFiller:
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         if self._unused.fullmatch(self._whole_name(tensor.name)):
-            if self._embedding is not None and tensor.name.endswith("lm_head.weight"):
-                start = self._embedding.vocab_start
-                self._head_rows = tensor.read((slice(start, start + HEAD_ROWS),))
+            # with ``only``, it is the checkpoint that was compared at the start
+            if self._embedding is not None and tensor.name.endswith("lm_head.weight") and self._only is None:
+                (N, C), size = self._embedding.weight.shape, self._embedding.tp.size
+                mine = tensor.fit([N * size, C]).rows(self._embedding.vocab_start, N, N * size)
+                self._head_digests = row_digests(mine, self._embedding.weight)
             return
         name = self._name_here(tensor.name)
         if name.endswith(("_proj_blocks", "_proj_scales")):
@@ -188,9 +191,9 @@ class WeightFiller:
 
     def check_complete(self, source: str, advice: str = "") -> None:
         """Raises CheckpointError: a tensor is missing, or ``lm_head.weight`` is no copy of the tied embedding."""
-        if self._embedding is not None and self._head_rows is not None:
-            rows = self._embedding.weight[:HEAD_ROWS]
-            if not torch.equal(self._head_rows.to(rows), rows):
+        if self._embedding is not None and self._head_digests is not None:
+            weight = self._embedding.weight
+            if not torch.equal(self._head_digests, row_digests(CheckpointTensor.of("", weight.detach()), weight)):
                 raise CheckpointError(
                     f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
                     'of its own, write "tie_word_embeddings": false into config.json.'
@@ -199,6 +202,24 @@ class WeightFiller:
         if self.missing:
             some = ", ".join(sorted(self.missing)[:5])
             raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}{advice}.")
+
+
+def row_digests(matrix: CheckpointTensor, like: torch.Tensor) -> torch.Tensor:
+    """A number for each row, int64 [N], of a matrix [N, C] in the dtype of ``like`` [N, C], read a chunk at a time.
+
+    It stands for a matrix that may be overwritten before the one to compare comes: a sum of the row's words modulo
+    2^64, with random odd weights, so that a change of one word is always seen.
+    """
+    (N, C), device = like.shape, like.device
+    padding = -C % 8  # to whole words
+    num_words = (C + padding) * like.element_size() // 8
+    weights = torch.randint(2**62, (num_words,), generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 2 + 1
+    weights, digests = weights.to(device), []
+    for first in range(0, N, DIGEST_ROWS):
+        rows = matrix.read((slice(first, first + DIGEST_ROWS),)).to(like).contiguous()
+        words = (F.pad(rows, (0, padding)) if padding else rows).view(torch.int64)
+        digests.append((words * weights).sum(1))
+    return torch.cat(digests)
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """From safetensors to parameters: merged layers, tying, several files, the shards of each rank, refusals."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,39 @@ def test_tied_embedding(head_in_file, make_checkpoint, copy_of):
     assert torch.equal(model.lm_head.weight, tensors_of(path)["model.embed_tokens.weight"])
     hidden = torch.randn(3, model.lm_head.weight.shape[1])
     torch.testing.assert_close(model.lm_head(hidden), hidden @ model.model.embed_tokens.weight.T)
+
+
+OTHER_HEADS = {  # what the head is, made of the embedding's copy
+    "last element": lambda head: head[-1, -1:].mul_(1.01),
+    "two rows swapped": lambda head: head[300:400:99].copy_(head[300:400:99].flip(0)),
+    "sign of one number": lambda head: head[257, :1].neg_(),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("chunk", (7, 4096))
+@pytest.mark.parametrize("case", OTHER_HEADS)
+def test_a_head_that_is_not_the_embedding(case, chunk, dtype, make_checkpoint, copy_of, monkeypatch):
+    """Of all rows: the first four alone were compared. With two ranks, the rank that has the rows says so."""
+    monkeypatch.setattr("nanovllm.models.loader.DIGEST_ROWS", chunk)
+
+    def edit(tensors):
+        head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+        tensors["model.embed_tokens.weight"] = head.clone()
+        OTHER_HEADS[case](head)
+
+    path = copy_of(make_checkpoint(tie_word_embeddings=True, hidden_size=60), edit)
+    for tp in (SINGLE_RANK, TPGroup(1, 2)):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, but config.json ties them"):
+            load_model(build(path, tp), path)
+
+
+@pytest.mark.parametrize("shape", ([], [64], [512, 32], [500, 64], [513, 64], [1, 512, 64]))
+def test_a_tied_head_of_another_shape(shape, make_checkpoint, copy_of):
+    """Torch's own errors came through, or more rows were taken."""
+    path = copy_of(make_checkpoint(tie_word_embeddings=True), lambda t: t.update({"lm_head.weight": torch.ones(shape)}))
+    with pytest.raises(CheckpointError, match=re.escape(f"'lm_head.weight' has shape {shape}, expected [512, 64]")):
+        load_model(build(path), path)
 
 
 def merge(tensors):
