@@ -243,10 +243,10 @@ class LLM(LLMEngine):
 
     def embed(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
               **others: Any) -> list[PoolingRequestOutput]:
-        """``outputs.embedding`` of each prompt."""
+        """``outputs.embedding`` of each prompt, without the checkpoint's default prompt, as in vLLM."""
         refuse("embed", **others)
-        params = checked("embed", pooling_params)
-        return usable(self.awake().embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm))
+        params, embed = checked("embed", pooling_params), self.awake().embed
+        return usable(embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm, instruction=""))
 
     def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
                  **others: Any) -> list[PoolingRequestOutput]:
@@ -290,9 +290,10 @@ class LLM(LLMEngine):
         llm = self.awake()
         if llm.config.model_config.num_labels or llm.config.model_config.label_tokens:
             return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
-        outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
+        outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm, instruction=""))
         queries = list(dict.fromkeys(first))
-        embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
+        of_queries = llm.embed(queries, True, instruction="")
+        embeddings = {text: x.embedding for text, x in zip(queries, of_queries, strict=True)}
         for text, output in zip(first, outputs, strict=True):
             output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
         return outputs
