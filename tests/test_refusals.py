@@ -91,7 +91,9 @@ VALUES = {
     # Python's TypeErrors came through, or values were taken for something else
     "config.json": {
         "an integer >= 1": {
-            "vocab_size": [True, 512.0, "512", None], "num_key_value_heads": ["2", 2.0, 0, -2], "head_dim": ["32", -32],
+            "vocab_size": [True, 512.0, "512", None, 2**24 + 1, 10**19],
+            "hidden_size": [10**17], "intermediate_size": [2**40], "num_attention_heads": [10**30],
+            "num_key_value_heads": ["2", 2.0, 0, -2], "head_dim": ["32", -32, 2**60],
             "max_position_embeddings": [None, "4096", 0], "num_hidden_layers": [0, 10**9],
             "original_max_position_embeddings": ["64"],
         },
@@ -99,8 +101,12 @@ VALUES = {
             "rms_norm_eps": [None, "1e-6", -1e-6, NAN, [1e-6]], "rope_theta": [None, "1e6", 0, INF],
             "factor": ["2", 0, -2.0, True], "beta_fast": ["32"], "beta_slow": [0], "attention_factor": ["1"],
         },
+        "an integer from 0 to 10000 or None": {"num_nextn_predict_layers": [10**7, -1, "1"]},
         "true or false": {"tie_word_embeddings": ["false"], "attention_bias": [0]},
-        "an object": {"rope_scaling": ["linear"], "rope_parameters": [["yarn"]]},
+        "an object": {
+            "rope_scaling": ["linear"], "rope_parameters": [["yarn"]], "text_config": ["llama", [1], 3],
+            "id2label": [2, "ab", ["a"]],
+        },
         f"a list of 'full_attention', 'sliding_attention' or 'linear_attention' {OTHERS}": {
             "layer_types": [5, ["full_attention", "mamba"]],
         },

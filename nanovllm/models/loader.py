@@ -20,7 +20,7 @@ from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, r
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
-from nanovllm.utils.checkpoint import read_json
+from nanovllm.utils.checkpoint import open_tensors, read_json
 
 DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
@@ -113,7 +113,7 @@ class WeightFiller:
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
-            writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
+            writes = [(param, Scales.of_param(param, piece.at_least(0)) if is_scale else piece)]
             for target, loaded in quantized(param, piece) if quantizes else writes:
                 if hasattr(target, "weight_loader"):
                     target.weight_loader(target, loaded, shard_id)
@@ -171,14 +171,14 @@ class WeightFiller:
 
     def fill_from_files(self, path: str | Path) -> None:
         """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         files = _weight_files(Path(path))
         if not files:
             raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
         for file in files:
             try:
-                with safe_open(file, "pt", device=self.device) as tensors:
+                with open_tensors(file, "pt", self.device) as tensors:
                     for name in tensors.keys():  # noqa: SIM118 (not a dict)
                         self.fill(CheckpointTensor.of(name, tensors.get_slice(name)), file.name)
             except (SafetensorError, OSError) as error:
@@ -258,7 +258,7 @@ def _weight_files(path: Path) -> list[Path]:
 
     ``model.safetensors`` counts in any case: it may be newer than the index. A file stands for itself.
     """
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return [path]
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None

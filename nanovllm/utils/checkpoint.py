@@ -106,15 +106,23 @@ def folder_within(model_path: str, name: Any, source: Path) -> Path:
     raise CheckpointError(f"{source}: {name!r:.300} must be the path of a folder within the checkpoint.")
 
 
-def tensor_names(model_path: str) -> list[str]:
-    """Of the tensors of the first safetensors file; none where it is missing or damaged, which its loading reports."""
-    from safetensors import SafetensorError, safe_open
+def open_tensors(file: Path, framework: str, device: str = "cpu") -> Any:
+    """An open safetensors file, as ``safe_open`` gives it. Raises SafetensorError or OSError."""
+    from safetensors import safe_open
 
-    file = min(Path(model_path).glob("*.safetensors"), default=None)
+    if file.exists() and not file.is_file():
+        raise OSError("it is no regular file")  # opening a FIFO would wait for ever
+    return safe_open(file, framework, device=device)
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Of the tensors of a safetensors file; none where it is damaged, which its loading reports."""
+    from safetensors import SafetensorError
+
     try:
-        with safe_open(file, "np") as tensors:
+        with open_tensors(file, "np") as tensors:
             return list(tensors.keys())
-    except (SafetensorError, OSError, TypeError):
+    except (SafetensorError, OSError):
         return []
 
 

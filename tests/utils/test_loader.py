@@ -1,6 +1,7 @@
 """From safetensors to parameters: merged layers, tying, several files, the shards of each rank, refusals."""
 
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -361,6 +362,36 @@ def test_truncated_file(size, make_checkpoint, copy_of):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*is the download complete"):
         load_model(build(path), path)
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "model-00002-of-00002.safetensors"))
+def test_a_fifo_for_weights(name, make_checkpoint, copy_of):
+    """Opening it waited for ever."""
+    path = copy_of(make_checkpoint())
+    Path(path, name).unlink(missing_ok=True)
+    os.mkfifo(Path(path, name))
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read \(it is no regular file\)"):
+        load_model(build(path), path)
+
+
+@pytest.mark.parametrize("in_another_file", (False, True))
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_model_without_the_prefix(in_another_file, tied, make_checkpoint, copy_of):
+    """It has an LM head where a file has; it was refused as a decoder alone."""
+
+    def edit(tensors):
+        head = tensors.pop("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+        named = {name.removeprefix("model."): tensors.pop(name) for name in list(tensors)}
+        tensors |= named | ({} if in_another_file else {"lm_head.weight": head})
+        heads["lm_head.weight"] = head
+
+    whole, heads = make_checkpoint(tie_word_embeddings=tied), {}
+    path = copy_of(whole, edit)
+    if in_another_file:
+        save_file(heads, Path(path) / "other.safetensors")
+    model, want = loaded(path), loaded(whole).state_dict()
+    assert model.config.has_lm_head
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 def test_no_safetensors(make_checkpoint, copy_of):
