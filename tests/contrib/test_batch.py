@@ -20,6 +20,7 @@ from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.contrib.jobs import engines, files
 from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--kvcache-block-size", "16")
@@ -43,8 +44,8 @@ def stub(args, rows, rank=0):
     for row in rows:
         try:
             content, _, params = engines.request_of(row, args)
-        except engines.RequestError as error:
-            yield engines.error_record(row, error), (0, 0, 0)
+        except Exception as error:
+            yield engines.error_record(row, engines.as_request_error(error)), (0, 0, 0)
             continue
         asked = f"{params.temperature} {params.max_tokens}"
         yield {"custom_id": row.key, "text": str(content), "finish_reason": asked, "error": None}, (1, 0, 1)
@@ -113,6 +114,47 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
+
+
+class Panic(BaseException):
+    """As tokenizers raise it: no Exception."""
+
+
+def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
+    """Any class but RequestError ended the job, at every restart; also a text that cannot be made."""
+
+    def failing(method, is_bad):
+        def failing_for_some(self, given, *args, **options):
+            if is_bad(given):
+                raise Panic("unwrap on a None")
+            return method(self, given, *args, **options)
+
+        return failing_for_some
+
+    encode = failing(AsyncTokenizer.encode, lambda texts: "panic" in texts)
+    monkeypatch.setattr(AsyncTokenizer, "encode", encode)
+    monkeypatch.setattr(AsyncTokenizer, "_decode", failing(AsyncTokenizer._decode, lambda ids: len(ids) == 5))
+    ask = [{"role": "user", "content": "2 + 3"}]
+    rows = [
+        *questions(3), {"id": "encode", "prompt": "panic"},
+        {"id": "decode", "prompt": "7", "sampling_params": {"max_tokens": 5, "ignore_eos": True}},
+        {"id": "huge", "prompt": "7", "sampling_params": {"logit_bias": {"3": 2**2000}}},
+        {"id": "digit", "prompt": "7", "sampling_params": {"logit_bias": {"\u00b3": 1}}},
+        {"id": "half", "prompt": "7", "sampling_params": {"bad_words": ["x", "\udfff"]}},
+        {"id": "name", "prompt": "7", "sampling_params": {"structured_outputs": {"cls": 1}}},
+        {"custom_id": "template", "body": {"messages": ask, "tools": [{}], "chat_template": {"a": 1}}},
+        {"custom_id": "variable", "body": {"messages": ask, "chat_template_kwargs": {"conversation": []}}},
+    ]  # fmt: skip
+    argv = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", *OPTIONS, "--max-tokens", "4"
+    assert batch(*argv) == 3
+    found = {record["custom_id"]: record["error"] for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert len(found) == len(rows) and [key for key, error in found.items() if error is None] == ["q0", "q1", "q2"]
+    assert {error["type"] for error in found.values() if error} == {"RequestError"}
+    assert found["encode"]["message"] == found["decode"]["message"] == (
+        "this request fails with Panic: unwrap on a None. Check the values of its prompt, parameters and chat template."
+    )
+    monkeypatch.setattr(AsyncTokenizer, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert batch(*argv, "--overwrite") == 130
 
 
 def test_the_log_probability_of_a_masked_token_is_json():
@@ -597,6 +639,16 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     assert json.loads(found[3]["error"])["message"] == "the row has neither 'prompt' nor 'messages'."
     assert batch(tmp_path / "in", out, "--retry-errors") == 3
     assert parquet.read_table(out).num_rows == 30
+
+
+def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
+    """Arrow refused the text and the id when the part was written, at every restart."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": "\udc01 a", "prompt": "x \ud83d"}, {"id": "b", "prompt": "y"}])
+    for _ in range(2):  # the second one finds both
+        assert batch(source, tmp_path / "out") == 0
+    table = parquet.read_table(tmp_path / "out")
+    assert table["custom_id"].to_pylist() == ["\\udc01 a", "b"] and table["text"].to_pylist() == ["x \\ud83d", "y"]
 
 
 def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):

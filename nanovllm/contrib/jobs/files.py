@@ -233,9 +233,12 @@ class Output:
         import pyarrow
 
         types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
+
+        def as_text(x: Any) -> str:  # half of a surrogate pair is no UTF-8
+            return x.encode(errors="backslashreplace").decode() if isinstance(x, str) else json.dumps(x)
+
         rows = [
-            {k: x if x is None or isinstance(x, str) or k in self._integers else json.dumps(x) for k, x in row.items()}
-            for row in records
+            {k: x if x is None or k in self._integers else as_text(x) for k, x in row.items()} for row in records
         ]
         import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
 

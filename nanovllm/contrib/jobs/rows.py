@@ -53,7 +53,7 @@ def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | 
 
 
 def hash_of(key: str | int) -> int:
-    return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
+    return xxh3_64_intdigest(str(key).encode(errors="backslashreplace"))  # as an output holds it
 
 
 def row_seed(seed: int | None, key: str | int) -> int:
