@@ -593,6 +593,56 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(out)) == 2
 
 
+@pytest.mark.parametrize("name", [".out.jsonl", ".out.jsonl.jsonl", "out.jsonl.run.jsonl"])
+def test_an_input_beside_the_output_is_not_written_to(tmp_path, stubbed, name):
+    """The temporary file in which a torn line is cut was .OUT: the input."""
+    source, out = write_jsonl(tmp_path / name, questions(4)), tmp_path / "out.jsonl"
+    before = source.read_bytes()
+    assert batch(source, out) == 0
+    out.write_bytes(out.read_bytes()[:-9])
+    assert batch(source, out) == 0 and source.read_bytes() == before
+    assert sorted(record["custom_id"] for record in read_jsonl(out)) == [f"q{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", ".out.jsonl.tmp", "out.jsonl.run.json"])
+def test_an_input_that_links_to_what_the_job_writes(tmp_path, stubbed, capsys, target):
+    (tmp_path / "in").mkdir()
+    source = write_jsonl(tmp_path / target, questions(2))
+    (tmp_path / "in" / "a.jsonl").symlink_to(source)
+    before = source.read_bytes()
+    err = error_of(capsys, tmp_path / "in", tmp_path / "out.jsonl", "--overwrite")
+    assert err.endswith(f"would write to {tmp_path}/in/a.jsonl, which is a file of IN. Give another OUT.\n")
+    assert source.read_bytes() == before
+    other = write_jsonl(tmp_path / "other.jsonl", questions(2))
+    err = error_of(capsys, other, tmp_path / "out.jsonl", "--metrics", source)
+    assert "it is IN or OUT" in err and source.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
+    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
+    out.parent.mkdir()
+    link.symlink_to(out)
+    statuses = []
+
+    def meets_others(args, rows):
+        statuses.extend(batch(source, path) for path in (out, link, tmp_path / "real" / ".." / name))
+        yield from stub(args, rows)
+
+    monkeypatch.setattr(engines, "complete", meets_others)
+    assert batch(source, link) == 0 and statuses == [1, 1, 1]
+    assert capsys.readouterr().err.count("another job is writing to ") == 3
+    monkeypatch.setattr(engines, "complete", stub)
+    if name == "out.jsonl":
+        out.write_bytes(out.read_bytes()[:-1] + b"x")
+    assert batch(source, link) == batch(source, out) == 0 and link.is_symlink()
+    (file,) = files.Output(out, ids_are_integers=False).files()
+    assert len(list(files.READERS[file.suffix](file))) == 3
+
+
 def test_csv(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text(
         'key,question,sampling_params,temperature\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z,z\n,w,,0.5\n',
@@ -627,7 +677,7 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     monkeypatch.setattr(engines, "complete", failing)
     with pytest.raises(ZeroDivisionError):
         batch(tmp_path / "in", out)
-    (out / ".part-000003.parquet").write_bytes(b"half of a part")
+    (out / ".part-000003.parquet.tmp").write_bytes(b"half of a part")
     monkeypatch.setattr(engines, "complete", stub)
     assert batch(tmp_path / "in", out) == 3
     assert sorted(path.name for path in out.iterdir()) == [f"part-{i:06d}.parquet" for i in range(5)]

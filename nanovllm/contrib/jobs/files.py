@@ -176,6 +176,11 @@ class Output:
         files = sorted(self.path.glob("part-*.parquet")) if self.is_parquet else [self.path]
         return [file for file in files if file.exists() and file.stat().st_size]
 
+    def written(self) -> set[Path]:
+        """The files that the job writes, links followed."""
+        beside = (self.path.resolve(), *beside_output(self.path))
+        return {path.resolve() for path in (*self.files(), *beside, *map(temporary_of, beside))}
+
     def scan(self, retry_errors: bool) -> tuple[np.ndarray, int]:
         """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
         hashes, num_errors = array("Q"), 0
@@ -202,7 +207,7 @@ class Output:
     @contextmanager
     def opened(self) -> Iterator[None]:
         if self.is_parquet:
-            self.path.mkdir(exist_ok=True)
+            self.path.resolve().mkdir(exist_ok=True)  # a link may point to nothing
         with nullcontext() if self.is_parquet else self.path.open("ab") as self._file:
             try:
                 yield
@@ -245,13 +250,18 @@ class Output:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file that takes the path's place once it is whole and on disk."""
-    temporary = path.with_name("." + path.name)
+    """A file that takes the path's place once it is whole and on disk; where that is a link, its target's place."""
+    path = path.resolve()
+    temporary = temporary_of(path)
     with temporary.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def temporary_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")  # no suffix that an input has
 
 
 def end_last_line(path: Path) -> None:
@@ -267,13 +277,19 @@ def end_last_line(path: Path) -> None:
 # ---------------------------------------------------------------- what it was made with
 
 
+def beside_output(path: Path) -> tuple[Path, Path]:
+    """OUT.run.json and the lock: one for all links to an output."""
+    path = path.resolve()
+    return path.with_name(path.name + ".run.json"), path.with_name(f".{path.name}.lock")
+
+
 @contextmanager
 def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[None]:
     """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with."""
-    path, run_file = output.path, output.path.with_name(output.path.name + ".run.json")
+    path, (run_file, lock) = output.path, beside_output(output.path)
     facts = json.loads(json.dumps(facts))  # as it is read
     try:
-        with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+        with filelock.FileLock(lock, timeout=0):
             if overwrite:
                 for file in output.files():
                     file.unlink()
