@@ -691,6 +691,32 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     assert parquet.read_table(out).num_rows == 30
 
 
+@pytest.mark.parametrize(
+    ("schema", "seen"),
+    [
+        ({"const": None}, None), ({"title": "x", "const": None}, None), ({"items": {"const": None}}, None),
+        ({"const": {"a": None, "b": 1}}, None), ({"enum": [{"a": 1, "b": None}]}, None),
+        ({"anyOf": [{"const": None}, {"type": "null"}]}, None),
+        ({"enum": [None, "a"]}, {"enum": [None, "a"]}), ({"type": "null", "default": None}, {"type": "null"}),
+        ({"anyOf": [{"const": "a"}, {"type": "integer"}]}, {"anyOf": [{"const": "a"}, {"type": "integer"}]}),
+        ('{"const": null}', '{"const": null}'),
+    ],
+)  # fmt: skip
+def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
+    """Arrow keeps an absent field as null. {"const": null} became {}, which allows everything."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    import pyarrow
+
+    rows = [{"id": 7, "prompt": "x", "sampling_params": {"structured_outputs": {"json": schema}}}, {"id": 8}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    row, other = files.Input(tmp_path / "in.parquet", None).rows()
+    assert (row.key, other) == (7, Row(8, {"id": 8}))
+    if seen is None:
+        assert str(row.error).startswith("'sampling_params': {") and "Give the JSON schema as text." in str(row.error)
+    else:
+        assert row.error is None and row.values["sampling_params"]["structured_outputs"]["json"] == seen
+
+
 def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
     """Arrow refused the text and the id when the part was written, at every restart."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")

@@ -25,6 +25,7 @@ from nanovllm.errors import ConfigError, RequestError
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 PARQUET_COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
                    "prompt_logprobs", "response", "error")  # fmt: skip
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
 CHUNK = 1 << 20  # bytes
 Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
 
@@ -57,13 +58,28 @@ def read_csv(path: Path) -> Iterator[Values]:
 
 def read_parquet(path: Path) -> Iterator[Values]:
     for batch in import_parquet().ParquetFile(path).iter_batches(256):
-        yield from map(without_nones, batch.to_pylist())
+        for values in batch.to_pylist():
+            for name, value in values.items():
+                try:
+                    values[name] = without_nones(value)
+                except RequestError as error:
+                    values[name] = RequestError(f"{name!r}: {error}")
+            yield {name: value for name, value in values.items() if value is not None}
 
 
 def without_nones(value: Any) -> Any:
-    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end."""
+    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end.
+
+    Raises:
+        RequestError: a JSON schema means another thing with and without a null. In others a null means nothing.
+    """
     if isinstance(value, dict):
-        return {name: without_nones(x) for name, x in value.items() if x is not None}
+        kept = {name: without_nones(x) for name, x in value.items() if x is not None}
+        is_const = "const" in value and kept.keys() <= ANNOTATIONS
+        if is_const or any(kept[name] != value[name] for name in ("const", "enum") if name in kept):
+            raise RequestError(f"{value!r:.200} may hold a null, or fields that are absent: Arrow keeps both as null. "
+                               "Give the JSON schema as text.")  # fmt: skip
+        return kept
     return [without_nones(x) for x in value] if isinstance(value, list) else value
 
 

@@ -48,7 +48,7 @@ def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | 
         name = next((name for name in ("custom_id", "id") if name in values), None)
     key = by_number if name is None else values.get(name)
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
-        return Row(key, values)
+        return Row(key, values, next((value for value in values.values() if isinstance(value, RequestError)), None))
     return Row(by_number, values, RequestError(f"the row's {name!r} must be a text or an integer, not {key!r:.100}."))
 
 

@@ -192,6 +192,7 @@ def error_rows(folder: Path, *_: str) -> dict:
         {"sampling_params": good},
         {"prompt": "2 + 3\n", "sampling_params": {"temprature": 0.0}},
         {"prompt": "2 + 3\n", "sampling_params": {"stop_token_ids": [2**63 - 1], "n": None, "cls": 1}},
+        {"prompt": "2 + 3\n", "sampling_params": {"structured_outputs": {"json": {"const": None}}}},
     ]
     names = ("messages", "prompt", "tokenized_prompt", "sampling_params")
     table = pa.Table.from_pylist([{"id": i, **dict.fromkeys(names), **row} for i, row in enumerate(rows)])
