@@ -6,7 +6,9 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tracemalloc
 from dataclasses import fields
@@ -283,6 +285,14 @@ def test_two_processes(tmp_path):
     samples = {sample["process"]: sample for sample in read_jsonl(tmp_path / "metrics.jsonl")}
     finished = {rank: sum(sample["request_success"].values()) for rank, sample in samples.items()}
     assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
+
+
+def test_without_stderr(tmp_path):
+    """``2>&-`` ended with 1 and no output; the file that was opened next became stderr."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "nanovllm", "batch", str(source), str(out), *OPTIONS, "--max-tokens", "3"]
+    done = subprocess.run(["sh", "-c", f"exec {shlex.join(command)} 2>&-"], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (0, b"") and len(read_jsonl(out)) == 3
 
 
 def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
