@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("nanovllm", description="Offline LLM inference.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="batch | plot")
-    batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False)
+    batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False,
+                                usage="nanovllm batch IN OUT [options]; --help lists them")  # fmt: skip
     add = batch.add_argument
     add("input", metavar="IN", help=IN)
     add("output", metavar="OUT", help=OUT)

@@ -334,7 +334,8 @@ def test_a_mistyped_option(tmp_path, capsys):
                        (("plot", "in", "out", "more"), "more.")):  # fmt: skip
         with pytest.raises(SystemExit):
             main(argv)
-        assert capsys.readouterr().err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n")
+        err = capsys.readouterr().err
+        assert err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n") and err.count("\n") == 2
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
@@ -510,6 +511,59 @@ def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
     assert "  rows of the input: 3 then, 4 now\n  contents of the input: '" in err
     assert batch(source, out, "--temperature", "0.7", "--overwrite") == 0
     assert [record["finish_reason"] for record in read_jsonl(out)] == ["0.7 64"] * 4
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", '"x"', "5", "{", "[" * 100_000, "\xe9"], ids=range(7))
+def test_a_run_file_that_is_damaged(tmp_path, stubbed, capsys, text):
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl"
+    assert batch(source, out) == 0
+    (tmp_path / "out.jsonl.run.json").write_text(text, encoding="latin-1")
+    err = error_of(capsys, source, out)
+    assert err.endswith(f"error: {out}.run.json is damaged; give another OUT, or --overwrite.\n")
+    assert batch(source, out, "--overwrite") == 0 == batch(source, out)
+
+
+@pytest.mark.parametrize("keep", [slice(0, 0), slice(-9), slice(200), slice(9, None)], ids=range(4))
+def test_a_part_that_is_damaged(tmp_path, stubbed, capsys, keep):
+    pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out"
+    assert batch(source, out) == 0
+    part = out / "part-000000.parquet"
+    part.write_bytes(b"" if keep.stop == 0 else part.read_bytes()[keep])
+    if keep.stop != 0:  # one without bytes holds no rows
+        err = error_of(capsys, source, out)
+        assert f"error: {part} cannot be read: " in err
+        assert err.endswith(" Without this file its rows are done again.\n")
+        part.unlink()
+    assert batch(source, out) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with a name")
+def test_pipes_are_not_waited_for(tmp_path, stubbed, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.jsonl", "b.csv", "in/c.parquet"):
+        os.mkfifo(tmp_path / name)
+    source = write_jsonl(tmp_path / "in" / "a.jsonl", questions(2))
+    for pipe in (tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "in"):
+        assert " is a folder or a pipe; it must be a file" in error_of(capsys, pipe, tmp_path / "out.jsonl")
+    assert "OUT=" in error_of(capsys, source, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('id,prompt\na,x\nb,"y\nc,z\nd,w\n', 3), ('id,prompt\na,"x\n', 2), ('id,"prompt\na,x\n', 1),
+        ('id,prompt\na,"x\ny"\nb,"y\nc,"z"\n', 4), ('id,prompt\na,"x"y"\n', 2),
+    ],
+)  # fmt: skip
+def test_a_quote_that_is_not_closed(tmp_path, stubbed, capsys, text, line):
+    """It took the rows that follow into its text, and the job ended with 0."""
+    (tmp_path / "in.csv").write_text(text)
+    err = error_of(capsys, tmp_path / "in.csv", tmp_path / "out.jsonl")
+    assert f"in.csv cannot be read: the row from line {line} on has a quote that is not closed" in err
+    (tmp_path / "in.csv").write_text('id,prompt\na,5" x\nb,"a ""b"" c\nd"\n')
+    assert batch(tmp_path / "in.csv", tmp_path / "out.jsonl") == 0
+    assert [record["text"] for record in read_jsonl(tmp_path / "out.jsonl")] == ['5" x', 'a "b" c\nd']
 
 
 def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):

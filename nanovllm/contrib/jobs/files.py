@@ -9,7 +9,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, filterfalse, islice
 from pathlib import Path
 from time import monotonic
@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 PARQUET_COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
@@ -48,12 +48,20 @@ def read_jsonl(path: Path) -> Iterator[Values]:
 
 def read_csv(path: Path) -> Iterator[Values]:
     csv.field_size_limit(2**31 - 1)
+    end = 0  # line of the last row, or of the header
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for values in (rows := csv.DictReader(file)):
-            if None in values:
-                yield RequestError(f"line {rows.line_num} of {path.name} has more fields than the header.")
-            else:
-                yield without_nones(values)
+        rows = csv.DictReader(file, strict=True)
+        try:
+            end = rows.line_num if rows.fieldnames else 0
+            for values in rows:
+                end = rows.line_num
+                if None in values:
+                    yield RequestError(f"line {end} of {path.name} has more fields than the header.")
+                else:
+                    yield without_nones(values)
+        except csv.Error as error:
+            raise ConfigError(f"{path} cannot be read: the row from line {end + 1} on has a quote that is not closed, "
+                              f"or not doubled within a text ({error}).") from None  # fmt: skip
 
 
 def read_parquet(path: Path) -> Iterator[Values]:
@@ -91,6 +99,16 @@ def import_parquet() -> Any:
     return pyarrow.parquet
 
 
+def read(path: Path, remedy: str = "") -> Iterator[Any]:
+    """The values of each row of a file; raises ConfigError with the remedy where it is damaged."""
+    try:
+        yield from READERS[path.suffix](path)
+    except Exception as error:  # of decoding, and pyarrow's, whose OSErrors have no number
+        if isinstance(error, NanoVLLMError) or getattr(error, "errno", None) is not None:
+            raise
+        raise ConfigError(f"{path} cannot be read: {error}{remedy}") from None
+
+
 READERS: dict[str, Callable[[Path], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
 
 
@@ -110,6 +128,8 @@ class Input:
         self.files = sorted(f for f in path.iterdir() if f.suffix in READERS) if path.is_dir() else [path]
         if not self.files or self.files[0].suffix not in READERS:
             raise ConfigError(f"IN={path} must be a {', '.join(READERS)} file, or a directory that holds some.")
+        if special := [file for file in self.files if file.exists() and not file.is_file()]:
+            raise ConfigError(f"IN={special[0]} is a folder or a pipe; it must be a file, for it is read twice.")
         self._id_column = id_column
         hashes, columns, self.ids_are_integers = array("Q"), dict[str, None](), True
         for row in self.rows():
@@ -132,11 +152,8 @@ class Input:
     def rows(self) -> Iterator[Row]:
         numbers = count()
         for file in self.files:
-            try:
-                for values in READERS[file.suffix](file):
-                    yield row_of(values, next(numbers), self._id_column)
-            except (ValueError, csv.Error) as error:  # of decoding, and pyarrow's, are ValueErrors
-                raise ConfigError(f"{file} cannot be read: {error}") from None
+            for values in read(file):
+                yield row_of(values, next(numbers), self._id_column)
 
     def rows_to_do(self, todo: np.ndarray) -> Iterator[Row]:
         """The rows of bool ``todo`` [N], read again; raises ConfigError if the first N are no longer the same."""
@@ -183,6 +200,8 @@ class Output:
             )
         if self.is_parquet:
             import_parquet()
+        elif path.exists() and not path.is_file():
+            raise ConfigError(f"OUT={path} is a folder or a pipe; it must be a file, for a job that goes on reads it.")
         self._integers = {"prompt_tokens", "completion_tokens"} | ({"custom_id"} if ids_are_integers else set())
         self._rows: list[dict[str, Any]] = []  # of the part that is written next
         self._flushed_at = monotonic()
@@ -209,7 +228,7 @@ class Output:
             num_cut = 0
             if not self.is_parquet:
                 end_last_line(file)
-            for record in READERS[file.suffix](file):
+            for record in read(file, " Without this file its rows are done again."):
                 if is_cut(record):
                     num_cut += 1
                 else:
@@ -217,7 +236,7 @@ class Output:
                     num_errors += record.get("error") is not None
             if num_cut:
                 with replacing(file) as new:
-                    self._write(filterfalse(is_cut, READERS[file.suffix](file)), new)
+                    self._write(filterfalse(is_cut, read(file)), new)
         return np.frombuffer(hashes, np.uint64), num_errors
 
     @contextmanager
@@ -322,10 +341,11 @@ def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[No
 def check_unchanged(path: Path, run_file: Path, facts: dict[str, Any]) -> None:
     if not run_file.exists():
         raise ConfigError(f"{path} exists and is not of a batch job; give another OUT, or --overwrite.")
-    try:
-        before = json.loads(run_file.read_text())
-    except ValueError:
-        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.") from None
+    before = None
+    with suppress(ValueError, RecursionError):
+        before = json.loads(run_file.read_bytes())
+    if not isinstance(before, dict):
+        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.")
     changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
     if changed and changed != ["model"]:  # the same files under another name are the same model
         lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]
