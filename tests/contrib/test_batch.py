@@ -84,6 +84,7 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
     assert f"28 rows in {out}: 28 now, 0 before, 5 of them errors.\n" in err and "tokens generated (" in err
     found = {record["custom_id"]: record for record in read_jsonl(out)}
     assert len(found) == len(rows) == len(read_jsonl(out))
+    assert all(key == record.get("id", "row-20") for key, record in found.items())  # under the name that it had
 
     def params(key, **values):
         return SamplingParams(**{"temperature": 0.9, "max_tokens": 12, "seed": row_seed(None, key), **values})
@@ -774,11 +775,34 @@ def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
     rows = [{"id": 7, "prompt": "x", "sampling_params": {"structured_outputs": {"json": schema}}}, {"id": 8}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
     row, other = files.Input(tmp_path / "in.parquet", None).rows()
-    assert (row.key, other) == (7, Row(8, {"id": 8}))
+    assert (row.key, other) == (7, Row(8, {"id": 8}, name="id"))
     if seen is None:
         assert str(row.error).startswith("'sampling_params': {") and "Give the JSON schema as text." in str(row.error)
     else:
         assert row.error is None and row.values["sampling_params"]["structured_outputs"]["json"] == seen
+
+
+@pytest.mark.parametrize("name", ["id", "key", "custom_id", "text"])
+@pytest.mark.parametrize("keys", [[1, 2, 3], ["a", "b", 3]])
+@pytest.mark.parametrize("out", ["out.jsonl", "out"])
+def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
+    """Only custom_id had it, whatever the column of IN. A column of the answer's name keeps the answer."""
+    if out == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+
+    def answer(args, rows):
+        for row in rows:
+            request = RequestOutput("0", "x", [5], [CompletionOutput(0, "answer", [7], 0.0)])
+            yield record_of(row, request, SamplingParams(), "m"), (0, 0, 0)
+
+    monkeypatch.setattr(engines, "complete", answer)
+    source = write_jsonl(tmp_path / "in.jsonl", [{name: key, "prompt": "x"} for key in keys])
+    for _ in range(2):
+        assert batch(source, tmp_path / out, *(("--id-column", name) if name in ("key", "text") else ())) == 0
+    (file,) = files.Output(tmp_path / out, ids_are_integers=False).files()
+    found, keys = list(files.read(file)), keys if out == "out.jsonl" or keys[0] == 1 else [*map(str, keys)]
+    assert [record["custom_id"] for record in found] == keys
+    assert [record[name] for record in found] == (["answer"] * 3 if name == "text" else keys)
 
 
 def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):

@@ -23,8 +23,8 @@ from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
 from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
-PARQUET_COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
-                   "prompt_logprobs", "response", "error")  # fmt: skip
+ANSWER_COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
+                  "prompt_logprobs", "response", "error")  # of parquet
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
 CHUNK = 1 << 20  # bytes
 Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
@@ -121,6 +121,7 @@ class Input:
     Attributes:
         hashes: of the rows' ids, uint64 [N]: all that is kept of a row.
         columns: of any row.
+        id_names: of the columns that ids are from.
         ids_are_integers: whether all ids are 64-bit integers.
     """
 
@@ -132,9 +133,11 @@ class Input:
             raise ConfigError(f"IN={special[0]} is a folder or a pipe; it must be a file, for it is read twice.")
         self._id_column = id_column
         hashes, columns, self.ids_are_integers = array("Q"), dict[str, None](), True
+        self.id_names = set[str]()
         for row in self.rows():
             hashes.append(hash_of(row.key))
             columns.update(dict.fromkeys(row.values))
+            self.id_names.add(row.name)
             self.ids_are_integers &= isinstance(row.key, int) and -(2**63) <= row.key < 2**63
         if not hashes:
             raise ConfigError(f"IN={path} holds no rows.")
@@ -190,7 +193,7 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
 class Output:
     """Records: lines of a .jsonl file, or parts of parquet in a directory, where nested values are JSON text."""
 
-    def __init__(self, path: Path, ids_are_integers: bool):
+    def __init__(self, path: Path, ids_are_integers: bool, id_names: Iterable[str] = ()):
         self.path, self.is_parquet = path, path.suffix != ".jsonl"
         if not path.parent.is_dir():
             raise ConfigError(f"OUT={path}: there is no directory {path.parent}.")
@@ -202,7 +205,9 @@ class Output:
             import_parquet()
         elif path.exists() and not path.is_file():
             raise ConfigError(f"OUT={path} is a folder or a pipe; it must be a file, for a job that goes on reads it.")
-        self._integers = {"prompt_tokens", "completion_tokens"} | ({"custom_id"} if ids_are_integers else set())
+        id_names = {"custom_id", *id_names} - {*ANSWER_COLUMNS}
+        self._columns = *sorted(id_names), *ANSWER_COLUMNS
+        self._integers = {"prompt_tokens", "completion_tokens"} | (id_names if ids_are_integers else set())
         self._rows: list[dict[str, Any]] = []  # of the part that is written next
         self._flushed_at = monotonic()
 
@@ -272,7 +277,7 @@ class Output:
             return
         import pyarrow
 
-        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
+        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in self._columns}
 
         def as_text(x: Any) -> str:  # half of a surrogate pair is no UTF-8
             return x.encode(errors="backslashreplace").decode() if isinstance(x, str) else json.dumps(x)
