@@ -153,6 +153,7 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
     found = {record["custom_id"]: record["error"] for record in read_jsonl(tmp_path / "out.jsonl")}
     assert len(found) == len(rows) and [key for key, error in found.items() if error is None] == ["q0", "q1", "q2"]
     assert {error["type"] for error in found.values() if error} == {"RequestError"}
+    assert "logit_bias={3: 1148" in found["huge"]["message"] and "logit_bias={'³': 1}" in found["digit"]["message"]
     assert found["encode"]["message"] == found["decode"]["message"] == (
         "this request fails with Panic: unwrap on a None. Check the values of its prompt, parameters and chat template."
     )
@@ -603,6 +604,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
         (("in.jsonl", "out.jsonl", "--temperature", "-1"),
          "SamplingParams: temperature=-1 must be a finite number >= 0 (0 is greedy)."),
+        (("in.jsonl", "out.jsonl", "--structured-outputs", '{"cls": 1}'),
+         "StructuredOutputsParams has no parameter 'cls'."),
         (("in.jsonl", "out.jsonl", "--model", "/none"),
          "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
          "that holds config.json."),

@@ -138,7 +138,7 @@ def ready(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("structured_outputs"), dict):
         values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     if isinstance(values.get("logit_bias"), dict):
-        values["logit_bias"] = {int(i) if str(i).isdigit() else i: x for i, x in values["logit_bias"].items()}
+        values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in values["logit_bias"].items()}
     return values
 
 

@@ -70,12 +70,12 @@ def test_error_rows(report):
         6: "token id 1000000 is outside the vocabulary [0, 1024).",
         7: 'a row needs "messages", "prompt" or "tokenized_prompt".',
         8: "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
-        9: "this request fails with TypeError: Parameters.__new__() got multiple values for argument 'cls'. Check the "
-        "values of its prompt, parameters and chat template.",
+        9: "this request fails with TypeError: Chat.apply_chat_template() got multiple values for argument "
+        "'conversation'. Check the values of its prompt, parameters and chat template.",
         10: "{'const': None} may hold a null, or fields that are absent: Arrow keeps both as null. Give the JSON "
         "schema as text.",
     }
-    assert all(rows[i]["sampling_params"] is not None and rows[i]["generated_text"] is None for i in errors)
+    assert all("sampling_params" in rows[i] and rows[i]["generated_text"] is None for i in errors)
     assert all("sampling_params" not in rows[i] for i in rows.keys() - errors)  # postprocess dropped it
     assert rows[3]["generated_text"] == "5" and rows[3]["finish_reason"] == "stop"
     ((token_id, logprob), *_), *_ = rows[3]["logprobs"]
