@@ -1,6 +1,7 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
 import marshal
+import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -36,7 +37,7 @@ def _are_token_ids(values: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    finite = number("", lambda x: True)
+    finite = number("", lambda x: abs(int(x)) <= sys.float_info.max)  # an int has no such limit
     return isinstance(value, dict) and all(at_least(0).accepts(i) and finite.accepts(x) for i, x in value.items())
 
 
@@ -92,7 +93,7 @@ class Parameters:
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any, **values: Any):
+    def __new__(cls, /, *args: Any, **values: Any):
         known = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in values:
             if name not in known:

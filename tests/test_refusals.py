@@ -81,7 +81,7 @@ VALUES = {
         "in [-2, 2].": {"presence_penalty": [2.1], "frequency_penalty": [-2.1]},
         "> 0.": {"repetition_penalty": [0, INF]},
         "a dict of at most 1024 token ids >= 0 to finite numbers": {
-            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, MANY],
+            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
         "an integer >= 1, or -1 for max_model_len": {"truncate_prompt_tokens": [0]},

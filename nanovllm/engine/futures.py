@@ -81,7 +81,9 @@ class Submitted(Caller):
             future = self.futures.pop(request.request_id)
             try:
                 future.set_result(request.output())
-            except Exception as failure:  # of the tokenizer
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as failure:  # of the tokenizer, whose panics are no Exceptions
                 future.set_exception(failure)
 
     def refuse(self, request: Request, reason: str) -> None:

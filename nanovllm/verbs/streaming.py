@@ -12,7 +12,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.engine.text.prompts import NON_SEQUENCES, Prompt, is_one_prompt
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -60,10 +60,11 @@ class Streaming(LLMEngine):
                 prompt, params = item if is_pair else (item, None)
                 try:
                     request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
-                except RequestError as error:
+                except BaseException as error:
+                    refused = as_request_error(error)
                     if on_error is None:
-                        raise RequestError(f"prompt {index}: {error}") from None
-                    on_error(index, error)
+                        raise RequestError(f"prompt {index}: {refused}") from refused.__cause__
+                    on_error(index, refused)
                 else:
                     yield request
 

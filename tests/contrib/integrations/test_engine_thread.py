@@ -33,10 +33,20 @@ def test_submit_from_many_threads(engine, reference):
     assert [output["token_ids"] for output in outputs] == [reference(prompt, 6) for prompt in prompts]
 
 
+class Panic(BaseException):
+    """As tokenizers raise it: no Exception. It ended the thread, and everyone waited for ever."""
+
+
+class Hostile:
+    def __iter__(self):
+        raise Panic("unwrap on a None")
+
+
 def test_errors_are_of_their_request(engine):
-    good, bad = engine.submit([2], PARAMS), engine.submit([10**6], PARAMS)
-    with pytest.raises(RequestError, match="outside the vocabulary"):
-        bad.result(60)
+    good, *bad = (engine.submit(prompt, PARAMS) for prompt in ([2], [10**6], Hostile()))
+    for future, text in zip(bad, ("outside the vocabulary", "this request fails with Panic: unwrap on"), strict=True):
+        with pytest.raises(RequestError, match=text):
+            future.result(60)
     assert len(good.result(60)["token_ids"]) == 6
 
 
